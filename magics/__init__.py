@@ -1,0 +1,1 @@
+"""IPython magics: `%engine`, `%generate`, `%%generate`."""

@@ -1,0 +1,30 @@
+"""The KV cache: its size and its sharing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbengine.config.checks import require
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Size of the block pool. `num_gpu_blocks_override` wins over `kv_cache_memory_bytes`, which wins over
+    the share of the device's memory (`gpu_memory_utilization`)."""
+
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        require(
+            "block_size", size, 1 <= size <= 256 and size & (size - 1) == 0, "a power of two from 1 to 256"
+        )
+        share = self.gpu_memory_utilization
+        require("gpu_memory_utilization", share, 0 < share <= 1, "in (0, 1]")
+        for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
+            value = getattr(self, name)
+            require(name, value, value is None or value >= 1, "at least 1, or None")

@@ -1,0 +1,180 @@
+"""Engine arguments as people give them, and the configuration they make."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nbengine.config.cache import CacheConfig
+from nbengine.config.checks import require
+from nbengine.config.model import ModelConfig
+from nbengine.config.parallel import ParallelConfig
+from nbengine.config.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+
+DEFAULT_KEEP_ALIVE_SECONDS = 600.0
+DEFAULT_LEASE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that the processes of one engine need to know.
+
+    `keep_alive` is how many seconds an engine outlives its last client; `lease` how long a client that
+    sends no heartbeat keeps its requests. A `bound` engine ends with the process that started it.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
+    lease: float = DEFAULT_LEASE_SECONDS
+    bound: bool = True
+
+    def __post_init__(self) -> None:
+        require("keep_alive", self.keep_alive, self.keep_alive >= 0, "0 or more seconds")
+        require("lease", self.lease, self.lease > 0, "more than 0 seconds")
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """The arguments of `LLM`, `AsyncLLM` and `%engine start`, flat, with their defaults.
+
+    Raises:
+        InvalidTypeError: an argument has the wrong type.
+        InvalidArgumentError: `create_engine_config` met a value out of range; the message names it.
+        NotSupportedError: `create_engine_config` met an option that this version does not offer yet.
+    """
+
+    model: str = "smollm2-135m"
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    load_format: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    hf_overrides: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool | None = None
+    stream_interval: int = 1
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str | None = None
+    data_parallel_backend: str = "mp"
+    keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
+    lease: float = DEFAULT_LEASE_SECONDS
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), hints[f.name])
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> EngineArgs:
+        """Build from keyword arguments; an unknown name raises `InvalidArgumentError` with near matches."""
+        known = {f.name for f in fields(cls)}
+        for name in kwargs:
+            if name not in known:
+                raise InvalidArgumentError("engine argument", name, "one of " + ", ".join(sorted(known)))
+        return cls(**kwargs)
+
+    def create_engine_config(self, *, bound: bool) -> EngineConfig:
+        """Check every value and sort the arguments into their configuration classes."""
+        _refuse_unsupported(self)
+        return EngineConfig(
+            model=ModelConfig(
+                model=self.model,
+                tokenizer=self.tokenizer,
+                dtype=self.dtype,
+                quantization=self.quantization,
+                load_format=self.load_format,
+                device=self.device,
+                max_model_len=self.max_model_len,
+                seed=self.seed,
+                hf_overrides=dict(self.hf_overrides or {}),
+                trust_remote_code=self.trust_remote_code,
+                revision=self.revision,
+                enforce_eager=self.enforce_eager,
+            ),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                num_gpu_blocks_override=self.num_gpu_blocks_override,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=(
+                    DEFAULT_MAX_NUM_BATCHED_TOKENS
+                    if self.max_num_batched_tokens is None
+                    else self.max_num_batched_tokens
+                ),
+                enable_chunked_prefill=self.enable_chunked_prefill,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                policy=self.scheduling_policy,
+                async_scheduling=self.async_scheduling,
+                stream_interval=self.stream_interval,
+            ),
+            parallel=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size,
+                pipeline_parallel_size=self.pipeline_parallel_size,
+                data_parallel_size=self.data_parallel_size,
+                enable_expert_parallel=self.enable_expert_parallel,
+                distributed_executor_backend=self.distributed_executor_backend,
+                data_parallel_backend=self.data_parallel_backend,
+            ),
+            keep_alive=float(self.keep_alive),
+            lease=float(self.lease),
+            bound=bound,
+        )
+
+
+def _refuse_unsupported(args: EngineArgs) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(args, name) > 1:
+            raise NotSupportedError(f"{name}={getattr(args, name)} is not available yet; only 1 is")
+    if args.distributed_executor_backend not in (None, "uni"):
+        raise NotSupportedError(
+            f"distributed_executor_backend={args.distributed_executor_backend!r} is not available yet; only 'uni' is"
+        )
+    if args.data_parallel_backend == "ray":
+        raise NotSupportedError("data_parallel_backend='ray' is not available yet; only 'mp' is")
+    if args.enable_expert_parallel:
+        raise NotSupportedError("enable_expert_parallel=True is not available yet")
+    if args.quantization is not None:
+        raise NotSupportedError(
+            f"quantization={args.quantization!r} is not available yet; GGUF files load as they are"
+        )
+    if args.async_scheduling:
+        raise NotSupportedError("async_scheduling=True is not available yet")
+
+
+def _check_type(name: str, value: object, hint: Any) -> None:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return
+    is_stray_bool = isinstance(value, bool) and bool not in kinds
+    if is_stray_bool or not isinstance(value, kinds):
+        names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        raise InvalidTypeError(name, value, names)

@@ -1,0 +1,40 @@
+"""How many processes share the model, and how they are started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbengine.config.checks import require
+
+EXECUTOR_BACKENDS = (None, "uni", "mp", "ray")
+DATA_PARALLEL_BACKENDS = ("mp", "ray")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the tensor-, pipeline- and data-parallel groups."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str | None = None
+    data_parallel_backend: str = "mp"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        backend = self.distributed_executor_backend
+        require(
+            "distributed_executor_backend",
+            backend,
+            backend in EXECUTOR_BACKENDS,
+            "None, 'uni', 'mp' or 'ray'",
+        )
+        backend = self.data_parallel_backend
+        require("data_parallel_backend", backend, backend in DATA_PARALLEL_BACKENDS, "'mp' or 'ray'")
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -1,0 +1,1 @@
+"""The engine's own processes: host (coordinator and supervisor) and engine core."""

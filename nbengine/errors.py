@@ -1,0 +1,86 @@
+"""The exception tree: everything that nbengine raises on purpose is an `NBEngineError`."""
+
+from __future__ import annotations
+
+
+class NBEngineError(Exception):
+    """Base of everything that nbengine raises on purpose."""
+
+
+class InvalidArgumentError(NBEngineError, ValueError):
+    """An argument has a value that is not allowed.
+
+    The message names the argument, its value and what is allowed.
+    """
+
+    def __init__(self, argument: str, value: object, allowed: str) -> None:
+        super().__init__(argument, value, allowed)
+        self.argument = argument
+        self.value = value
+        self.allowed = allowed
+
+    def __str__(self) -> str:
+        return f"{self.argument} must be {self.allowed}, got {_short(self.value)}"
+
+
+class InvalidTypeError(InvalidArgumentError, TypeError):
+    """An argument has a type that is not allowed."""
+
+
+class NotSupportedError(NBEngineError, NotImplementedError):
+    """A documented option that this version does not offer yet; the message names it."""
+
+
+class ModelNotFoundError(NBEngineError, ValueError):
+    """No model goes by that name: not an alias, not a path, not found on the hub."""
+
+
+class ModelLoadError(NBEngineError):
+    """A model's files are missing, truncated, corrupt or of an unknown kind."""
+
+
+class RequestError(NBEngineError, ValueError):
+    """The engine refused one request; every other request goes on."""
+
+
+class UtilityError(NBEngineError):
+    """A utility call failed inside the engine; the message carries the engine's error."""
+
+
+class EngineStartError(NBEngineError):
+    """The engine did not start. `log_tail` holds its last log lines, root cause last."""
+
+    def __init__(self, cause: str, log_tail: str = "") -> None:
+        super().__init__(cause, log_tail)
+        self.cause = cause
+        self.log_tail = log_tail
+
+    def __str__(self) -> str:
+        return _with_log_tail(self.cause, self.log_tail)
+
+
+class EngineDeadError(NBEngineError):
+    """The engine ended while it was needed. `log_tail` holds its last log lines, root cause last."""
+
+    def __init__(self, cause: str, log_tail: str = "") -> None:
+        super().__init__(cause, log_tail)
+        self.cause = cause
+        self.log_tail = log_tail
+
+    def __str__(self) -> str:
+        return _with_log_tail(self.cause, self.log_tail)
+
+
+class LeaseExpiredError(NBEngineError):
+    """The host saw no heartbeat from this client in time and dropped its requests."""
+
+
+def _with_log_tail(cause: str, log_tail: str) -> str:
+    if not log_tail:
+        return cause
+    return f"last lines of the engine's log:\n{log_tail.rstrip()}\n\n{cause}"
+
+
+def _short(value: object, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

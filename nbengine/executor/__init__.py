@@ -1,0 +1,1 @@
+"""How an engine core reaches its workers."""

@@ -1,0 +1,261 @@
+"""Every message between processes.
+
+Frontend and engine core exchange `(identity, request type, msgpack, *aux frames)`: see
+`EngineCoreRequestType` and the structs below it. Frontend, host and engine core exchange the tagged
+control messages in the second half over their control sockets.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from nbengine.metrics.stats import SchedulerStats
+from nbengine.sampling_params import PoolingParams, SamplingParams
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+"""The last frame that a dying engine core sends on every output socket."""
+
+
+class EngineCoreRequestType(enum.Enum):
+    """First frame of a message to an engine core."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+    WAKEUP = b"\x04"
+    """Local to the engine core: ends the busy loop's wait, never sent."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreEventType(enum.IntEnum):
+    """Stations of a request inside the engine core."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
+    """A station of a request; `timestamp` is `time.monotonic()` of the engine core."""
+
+    type: EngineCoreEventType
+    timestamp: float
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A request as the engine core takes it: validated, tokenized, its parameters completed.
+
+    `prompt_embeds`, where given, has shape (prompt length, hidden size).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    sampling_params: SamplingParams | None
+    pooling_params: PoolingParams | None = None
+    arrival_time: float = 0.0
+    cache_salt: str | None = None
+    priority: int = 0
+    data_parallel_rank: int | None = None
+    prompt_embeds: Any = None
+    client_index: int = 0
+    """The client's epoch: the host gives every attachment a new one."""
+    current_wave: int = 0
+    external_req_id: str | None = None
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step brought to one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    events: list[EngineCoreEvent] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    """With `FinishReason.ERROR`: why the request was refused, for its caller alone."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has left the engine core."""
+        return self.finish_reason is not None
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
+    """Answer to a utility call: `failure_message` is None on success."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: Any = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step brought to one client; `timestamp` is `time.monotonic()` of the engine core."""
+
+    engine_index: int = 0
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: UtilityOutput | None = None
+    finished_requests: list[str] | None = None
+    """Requests of this client that ended without an output of their own."""
+    wave_complete: int | None = None
+    start_wave: int | None = None
+
+
+class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
+    """Call of an engine core method by name."""
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+# Control messages. Client and host: DEALER to ROUTER on `host.sock` of the run directory.
+
+
+class Attach(msgspec.Struct, tag="attach"):
+    """Client to host, first message: become a client. `session` names the notebook across kernel restarts:
+    a new attachment of a session ends the older one."""
+
+    session: str
+    pid: int
+    create_time: float
+    input_address: str
+    output_address: str
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat"):
+    """Client to host: renew the lease."""
+
+
+class Detach(msgspec.Struct, tag="detach"):
+    """Client to host: end the lease, abort what is unfinished."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Client to host: end everything, at once or (`drain`) when what runs has finished."""
+
+    drain: bool = False
+
+
+class Attached(msgspec.Struct, tag="attached"):
+    """Host to client, answer to `Attach`: the client's epoch and the engines that will connect to it."""
+
+    client_index: int
+    engine_ranks: list[int]
+
+
+class HeartbeatAck(msgspec.Struct, tag="heartbeat_ack"):
+    """Host to client, answer to `Heartbeat`."""
+
+
+class LeaseLost(msgspec.Struct, tag="lease_lost"):
+    """Host to client: no lease is held any more; whatever it had asked for was aborted."""
+
+    reason: str
+
+
+class Progress(msgspec.Struct, tag="progress"):
+    """A stage of start-up: fetch, load, profile, kv, ready. `fraction` is None where it is not known."""
+
+    stage: str
+    detail: str = ""
+    fraction: float | None = None
+    seconds: float = 0.0
+    """Since the start of the stage."""
+    rank: int = 0
+
+
+class EngineReady(msgspec.Struct, tag="ready"):
+    """Engine core to host (READY of the handshake), host to client: the engine takes requests."""
+
+    rank: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    kv_cache_bytes: int
+    weights_bytes: int
+    device: str
+    dtype: str
+    supported_tasks: list[str]
+    pid: int
+
+
+class EngineDead(msgspec.Struct, tag="dead"):
+    """Host to client (and engine core to host, when it can still tell): the engine has ended.
+
+    `started` is False when it never became ready.
+    """
+
+    cause: str
+    log_tail: str = ""
+    started: bool = True
+    expected: bool = False
+    """The end was asked for."""
+
+
+# Host and engine core: DEALER (identity: 2-byte little-endian rank) to ROUTER on `core.sock`.
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """Engine core to host: first message of the handshake."""
+
+    rank: int
+    pid: int
+
+
+class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
+    """Host to engine core, answer to `Hello`: the coordinator's sockets."""
+
+    coordinator_input: str
+    """XPUB of the coordinator, which engine cores subscribe to."""
+    coordinator_output: str
+    """PULL of the coordinator, which engine cores push their stats to."""
+
+
+class AttachClient(msgspec.Struct, tag="attach_client"):
+    """Host to engine core: connect to a client's sockets and announce yourself on its input."""
+
+    client_index: int
+    input_address: str
+    output_address: str
+
+
+class DetachClient(msgspec.Struct, tag="detach_client"):
+    """Host to engine core: abort what the client asked for and close its sockets."""
+
+    client_index: int
+
+
+class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
+    """Host to engine core: end, at once or (`drain`) when what runs has finished."""
+
+    drain: bool = False
+
+
+ClientToHost = Attach | Heartbeat | Detach | Shutdown
+HostToClient = Attached | HeartbeatAck | LeaseLost | Progress | EngineReady | EngineDead
+CoreToHost = Hello | Progress | EngineReady | EngineDead
+HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | ShutdownEngine
+
+
+def engine_identity(rank: int) -> bytes:
+    """ZMQ identity of an engine core: its rank, 2 bytes little-endian."""
+    return rank.to_bytes(2, "little")

@@ -1,0 +1,1 @@
+"""Counters and gauges that the engine publishes."""

@@ -1,0 +1,40 @@
+"""The statistics schema, on the wire and in public: one definition for both."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """State of one engine's scheduler and KV cache after a step; counters never go down."""
+
+    engine_index: int = 0
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    """Blocks with reference count 0, cached or not; equals `num_blocks` when idle."""
+    num_cached_blocks: int = 0
+    """Blocks whose contents can be found by hash, in use or not."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up, since the start."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found, since the start."""
+    num_preemptions: int = 0
+    step_counter: int = 0
+    current_wave: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class EngineStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A step-consistent snapshot of all engines behind one client, as the coordinator publishes it."""
+
+    engines: list[SchedulerStats] = []
+    current_wave: int = 0
+    engines_running: bool = False
+    timestamp: float = 0.0
+    """`time.time()` of the snapshot."""

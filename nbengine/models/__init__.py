@@ -1,0 +1,1 @@
+"""Finding, reading and building models. Modules say whether they import torch."""

@@ -1,0 +1,204 @@
+"""What a request asks of the sampler and of its output."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from nbengine.errors import InvalidArgumentError, InvalidTypeError
+
+MAX_LOGPROBS = 20
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow float32 logits."""
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each `RequestOutput` of a stream carries."""
+
+    CUMULATIVE = 0
+    """Everything generated so far."""
+    DELTA = 1
+    """What is new since the previous output."""
+    FINAL_ONLY = 2
+    """Nothing until the request is finished."""
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, frozen=True):
+    """Constraint on the generated text; exactly one field is set."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidArgumentError("structured_outputs", given, "exactly one kind of constraint")
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Sampling parameters of one request, validated on construction.
+
+    `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
+    `max_tokens=None` means: up to the model's context length.
+
+    Raises:
+        InvalidArgumentError: a value is out of range (also a `ValueError`).
+        InvalidTypeError: a value has the wrong type (also a `TypeError`).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
+
+    eos_token_id: int | None = None
+    """Filled in from the tokenizer and generation config before the request leaves the frontend."""
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_types()
+        self._check_ranges()
+
+    def _normalise(self) -> None:
+        stop: Any = self.stop
+        if stop is None:
+            self.stop = []
+        elif isinstance(stop, str):
+            self.stop = [stop]
+        elif isinstance(stop, (tuple, set, frozenset)):
+            self.stop = list(stop)
+        for name in ("stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if value is None:
+                setattr(self, name, [])
+            elif not isinstance(value, (str, list)):
+                setattr(self, name, list(value))
+        if self.top_k == -1:
+            self.top_k = 0
+        if isinstance(self.output_kind, int) and not isinstance(self.output_kind, RequestOutputKind):
+            self.output_kind = _checked_output_kind(self.output_kind)
+
+    def _check_types(self) -> None:
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+            _require_number(name, getattr(self, name))
+        for name in ("n", "top_k", "min_tokens"):
+            _require_int(name, getattr(self, name))
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidTypeError(name, getattr(self, name), "True or False")
+        _require_list(self.stop, "stop", str, "a string or a list of strings")
+        _require_list(self.bad_words, "bad_words", str, "a list of strings")
+        _require_list(self.stop_token_ids, "stop_token_ids", int, "a list of token ids")
+
+    def _check_ranges(self) -> None:
+        _require("n", self.n, self.n >= 1, "at least 1")
+        _require("temperature", self.temperature, self.temperature >= 0, "a finite number, 0 or greater")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (off), or at least 1")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        if self.seed is not None:
+            _require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
+        if self.max_tokens is not None:
+            _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1, or None")
+            _require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, "at most max_tokens")
+        _require("min_tokens", self.min_tokens, self.min_tokens >= 0, "0 or greater")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(name, value, -2 <= value <= 2, "in [-2, 2]")
+        _require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "greater than 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _require(name, value, 0 <= value <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}], or None")
+        if self.truncate_prompt_tokens is not None:
+            value = self.truncate_prompt_tokens
+            _require("truncate_prompt_tokens", value, value >= 1, "at least 1, or None")
+        _require("stop", self.stop, all(self.stop), "without empty strings")
+        if self.stop and not self.detokenize:
+            raise InvalidArgumentError("stop", self.stop, "empty when detokenize=False")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without a random draw."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def clone(self) -> SamplingParams:
+        """Return an independent copy."""
+        return msgspec.structs.replace(
+            self,
+            stop=list(self.stop),
+            stop_token_ids=list(self.stop_token_ids),
+            bad_words=list(self.bad_words),
+        )
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What a pooling request asks for."""
+
+    pooling: str = "mean"
+    normalize: bool = True
+
+
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _checked_output_kind(value: int) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(value)
+    except ValueError:
+        allowed = ", ".join(str(kind.value) for kind in RequestOutputKind)
+        raise InvalidArgumentError("output_kind", value, f"one of {allowed}") from None
+
+
+def _require(name: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise InvalidArgumentError(name, value, allowed)
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(name, value, "a number")
+    if not math.isfinite(value):
+        raise InvalidArgumentError(name, value, "finite")
+
+
+def _require_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(name, value, "an integer")
+
+
+def _require_list(value: object, name: str, kind: type, allowed: str) -> None:
+    ok = isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
+    if not ok:
+        raise InvalidTypeError(name, value, allowed)

@@ -1,0 +1,1 @@
+"""One device's share of the model, and the batch it runs."""

@@ -1,0 +1,1 @@
+"""What the notebook shows that is more than text."""
