@@ -1,0 +1,56 @@
+# make demo   the main job on the default model        make test       what CI runs
+# make check  linters and types, then the tests        make gpu-check  on a machine with a CUDA GPU
+# make bench  every benchmark, one after another       make lock       write constraints.txt anew
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest
+# A CUDA build of torch brings the triton that it was built for; the CPU build brings none.
+TRITON := $(BIN)/python -c 'import importlib.util as u; print("" if u.find_spec("triton") else "triton==3.9.0")'
+
+.PHONY: demo test lint check gpu-check bench lock install clean
+
+install: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/run.py examples/01_quickstart.ipynb
+
+test: lint
+	$(PYTEST) tests/unit tests/kernels
+	$(PYTEST) tests/process
+	$(PYTEST) tests/notebook
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: test
+
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/run_all.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing nbengine and what it needs into $(VENV) (about a minute)"
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e ".[notebook]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the development tools"
+	$(PIP) install -c constraints.txt $$($(TRITON)) -e ".[dev]"
+	@touch $@
+
+lock:
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E '^(triton|nvidia-|cuda-)' | sed 's/+cpu$$//' > constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/executed

@@ -1,0 +1,87 @@
+"""What every benchmark shares: arguments, alternation, the table and the JSON beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """An argument parser with the options that every benchmark has."""
+    result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    result.add_argument("--json", type=Path, help="also write the figures here")
+    result.add_argument("--rounds", type=int, default=5, help="counted rounds of each side")
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """The machine that the figures belong to."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    flags: set[str] = set()
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+            elif line.startswith("flags"):
+                flags = set(line.split())
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+    return {
+        "cpu": cpu,
+        "features": [flag for flag in wanted if flag in flags],
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def alternate(rounds: int, *sides: Callable[[], float], warmup: int = 1) -> list[list[float]]:
+    """Run the sides in turn (A B A B …) and return each side's figures, the warm-up rounds left out."""
+    figures: list[list[float]] = [[] for _ in sides]
+    for index in range(warmup + rounds):
+        for side, run in enumerate(sides):
+            value = run()
+            if index >= warmup:
+                figures[side].append(value)
+    return figures
+
+
+def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
+    """Median of the ratios of neighbouring rounds, so that a drifting machine cancels out."""
+    return statistics.median(a / b for a, b in zip(ours, peers, strict=True))
+
+
+def microseconds(call: Callable[[], object], repeat: int, inner: int = 1) -> float:
+    """Median microseconds of one `call`, over `repeat` samples of `inner` calls each."""
+    samples = []
+    for _ in range(repeat):
+        start = time.perf_counter_ns()
+        for _ in range(inner):
+            call()
+        samples.append((time.perf_counter_ns() - start) / 1e3 / inner)
+    return statistics.median(samples)
+
+
+def report(name: str, rows: Sequence[dict[str, Any]], json_path: Path | None, **extra: Any) -> None:
+    """Print `rows` as a Markdown table and write them, with the machine, to `json_path` if there is one."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    print(f"\n{name}\n")
+    print("| " + " | ".join(columns) + " |")
+    print("|" + " --- |" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |")
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"benchmark": name, "machine": machine(), "rows": list(rows), **extra}
+        json_path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
