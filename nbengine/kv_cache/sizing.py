@@ -1,0 +1,75 @@
+"""How many KV blocks there are, decided once at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbengine.config import CacheConfig
+from nbengine.errors import EngineStartError
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """What a token leaves in the KV cache: one key and one value a layer and KV head."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    block_size: int
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block: `block_size` tokens, keys and values, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes * self.block_size
+
+
+def num_blocks_for(spec: KVCacheSpec, cache_config: CacheConfig, available_bytes: int) -> int:
+    """Return the number of blocks of the pool.
+
+    `num_gpu_blocks_override` wins over `kv_cache_memory_bytes`, which wins over `available_bytes`, the memory
+    that the executor found for the cache.
+
+    Raises:
+        EngineStartError: there is not room for a single block.
+    """
+    if cache_config.num_gpu_blocks_override is not None:
+        return cache_config.num_gpu_blocks_override
+    if cache_config.kv_cache_memory_bytes is not None:
+        budget, source = cache_config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        budget, source = available_bytes, "gpu_memory_utilization or kv_cache_memory_bytes"
+    num_blocks = budget // spec.page_size_bytes
+    if num_blocks < 1:
+        raise EngineStartError(
+            f"no room for the KV cache: {budget} bytes are available to it, and one block of "
+            f"{spec.block_size} tokens takes {spec.page_size_bytes}; raise {source}, or lower block_size"
+        )
+    return num_blocks
+
+
+def check_max_model_len(
+    spec: KVCacheSpec, cache_config: CacheConfig, num_blocks: int, max_model_len: int
+) -> None:
+    """Check that one request of the greatest length fits in the pool.
+
+    Raises:
+        EngineStartError: it does not; the message says what fits and which argument to change.
+    """
+    num_needed = -(-max_model_len // spec.block_size)
+    if num_needed <= num_blocks:
+        return
+    if cache_config.num_gpu_blocks_override is not None:
+        remedy = f"raise num_gpu_blocks_override to at least {num_needed}"
+    elif cache_config.kv_cache_memory_bytes is not None:
+        remedy = f"raise kv_cache_memory_bytes to at least {num_needed * spec.page_size_bytes}"
+    else:
+        remedy = "raise gpu_memory_utilization or set kv_cache_memory_bytes"
+    raise EngineStartError(
+        f"max_model_len={max_model_len} needs {num_needed} KV blocks of {spec.block_size} tokens "
+        f"({num_needed * spec.page_size_bytes / _MIB:.1f} MiB), but the KV cache has {num_blocks} "
+        f"({num_blocks * spec.page_size_bytes / _MIB:.1f} MiB); lower max_model_len to at most "
+        f"{num_blocks * spec.block_size}, or {remedy}"
+    )

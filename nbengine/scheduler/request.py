@@ -1,0 +1,168 @@
+"""A request as the scheduler sees it."""
+
+from __future__ import annotations
+
+import enum
+
+from nbengine.errors import RequestError
+from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
+from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
+from nbengine.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    """Waiting again, after it lost its blocks."""
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+
+FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+"""The finished statuses and what the client is told."""
+
+
+class Request:
+    """Tokens, progress and blocks of one request.
+
+    `num_computed_tokens` counts the tokens whose keys and values are computed or planned; it catches up with
+    `num_tokens`, which grows by what is sampled. The scheduler fills in `order` and `max_total_tokens` when
+    it takes the request; the KV cache manager owns the fields from `block_ids` on.
+    """
+
+    __slots__ = (
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "client_index",
+        "eos_token_id",
+        "events",
+        "extra_keys",
+        "max_total_tokens",
+        "min_total_tokens",
+        "next_cache_point",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_slots",
+        "num_tokens",
+        "order",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "sampling_params",
+        "skip_reading_prefix_cache",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        client_index: int = 0,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        extra_keys: ExtraKeys = (),
+        block_hasher: BlockHasher | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.client_index = client_index
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.order = (0, 0.0, 0)
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.events: list[EngineCoreEvent] | None = None
+
+        self.prompt_token_ids = prompt_token_ids
+        self.all_token_ids = prompt_token_ids.copy()
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = -1
+        """Tokens found in the prefix cache at the first admission; -1 before it."""
+
+        self.sampling_params = sampling_params
+        self.eos_token_id = None if sampling_params.ignore_eos else sampling_params.eos_token_id
+        self.stop_token_ids = set(sampling_params.stop_token_ids)
+        if self.eos_token_id is not None:
+            self.stop_token_ids.add(self.eos_token_id)
+        self.min_total_tokens = self.num_prompt_tokens + sampling_params.min_tokens
+        self.max_total_tokens = 0
+        # Prompt logprobs need the logits of every prompt token, so every one must be computed.
+        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
+
+        self.block_ids: list[int] = []
+        self.num_slots = 0
+        """Tokens that the blocks have room for."""
+        self.num_cached_blocks = 0
+        """Leading blocks that have been offered to the prefix cache."""
+        self.next_cache_point = 0
+        self.extra_keys = extra_keys
+        self.block_hashes: list[bytes] = []
+        if block_hasher is not None:
+            block_hasher.extend(self.block_hashes, prompt_token_ids, extra_keys)
+
+    @classmethod
+    def from_engine_core_request(
+        cls, request: EngineCoreRequest, block_hasher: BlockHasher | None
+    ) -> Request:
+        """Build from the wire form, and hash the prompt's blocks when there is a hasher.
+
+        Raises:
+            RequestError: the request is of a kind that the scheduler does not take.
+        """
+        if request.sampling_params is None:
+            raise RequestError(f"request {request.request_id}: pooling requests are not available yet")
+        if request.prompt_token_ids is None:
+            raise RequestError(f"request {request.request_id}: prompt_embeds are not available yet")
+        salt = request.cache_salt
+        return cls(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling_params,
+            client_index=request.client_index,
+            priority=request.priority,
+            arrival_time=request.arrival_time,
+            extra_keys=() if salt is None else (("cache_salt", salt),),
+            block_hasher=block_hasher,
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens sampled so far, a copy."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has left the scheduler."""
+        return self.status in FINISH_REASONS
+
+    def record_event(self, kind: EngineCoreEventType, timestamp: float) -> None:
+        """Note a station, to be carried by the request's next output."""
+        event = EngineCoreEvent(kind, timestamp)
+        if self.events is None:
+            self.events = [event]
+        else:
+            self.events.append(event)

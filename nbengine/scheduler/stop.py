@@ -1,0 +1,34 @@
+"""When a request has generated enough."""
+
+from __future__ import annotations
+
+from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.request import Request, RequestStatus
+
+
+def token_limit(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
+    """Return how many tokens, prompt and output, a request may have."""
+    if params.max_tokens is None:
+        return max_model_len
+    return min(num_prompt_tokens + params.max_tokens, max_model_len)
+
+
+def append_tokens(request: Request, new_token_ids: list[int]) -> list[int]:
+    """Append sampled tokens until one of them ends the request, and return those appended.
+
+    An end token (the eos token unless it is ignored, or one of `stop_token_ids`) counts once there are
+    `min_tokens` output tokens with it; the limit of `max_tokens` and `max_model_len` counts always. When the
+    request ends, `status` and `stop_reason` (the stop token id, None for eos and for the limit) are set.
+    """
+    all_token_ids = request.all_token_ids
+    for position, token_id in enumerate(new_token_ids, 1):
+        all_token_ids.append(token_id)
+        request.num_tokens += 1
+        if token_id in request.stop_token_ids and request.num_tokens >= request.min_total_tokens:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = None if token_id == request.eos_token_id else token_id
+            return new_token_ids[:position]
+        if request.num_tokens >= request.max_total_tokens:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            return new_token_ids[:position]
+    return new_token_ids

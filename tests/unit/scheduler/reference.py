@@ -1,0 +1,289 @@
+"""A slow scheduler and block pool to compare with: plain lists, one block at a time, nothing incremental."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nbengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The configuration of one history."""
+
+    block_size: int = 2
+    num_blocks: int = 8
+    max_model_len: int = 16
+    max_num_seqs: int = 4
+    budget: int = 8
+    chunked: bool = True
+    threshold: int = 0
+    policy: str = "fcfs"
+    caching: bool = True
+    lookahead: int = 0
+
+
+@dataclass
+class ReferenceRequest:
+    """A request, its tokens and its blocks."""
+
+    req_id: str
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    order: tuple[int, float, int]
+    client: int = 0
+    salt: str | None = None
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    was_preempted: bool = False
+    cached_at_first: int | None = None
+
+
+@dataclass
+class ReferencePlan:
+    """What one step must look like."""
+
+    scheduled: list[tuple[str, int]] = field(default_factory=list)
+    starts: dict[str, int] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
+    resumed: set[str] = field(default_factory=set)
+    preempted: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
+
+
+class ReferencePool:
+    """Blocks with the tokens that they hold spelled out: `contents[i]` is a whole prefix, or None."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.holders = [0] * num_blocks
+        self.contents: list[object] = [None] * num_blocks
+        self.blank = list(reversed(range(num_blocks)))
+        self.least_recent_first: list[int] = []
+
+    def num_free(self) -> int:
+        return sum(1 for count in self.holders if count == 0)
+
+    def num_cached(self) -> int:
+        return sum(1 for content in self.contents if content is not None)
+
+    def take_one(self) -> int:
+        if self.blank:
+            block = self.blank.pop()
+        else:
+            block = self.least_recent_first.pop(0)
+            self.contents[block] = None
+        self.holders[block] = 1
+        return block
+
+    def share_one(self, block: int) -> None:
+        if self.holders[block] == 0:
+            self.least_recent_first.remove(block)
+        self.holders[block] += 1
+
+    def free_one(self, block: int) -> None:
+        assert self.holders[block] > 0
+        self.holders[block] -= 1
+        if self.holders[block] == 0:
+            (self.blank if self.contents[block] is None else self.least_recent_first).append(block)
+
+    def forget_all(self) -> bool:
+        if self.num_free() < len(self.holders):
+            return False
+        self.contents = [None] * len(self.holders)
+        self.blank.extend(reversed(self.least_recent_first))
+        self.least_recent_first = []
+        return True
+
+
+class ReferenceScheduler:
+    """The policy written down as directly as possible."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = ReferencePool(limits.num_blocks)
+        self.waiting: list[ReferenceRequest] = []
+        self.running: list[ReferenceRequest] = []
+        self.finished: set[str] = set()
+        self.queries = 0
+        self.hits = 0
+        self.preemptions = 0
+        self.added = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        count = 0
+        while count * self.limits.block_size < num_tokens:
+            count += 1
+        return count
+
+    def total_limit(self, num_prompt: int, params: SamplingParams) -> int:
+        if params.max_tokens is None:
+            return self.limits.max_model_len
+        return min(self.limits.max_model_len, num_prompt + params.max_tokens)
+
+    def refuses(self, prompt: list[int], params: SamplingParams) -> bool:
+        """Whether the request could not be run to its end even alone."""
+        limits = self.limits
+        if not 1 <= len(prompt) < limits.max_model_len:
+            return True
+        if not limits.chunked and len(prompt) > limits.budget:
+            return True
+        # The last token of all is sampled, never computed.
+        slots = min(self.total_limit(len(prompt), params) - 1 + limits.lookahead, limits.max_model_len)
+        return self.blocks_for(slots) > limits.num_blocks
+
+    def add(
+        self,
+        req_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int,
+        arrival: float,
+        client: int,
+        salt: str | None,
+    ) -> ReferenceRequest:
+        order = (priority, arrival, self.added) if self.limits.policy == "priority" else (0, 0.0, self.added)
+        self.added += 1
+        request = ReferenceRequest(req_id, list(prompt), len(prompt), params, order, client, salt)
+        self.waiting.append(request)
+        return request
+
+    def find(self, req_id: str) -> ReferenceRequest | None:
+        return next((r for r in self.waiting + self.running if r.req_id == req_id), None)
+
+    def finish(self, req_id: str) -> None:
+        request = self.find(req_id)
+        if request is None:
+            return
+        self.release_blocks(request)
+        (self.running if request in self.running else self.waiting).remove(request)
+        self.finished.add(req_id)
+
+    def release_blocks(self, request: ReferenceRequest) -> None:
+        while request.table:
+            self.pool.free_one(request.table.pop())
+
+    def prefix(self, request: ReferenceRequest, index: int) -> object:
+        return (request.salt, tuple(request.tokens[: (index + 1) * self.limits.block_size]))
+
+    def lookup(self, request: ReferenceRequest) -> list[int]:
+        if not self.limits.caching or request.params.prompt_logprobs is not None:
+            return []
+        found: list[int] = []
+        while (len(found) + 1) * self.limits.block_size < len(request.tokens):
+            wanted = self.prefix(request, len(found))
+            if wanted not in self.pool.contents:
+                break
+            found.append(self.pool.contents.index(wanted))
+        return found
+
+    def offer(self, request: ReferenceRequest, num_new: int) -> None:
+        """Put the blocks that the last `num_new` computed tokens completed into the cache, once each."""
+        pool, size = self.pool, self.limits.block_size
+        if not self.limits.caching:
+            return
+        for index in range((request.computed - num_new) // size, request.computed // size):
+            content = self.prefix(request, index)
+            if content in pool.contents:
+                duplicate = pool.contents.index(content)
+                pool.contents[duplicate] = None
+                if pool.holders[duplicate] == 0:
+                    pool.least_recent_first.remove(duplicate)
+                    pool.blank.append(duplicate)
+            pool.contents[request.table[index]] = content
+
+    def slots_after(self, request: ReferenceRequest, computed: int, count: int) -> int:
+        return min(computed + count + self.limits.lookahead, self.limits.max_model_len)
+
+    def chunk(self, count: int, budget: int) -> int:
+        if self.limits.chunked and self.limits.threshold:
+            count = min(count, self.limits.threshold)
+        return min(count, budget)
+
+    def schedule(self) -> ReferencePlan:
+        plan = ReferencePlan(finished=self.finished)
+        self.finished = set()
+        budget = self.limits.budget
+        self.running.sort(key=lambda r: r.order)
+        for request in list(self.running):
+            if budget == 0 or request not in self.running:
+                continue
+            count = self.chunk(len(request.tokens) - request.computed, budget)
+            if self.make_room(request, count, plan):
+                self.note(plan, request, count)
+                budget -= count
+        if not plan.preempted:
+            self.admit(plan, budget)
+        return plan
+
+    def make_room(self, request: ReferenceRequest, count: int, plan: ReferencePlan) -> bool:
+        wanted = self.blocks_for(self.slots_after(request, request.computed, count))
+        while wanted - len(request.table) > self.pool.num_free():
+            victim = max(self.running, key=lambda r: r.order)
+            self.running.remove(victim)
+            self.waiting.append(victim)
+            self.release_blocks(victim)
+            victim.computed = 0
+            victim.was_preempted = True
+            plan.preempted.add(victim.req_id)
+            self.preemptions += 1
+            if victim is request:
+                return False
+        while len(request.table) < wanted:
+            request.table.append(self.pool.take_one())
+        return True
+
+    def admit(self, plan: ReferencePlan, budget: int) -> None:
+        limits = self.limits
+        while self.waiting and budget > 0 and len(self.running) < limits.max_num_seqs:
+            request = min(self.waiting, key=lambda r: r.order)
+            found = self.lookup(request)
+            computed = len(found) * limits.block_size
+            rest = len(request.tokens) - computed
+            if not limits.chunked and budget < rest <= limits.budget:
+                break
+            count = self.chunk(rest, budget)
+            planned = self.blocks_for(self.slots_after(request, computed, count))
+            must_fit = max(planned, self.blocks_for(len(request.tokens)))
+            free_besides_found = self.pool.num_free() - sum(1 for b in found if self.pool.holders[b] == 0)
+            if must_fit - len(found) > free_besides_found:
+                break
+            for block in found:
+                self.pool.share_one(block)
+                request.table.append(block)
+            while len(request.table) < planned:
+                request.table.append(self.pool.take_one())
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.computed = computed
+            if request.was_preempted:
+                plan.resumed.add(request.req_id)
+            else:
+                plan.new.append(request.req_id)
+                request.cached_at_first = computed
+                if limits.caching and request.params.prompt_logprobs is None:
+                    self.queries += request.num_prompt
+                    self.hits += computed
+            self.note(plan, request, count)
+            budget -= count
+
+    def note(self, plan: ReferencePlan, request: ReferenceRequest, count: int) -> None:
+        plan.scheduled.append((request.req_id, count))
+        plan.starts[request.req_id] = request.computed
+        request.computed += count
+        self.offer(request, count)
+
+    def accept(self, request: ReferenceRequest, token: int) -> str | None:
+        """Append a sampled token; return why the request ends with it, if it does."""
+        request.tokens.append(token)
+        params = request.params
+        num_output = len(request.tokens) - request.num_prompt
+        is_eos = token == params.eos_token_id and not params.ignore_eos
+        reason = None
+        if (is_eos or token in params.stop_token_ids) and num_output >= params.min_tokens:
+            reason = "stop"
+        elif len(request.tokens) >= self.total_limit(request.num_prompt, params):
+            reason = "length"
+        if reason is not None:
+            self.finish(request.req_id)
+        return reason
