@@ -1,0 +1,169 @@
+"""From a model's name to its files: directories, GGUF files, aliases and hub ids. Free of torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nbengine.config import ModelConfig
+from nbengine.errors import ModelLoadError, ModelNotFoundError, NotSupportedError
+from nbengine.models import hub
+from nbengine.models.fetch import SMOLLM2_135M, fetch_pinned
+from nbengine.models.gguf_prepare import prepared_directory
+from nbengine.models.hf_config import read_json_object
+from nbengine.models.progress import ProgressCallback, Reporter
+from nbengine.models.storage import cache_dir
+from nbengine.models.tiny import random_tiny
+
+__all__ = ["ProgressCallback", "cache_dir", "list_aliases", "resolve_model"]
+
+_INDEX = "model.safetensors.index.json"
+_PLANNED = ("random-tiny-moe",)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's configuration and tokenizer are, and its weight files."""
+
+    directory: Path
+    weights: tuple[Path, ...]
+
+
+def resolve_model(config: ModelConfig, progress: ProgressCallback | None = None) -> ModelConfig:
+    """Find the files of `config.model`, fetching or making what is missing; a resolved config comes back as it is.
+
+    A name is, in this order: a directory, a .gguf file, an alias (`list_aliases`), a hub id `owner/name`.
+    `progress` gets messages of the stage "fetch", possibly from another thread, and must not raise.
+
+    Raises:
+        ModelNotFoundError: nothing goes by that name; the message says what was tried.
+        ModelLoadError: the files are incomplete or of a kind that cannot be loaded.
+    """
+    if config.resolved:
+        return config
+    files = _find(config, Reporter(progress, "fetch"))
+    if config.tokenizer is None and not (files.directory / "tokenizer.json").is_file():
+        raise ModelLoadError(
+            f"{files.directory} has no tokenizer.json; name another tokenizer with the argument tokenizer, or make "
+            "the file with transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+        )
+    weights = tuple(str(path.absolute()) for path in files.weights)
+    return replace(config, directory=str(files.directory.absolute()), weights=weights)
+
+
+def list_aliases() -> dict[str, str]:
+    """The short names of models that need no path and no hub, with a line about each."""
+    return {name: alias.description for name, alias in _ALIASES.items()}
+
+
+@dataclass(frozen=True)
+class _Alias:
+    description: str
+    find: Callable[[ModelConfig, Reporter], ModelFiles]
+
+
+def _smollm2(_config: ModelConfig, report: Reporter) -> ModelFiles:
+    path = fetch_pinned(SMOLLM2_135M, cache_dir() / "models" / "smollm2-135m", report)
+    return ModelFiles(prepared_directory(path, report), (path,))
+
+
+def _random_tiny(config: ModelConfig, _report: Reporter) -> ModelFiles:
+    directory = random_tiny(cache_dir() / "models", config.seed)
+    return ModelFiles(directory, (directory / "model.safetensors",))
+
+
+_ALIASES = {
+    "smollm2-135m": _Alias("SmolLM2-135M-Instruct, 4-bit (Q4_1 GGUF, 98 MB); the default", _smollm2),
+    "random-tiny": _Alias("a small dense model with random weights, made from the seed", _random_tiny),
+}
+
+
+def _find(config: ModelConfig, report: Reporter) -> ModelFiles:
+    name = config.model
+    path = Path(name).expanduser()
+    alias = _ALIASES.get(name)
+    if path.is_dir() and (alias is None or (path / "config.json").is_file()):
+        return _in_directory(path, config.load_format, report)
+    if path.suffix.lower() == ".gguf":
+        return _gguf_file(path, config.load_format, report)
+    if alias is not None:
+        return alias.find(config, report)
+    if name in _PLANNED:
+        raise NotSupportedError(f"the model {name} is not available yet; {', '.join(_ALIASES)} are")
+    if hub.is_hub_id(name):
+        return _on_hub(config, report)
+    raise _unknown(name)
+
+
+def _in_directory(directory: Path, load_format: str, report: Reporter) -> ModelFiles:
+    if load_format != "gguf":
+        weights = _safetensors_files(directory)
+        if weights:
+            if not (directory / "config.json").is_file():
+                raise ModelLoadError(f"{directory} has safetensors files but no config.json")
+            return ModelFiles(directory, weights)
+    ggufs = sorted(directory.glob("*.gguf")) if load_format != "safetensors" else []
+    if len(ggufs) == 1:
+        return _gguf_file(ggufs[0], load_format, report)
+    if ggufs:
+        names = ", ".join(path.name for path in ggufs)
+        raise ModelLoadError(f"{directory} has several GGUF files; pass the path of one: {names}")
+    wanted = {"auto": "*.safetensors or *.gguf", "safetensors": "*.safetensors", "gguf": "*.gguf"}[
+        load_format
+    ]
+    raise ModelLoadError(f"{directory} has no weights ({wanted})")
+
+
+def _safetensors_files(directory: Path) -> tuple[Path, ...]:
+    index = directory / _INDEX
+    if index.is_file():
+        return _indexed_shards(directory, read_json_object(index))
+    single = directory / "model.safetensors"
+    return (single,) if single.is_file() else tuple(sorted(directory.glob("*.safetensors")))
+
+
+def _indexed_shards(directory: Path, index: dict[str, object]) -> tuple[Path, ...]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{directory / _INDEX} has no weight_map")
+    names = sorted(set(map(str, weight_map.values())))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelLoadError(f"{directory / _INDEX} names files outside its directory: {', '.join(outside)}")
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ModelLoadError(f"{directory} lacks weight files that its index names: {', '.join(missing)}")
+    return tuple(directory / name for name in names)
+
+
+def _gguf_file(path: Path, load_format: str, report: Reporter) -> ModelFiles:
+    if not path.is_file():
+        raise ModelNotFoundError(f"there is no file {path}")
+    if load_format == "safetensors":
+        raise ModelLoadError(f"{path} is a GGUF file, but load_format is 'safetensors'")
+    return ModelFiles(prepared_directory(path.absolute(), report), (path,))
+
+
+def _on_hub(config: ModelConfig, report: Reporter) -> ModelFiles:
+    def is_complete(directory: Path) -> bool:
+        if not (directory / "tokenizer.json").is_file() and not any(directory.glob("*.gguf")):
+            return False
+        try:
+            _in_directory(directory, config.load_format, report)
+        except ModelLoadError:
+            return False
+        return True
+
+    directory = hub.snapshot(config.model, config.revision, config.load_format, is_complete, report)
+    return _in_directory(directory, config.load_format, report)
+
+
+def _unknown(name: str) -> ModelNotFoundError:
+    near = difflib.get_close_matches(name.lower(), list(_ALIASES), n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return ModelNotFoundError(
+        f"no model {name!r}: it is no directory, no .gguf file, no alias ({', '.join(_ALIASES)}) "
+        f"and no hub id (owner/name){hint}"
+    )

@@ -1,0 +1,125 @@
+"""Loading a resolved model: compare the files with the configuration first, then allocate and fill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nbengine.errors import ModelLoadError
+from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_config import DecoderConfig
+from nbengine.models.gguf_loader import GGUFWeights
+from nbengine.models.progress import Reporter
+from nbengine.models.safetensors_loader import SafetensorsWeights
+
+_REPORT_INTERVAL_SECONDS = 0.1
+_TIED = "lm_head.weight"
+_SHOWN = 3
+
+
+class Weights(Protocol):
+    """Tensors of a checkpoint under Hugging Face's names."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in their files."""
+
+    def load(self, slots: Mapping[str, Tensor], on_bytes: Callable[[int], None]) -> None:
+        """Fill the slots; `on_bytes` is told how much of the files has been used."""
+
+
+def load_decoder(
+    config: DecoderConfig,
+    paths: tuple[Path, ...],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int | None,
+    report: Reporter,
+) -> DecoderForCausalLM:
+    """A decoder with its weights from safetensors files or from one GGUF file.
+
+    Raises:
+        ModelLoadError: files and configuration do not fit together, a file is corrupt, or memory is short.
+    """
+    report("reading the weights' headers", 0.0)
+    weights = open_weights(paths, config)
+    expected = _shapes_of(config, dtype)
+    _compare(expected, weights, paths[0])
+    with torch.inference_mode():
+        try:
+            model = DecoderForCausalLM(config, dtype=dtype, device=device, max_positions=max_positions)
+        except (MemoryError, RuntimeError) as error:
+            size = expected.weights_bytes / 2**30
+            raise ModelLoadError(f"cannot allocate {size:.1f} GiB of weights on {device}: {error}") from error
+        weights.load(model.weight_slots(), _byte_counter(weights.num_bytes, report))
+    report("loaded the weights", 1.0)
+    return model
+
+
+def _shapes_of(config: DecoderConfig, dtype: torch.dtype) -> DecoderForCausalLM:
+    try:
+        return DecoderForCausalLM(config, dtype=dtype, device=torch.device("meta"), max_positions=1)
+    except RuntimeError as error:
+        raise ModelLoadError(f"the configuration's sizes are impossible: {error}") from error
+
+
+def open_weights(paths: tuple[Path, ...], config: DecoderConfig) -> Weights:
+    """The checkpoint in `paths`, its headers read and checked.
+
+    Raises:
+        ModelLoadError: there is no file, or a file is corrupt or of an unsupported kind.
+    """
+    if not paths:
+        raise ModelLoadError("the model has no weight files")
+    if paths[0].suffix.lower() == ".gguf":
+        return GGUFWeights(paths[0], config)
+    return SafetensorsWeights(paths)
+
+
+def _compare(expected: DecoderForCausalLM, weights: Weights, path: Path) -> None:
+    slots = expected.weight_slots()
+    missing = [name for name in slots if name not in weights.shapes]
+    if missing:
+        raise ModelLoadError(f"{path} lacks {_listed(missing)}")
+    for name, slot in slots.items():
+        if weights.shapes[name] != tuple(slot.shape):
+            raise ModelLoadError(
+                f"{path}: tensor {name} has the shape {list(weights.shapes[name])}, "
+                f"the configuration asks for {list(slot.shape)}"
+            )
+    ignored = {_TIED} if expected.config.tie_word_embeddings else set()
+    unexpected = weights.shapes.keys() - slots.keys() - ignored
+    if unexpected:
+        raise ModelLoadError(
+            f"{path} has tensors that its architecture does not use: {_listed(sorted(unexpected))}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _byte_counter(total: int, report: Reporter) -> Callable[[int], None]:
+    done = 0
+    reported = time.monotonic()
+
+    def count(num_bytes: int) -> None:
+        nonlocal done, reported
+        done += num_bytes
+        now = time.monotonic()
+        if now - reported >= _REPORT_INTERVAL_SECONDS:
+            reported = now
+            report("loading the weights", min(1.0, done / max(1, total)))
+
+    return count

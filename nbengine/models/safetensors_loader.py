@@ -1,0 +1,71 @@
+"""Weights out of safetensors files, single or sharded, into a decoder's weight slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nbengine.errors import ModelLoadError
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_COMPUTED = (".rotary_emb.inv_freq",)
+"""Endings of tensors that old checkpoints carry although they follow from the configuration."""
+
+
+class SafetensorsWeights:
+    """The tensors of a set of safetensors files. Files are mapped; pages are read when a tensor is copied.
+
+    Raises:
+        ModelLoadError: a file is corrupt or truncated, or two files hold the same tensor.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.num_bytes = 0
+        for path in paths:
+            self._index(path)
+
+    def load(self, slots: Mapping[str, Tensor], on_bytes: Callable[[int], None]) -> None:
+        """Copy the named tensors into their slots, converting the type; shapes have been compared already.
+
+        Raises:
+            ModelLoadError: a file cannot be read any more.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in slots:
+            by_file.setdefault(self._files[name], []).append(name)
+        for path, names in by_file.items():
+            try:
+                with safe_open(str(path), framework="pt") as file:
+                    for name in names:
+                        tensor = file.get_tensor(name)
+                        slots[name].copy_(tensor)
+                        on_bytes(tensor.nbytes)
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(f"cannot read {path}: {error}") from error
+
+    def _index(self, path: Path) -> None:
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    part = file.get_slice(name)
+                    self._add(path, name, tuple(part.get_shape()), str(part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path} is not a valid safetensors file: {error}") from error
+        self.num_bytes += path.stat().st_size
+
+    def _add(self, path: Path, name: str, shape: tuple[int, ...], kind: str) -> None:
+        if name.endswith(_COMPUTED):
+            return
+        if name in self._files:
+            raise ModelLoadError(f"tensor {name!r} is in both {self._files[name]} and {path}")
+        if kind not in _FLOATS:
+            raise ModelLoadError(
+                f"{path}: tensor {name!r} has the type {kind}; quantised weights are not supported"
+            )
+        self._files[name] = path
+        self.shapes[name] = shape

@@ -1,0 +1,126 @@
+"""The model `random-tiny`: a small dense Llama with random weights, made on the spot, free of torch.
+
+Its vocabulary is the 256 bytes and two special tokens, so that every text has a tokenization and every token
+a place in some text. What it writes is noise; its value is that it runs anywhere at once and that the same
+seed gives the same model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nbengine.models.storage import new_directory
+
+_VERSION = 1
+"""Part of the directory's name; to be raised whenever a seed's model changes."""
+_BOS, _EOS = "<|bos|>", "<|eos|>"
+_SPECIAL_TOKENS = (_BOS, _EOS)
+_NUM_BYTES = 256
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ bos_token + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token + 'assistant\\n' }}{% endif %}"
+)
+_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": _NUM_BYTES + len(_SPECIAL_TOKENS),
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": _NUM_BYTES,
+    "eos_token_id": _NUM_BYTES + 1,
+}
+
+
+def random_tiny(models: Path, seed: int) -> Path:
+    """Directory of the random model of this seed inside `models`, made there if it is missing."""
+    destination = models / f"random-tiny-v{_VERSION}-seed{seed}"
+    if destination.is_dir():
+        return destination
+    with new_directory(destination) as content:
+        _write_weights(content / "model.safetensors", seed)
+        _write_tokenizer(content)
+        _write_json(content / "config.json", _CONFIG)
+        ids = {key: _CONFIG[key] for key in ("bos_token_id", "eos_token_id")}
+        _write_json(content / "generation_config.json", ids)
+    return destination
+
+
+def _write_weights(path: Path, seed: int) -> None:
+    """Normal weights of variance 1 / fan-in keep activations near unit size, so every layer matters."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    random = np.random.Generator(np.random.PCG64(seed))
+    tensors = {}
+    for name, shape in _shapes():
+        if len(shape) == 1:
+            tensors[name] = np.ones(shape, dtype=np.float32)
+            continue
+        scale = 1.0 if "embed_tokens" in name else shape[1] ** -0.5
+        tensors[name] = (random.standard_normal(shape) * scale).astype(np.float32)
+    save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = _CONFIG["hidden_size"], _CONFIG["intermediate_size"]
+    queries = _CONFIG["num_attention_heads"] * _CONFIG["head_dim"]
+    keys = _CONFIG["num_key_value_heads"] * _CONFIG["head_dim"]
+    yield "model.embed_tokens.weight", (_CONFIG["vocab_size"], hidden)
+    for layer in range(_CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (_CONFIG["vocab_size"], hidden)
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": _BOS,
+            "eos_token": _EOS,
+            "pad_token": _EOS,
+            "model_max_length": _CONFIG["max_position_embeddings"],
+            "chat_template": _CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,238 @@
+"""Helpers for model tests: attention kernels that are obviously right, and a way to run the decoder with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+from nbengine.config import ModelConfig
+from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.files import resolve_model
+from nbengine.models.registry import load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class DenseKernels:
+    """Cache write and attention in plain indexing and float32 softmax, one request at a time."""
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        blocks, offsets = slot_mapping // BLOCK_SIZE, slot_mapping % BLOCK_SIZE
+        kv_cache[0, blocks, :, offsets] = key
+        kv_cache[1, blocks, :, offsets] = value
+
+    def paged_attention(self, query: Tensor, kv_cache: Tensor, metadata: Batch, scale: float) -> Tensor:
+        out = torch.empty_like(query)
+        group = query.shape[1] // kv_cache.shape[2]
+        for index, length in enumerate(metadata.seq_lens):
+            rows = slice(metadata.query_start_loc[index], metadata.query_start_loc[index + 1])
+            keys, values = (
+                cache[metadata.block_table[index]].transpose(1, 2).flatten(0, 1)[:length]
+                for cache in kv_cache
+            )
+            keys, values = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (keys, values))
+            scores = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * scale
+            num_new = rows.stop - rows.start
+            unseen = torch.ones(num_new, length, dtype=torch.bool).triu(length - num_new + 1)
+            weights = scores.masked_fill(unseen, -torch.inf).softmax(-1, dtype=torch.float32)
+            out[rows] = (weights.to(values.dtype) @ values).transpose(0, 1)
+        return out
+
+
+@dataclass
+class Batch:
+    """What the kernels above need to know of a flattened batch."""
+
+    query_start_loc: list[int]
+    seq_lens: list[int]
+    block_table: list[list[int]]
+    slot_mapping: Tensor
+    kernels: DenseKernels = field(default_factory=DenseKernels)
+
+
+class Runner:
+    """Runs a decoder on requests of which some tokens are in the cache already."""
+
+    def __init__(self, model: DecoderForCausalLM, num_blocks: int = 256) -> None:
+        config = model.config
+        shape = (2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.model = model
+        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(config.num_layers)]
+        self._free = list(range(num_blocks))[::-1]
+        self._tables: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
+        """Append the tokens of every request; gives the logits [chunk, vocab_size] of all new tokens."""
+        starts, positions, slots = [0], [], []
+        for name, tokens in chunks.items():
+            table = self._tables.setdefault(name, [])
+            before = self._lengths.get(name, 0)
+            self._lengths[name] = before + len(tokens)
+            while len(table) * BLOCK_SIZE < before + len(tokens):
+                table.append(self._free.pop())
+            starts.append(starts[-1] + len(tokens))
+            new = range(before, before + len(tokens))
+            positions += list(new)
+            slots += [table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in new]
+        batch = Batch(
+            starts,
+            [self._lengths[name] for name in chunks],
+            [self._tables[name] for name in chunks],
+            torch.tensor(slots),
+        )
+        ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
+        with torch.inference_mode():
+            hidden = self.model.forward(ids, torch.tensor(positions), self.kv_caches, batch)  # type: ignore[arg-type]
+            logits = self.model.compute_logits(hidden)
+        return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
+
+
+LoadModel = Callable[..., DecoderForCausalLM]
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., PreTrainedModel]:
+    """Make a model of transformers in which every parameter, norms and biases included, matters."""
+    import transformers
+
+    def make(kind: str, **settings: Any) -> PreTrainedModel:
+        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
+        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5
+                parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * scale)
+        return model.float().eval()
+
+    return make
+
+
+@dataclass
+class GGUFVariant:
+    """How a model is written to a GGUF file; `permute` undoes what HF's converter did to Meta's q and k rows."""
+
+    arch: str
+    weight_type: GGMLQuantizationType = GGMLQuantizationType.F32
+    permute: bool = False
+    vocabulary: int = 96
+    first_token: str = "<|endoftext|>"
+    extra_tensors: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[[Path, PreTrainedModel, GGUFVariant], Path]:
+    """Write a model of transformers as llama.cpp's converter would; gives the path."""
+    return _write_gguf
+
+
+def _write_gguf(path: Path, model: PreTrainedModel, variant: GGUFVariant) -> Path:
+    config, arch = model.config, variant.arch
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _write_vocabulary(writer, variant.vocabulary, variant.first_token)
+    for key, value in variant.metadata.items():
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data = weight.numpy()
+        if variant.permute and name.split(".")[-2] in ("q_proj", "k_proj"):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            data = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:]).swapaxes(1, 2)
+            data = data.reshape(weight.shape)
+        kind = variant.weight_type if data.ndim == 2 else GGMLQuantizationType.F32
+        base, suffix = name.rsplit(".", 1)
+        writer.add_tensor(f"{names.get_name(base)}.{suffix}", gguf.quantize(data, kind), raw_dtype=kind)
+    for name, data in variant.extra_tensors.items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter, size: int, first_token: str) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [first_token, "<s>", "</s>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list((special + alphabet + ["he"])[:size])
+    writer.add_token_types([3, 3, 3] + [1] * (size - 3))
+    writer.add_token_merges(["h e"] if size == 260 else [])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+@pytest.fixture(scope="session")
+def gguf_variant() -> type[GGUFVariant]:
+    """The class `GGUFVariant`."""
+    return GGUFVariant
+
+
+@pytest.fixture
+def load() -> LoadModel:
+    """Load a model by name with our loader, on the CPU."""
+
+    def load(name: str | Path, dtype: torch.dtype = torch.float32, **settings: Any) -> DecoderForCausalLM:
+        config = resolve_model(ModelConfig(model=str(name), tokenizer="none", **settings))
+        return load_model(config, torch.device("cpu"), dtype)
+
+    return load
+
+
+@pytest.fixture
+def make_runner() -> type[Runner]:
+    """The class `Runner`."""
+    return Runner
+
+
+@pytest.fixture
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model cache of the test's own."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("NBENGINE_CACHE_DIR", str(path))
+    return path

@@ -1,0 +1,160 @@
+"""Prepared directories of GGUF files with other kinds of tokenizers, and of files that have none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nbengine.errors import ModelLoadError
+from nbengine.models.gguf_prepare import prepared_directory
+from nbengine.models.gguf_tokenizer import main, write_prepared
+from nbengine.models.progress import Reporter
+
+TEXTS = [
+    "",
+    "hello there",
+    " hello  there ",
+    "12 345\n\n",
+    "naïve 日本 🙂",
+    "<s>hello</s>",
+    "it's <unk>",
+    "abab",
+]
+QUIET = Reporter(None, "fetch")
+
+
+def write_sentencepiece(path: Path, **metadata: Any) -> Path:
+    """A GGUF file with a sentencepiece vocabulary and an embedding, as far as preparing it needs."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [2, 3, 3] + [6] * 256
+    words = [
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz",
+        "he",
+        "ll",
+        "llo",
+        "hello",
+        "▁hello",
+        "▁t",
+        "th",
+        "er",
+        "▁the",
+        "▁there",
+    ]
+    writer = GGUFWriter(str(path), "llama")
+    for name, value in {"context_length": 64, "embedding_length": 32, "block_count": 1}.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces + words)
+    writer.add_token_types(types + [1] * len(words))
+    writer.add_token_scores([0.0] * len(pieces) + [-float(index) for index in range(len(words))])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ bos_token + m['content'] }}{% endfor %}")
+    for name, flag in metadata.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", flag)
+    writer.add_tensor("token_embd.weight", np.zeros((len(pieces + words), 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def assert_same_tokenizer(gguf: Path, prepared: Path) -> None:
+    oracle = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    ours = PreTrainedTokenizerFast.from_pretrained(str(prepared))
+    for text in TEXTS:
+        assert ours.encode(text) == oracle.encode(text)
+        assert ours.decode(ours.encode(text)) == oracle.decode(oracle.encode(text))
+    assert ours.get_vocab() == oracle.get_vocab()
+    assert (ours.bos_token, ours.eos_token) == (oracle.bos_token, oracle.eos_token)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_sentencepiece_vocabulary_equals_transformers(add_bos: bool, tmp_path: Path) -> None:
+    gguf = write_sentencepiece(tmp_path / "model.gguf", add_bos_token=add_bos)
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    write_prepared(gguf, prepared)
+    assert_same_tokenizer(gguf, prepared)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(prepared))
+    assert (tokenizer.encode("hello")[0] == 1) is add_bos
+    chat = [{"role": "user", "content": "hello"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>hello"
+
+
+def test_a_byte_level_vocabulary_of_qwen_equals_transformers(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    model = random_model("Qwen2", vocab_size=260)
+    gguf = write_gguf(tmp_path / "model.gguf", model, gguf_variant(arch="qwen2", vocabulary=260))
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    write_prepared(gguf, prepared)
+    assert_same_tokenizer(gguf, prepared)
+
+
+def test_more_tokens_than_the_embedding_has_rows_is_refused(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    model = random_model("Qwen2", vocab_size=200)
+    gguf = write_gguf(tmp_path / "model.gguf", model, gguf_variant(arch="qwen2", vocabulary=260))
+    with pytest.raises(ModelLoadError, match="260 tokens, the embedding only 200 rows"):
+        write_prepared(gguf, tmp_path)
+
+
+def test_a_token_that_transformers_invents_is_dropped(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    variant = gguf_variant(arch="qwen2", vocabulary=260, first_token="<unk>")
+    gguf = write_gguf(tmp_path / "model.gguf", random_model("Qwen2", vocab_size=260), variant)
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    write_prepared(gguf, prepared)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(prepared))
+    ids = tokenizer.encode("he<|endoftext|>he")
+    assert max(ids) < 260
+    assert len(ids) > 3
+    assert tokenizer.decode(ids) == "he<|endoftext|>he"
+
+
+def test_the_child_reports_a_refusal_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00")
+    assert main([str(path), str(tmp_path)]) == 3
+    assert (
+        capsys.readouterr().err
+        == f"{path}: truncated: the tensor count ends at byte 16, but the file has 8 bytes\n"
+    )
+
+
+def test_a_prepared_directory_is_made_once_and_anew_when_the_file_changes(
+    tmp_path: Path, private_cache: Path
+) -> None:
+    gguf = write_sentencepiece(tmp_path / "model.gguf")
+    first = prepared_directory(gguf, QUIET)
+    assert json.loads((first / "config.json").read_text())["vocab_size"] > 256
+    made = (first / "tokenizer.json").stat().st_mtime_ns
+    assert prepared_directory(gguf, QUIET) == first
+    assert (first / "tokenizer.json").stat().st_mtime_ns == made
+    gguf.write_bytes(b"GGUF" + gguf.read_bytes()[4:] + b"\0")
+    assert prepared_directory(gguf, QUIET) != first
+    assert not list((private_cache / "prepared").glob(".staging-*"))
+
+
+def test_a_broken_file_leaves_no_prepared_directory(tmp_path: Path, private_cache: Path) -> None:
+    gguf = write_sentencepiece(tmp_path / "model.gguf")
+    gguf.write_bytes(gguf.read_bytes()[:5000])
+    with pytest.raises(ModelLoadError, match="truncated"):
+        prepared_directory(gguf, QUIET)
+    assert list((private_cache / "prepared").iterdir()) == []

@@ -1,0 +1,224 @@
+"""Weights, configuration and quantised blocks of GGUF files, against transformers and the gguf package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import _type_traits
+
+from nbengine.errors import ModelLoadError
+from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_config import decoder_config
+from nbengine.models.gguf import read_header
+from nbengine.models.gguf_config import generation_config, hf_config
+from nbengine.models.gguf_dequant import dequantize, has_fast_path
+from nbengine.models.loader import load_decoder
+from nbengine.models.progress import Reporter
+
+TOKENS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+QUANTISABLE = [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+
+
+def load_gguf(path: Path) -> DecoderForCausalLM:
+    config = decoder_config(hf_config(read_header(path)))
+    cpu = torch.device("cpu")
+    report = Reporter(None, "load")
+    return load_decoder(config, (path,), dtype=torch.float32, device=cpu, max_positions=None, report=report)
+
+
+def assert_same_logits(path: Path, oracle: Any, make_runner: Any) -> None:
+    logits = make_runner(load_gguf(path)).step({"a": TOKENS})["a"]
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "variant"),
+    [
+        ("Llama", {}, {"arch": "llama", "permute": True}),
+        (
+            "Llama",
+            {"tie_word_embeddings": True, "attention_bias": True},
+            {"arch": "llama", "permute": True},
+        ),
+        ("Qwen2", {}, {"arch": "qwen2"}),
+        ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}, {"arch": "qwen3"}),
+    ],
+)
+def test_each_architecture_gives_the_logits_of_transformers(
+    kind: str,
+    settings: dict[str, Any],
+    variant: dict[str, Any],
+    tmp_path: Path,
+    random_model: Any,
+    write_gguf: Any,
+    gguf_variant: Any,
+    make_runner: Any,
+) -> None:
+    oracle = random_model(kind, **settings)
+    path = write_gguf(tmp_path / "model.gguf", oracle, gguf_variant(**variant))
+    assert_same_logits(path, oracle, make_runner)
+
+
+@pytest.mark.parametrize("weight_type", QUANTISABLE, ids=lambda kind: kind.name)
+def test_quantised_weights_give_the_logits_of_their_rounded_values(
+    weight_type: Kind,
+    tmp_path: Path,
+    random_model: Any,
+    write_gguf: Any,
+    gguf_variant: Any,
+    make_runner: Any,
+) -> None:
+    oracle = random_model("Llama")
+    variant = gguf_variant(arch="llama", permute=True, weight_type=weight_type)
+    path = write_gguf(tmp_path / "model.gguf", oracle, variant)
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            if parameter.dim() == 2:
+                blocks = gguf.quantize(parameter.numpy(), weight_type)
+                parameter.copy_(torch.from_numpy(gguf.dequantize(blocks, weight_type)))
+    assert_same_logits(path, oracle, make_runner)
+
+
+def llama_cpp_factors(head_dim: int, theta: float, scaling: dict[str, float]) -> np.ndarray[Any, Any]:
+    """The factors that llama.cpp's converter writes for Llama 3.1, one frequency at a time."""
+    context = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factors = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (index / head_dim)
+        if wavelength < context / high:
+            factors.append(1.0)
+        elif wavelength > context / low:
+            factors.append(scaling["factor"])
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def test_rope_factors_of_llama_3_give_the_logits_of_transformers(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any, make_runner: Any
+) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    oracle = random_model(
+        "Llama", rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, **scaling}, head_dim=16
+    )
+    factors = llama_cpp_factors(16, 500.0, scaling)
+    assert len(set(factors.tolist())) > 3
+    variant = gguf_variant(arch="llama", permute=True, extra_tensors={"rope_freqs.weight": factors})
+    assert_same_logits(write_gguf(tmp_path / "model.gguf", oracle, variant), oracle, make_runner)
+
+
+def test_linear_rope_scaling_gives_the_logits_of_transformers(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any, make_runner: Any
+) -> None:
+    oracle = random_model("Llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    variant = gguf_variant(arch="llama", permute=True, metadata=metadata)
+    assert_same_logits(write_gguf(tmp_path / "model.gguf", oracle, variant), oracle, make_runner)
+
+
+@pytest.mark.parametrize("kind", list(_type_traits), ids=lambda kind: kind.name)
+def test_every_block_type_dequantises_to_the_bits_of_the_reference(kind: Kind) -> None:
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (40_960 // block_size, block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(blocks, kind).reshape(-1)
+        values = dequantize(torch.from_numpy(blocks.reshape(-1)), kind).float().numpy()
+    is_number = ~np.isnan(expected)
+    assert np.array_equal(is_number, ~np.isnan(values))
+    assert np.array_equal(values[is_number].view(np.uint32), expected[is_number].view(np.uint32))
+
+
+def test_the_common_block_types_have_fast_paths() -> None:
+    common = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+    assert all(has_fast_path(Kind[name]) for name in common)
+
+
+def test_a_block_type_without_dequantisation_is_refused_by_name() -> None:
+    _, block_bytes = GGML_QUANT_SIZES[Kind.Q8_K]
+    with pytest.raises(ModelLoadError, match="Q8_K"):
+        dequantize(torch.zeros(block_bytes, dtype=torch.uint8), Kind.Q8_K)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"metadata": {"split.count": 3}}, "llama-gguf-split"),
+    ({"metadata": {"llama.expert_count": 8}}, "mixture-of-experts"),
+    ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
+    ({"metadata": {"llama.rope.dimension_count": 8}}, "8 of 16 dimensions"),
+    ({"extra_tensors": {"rope_freqs.weight": np.ones(5, np.float32)}}, "5 RoPE frequency factors"),
+    ({"extra_tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "blk.0.attn_sinks.weight"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_the_decoder_does_not_do_is_refused(
+    settings: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    random_model: Any,
+    write_gguf: Any,
+    gguf_variant: Any,
+) -> None:
+    variant = gguf_variant(arch="llama", permute=True, **settings)
+    path = write_gguf(tmp_path / "model.gguf", random_model("Llama", head_dim=16), variant)
+    with pytest.raises(ModelLoadError, match=message):
+        load_gguf(path)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", random_model("Llama"), gguf_variant(arch="gemma2"))
+    with pytest.raises(ModelLoadError, match=r"gemma2.*llama, qwen2, qwen3"):
+        load_gguf(path)
+
+
+def test_end_of_turn_and_advised_sampling_go_into_the_generation_config(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    advised = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "tokenizer.ggml.eot_token_id": 7}
+    variant = gguf_variant(arch="llama", metadata=advised)
+    path = write_gguf(tmp_path / "model.gguf", random_model("Llama"), variant)
+    assert generation_config(read_header(path)) == {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 7],
+        "temperature": 0.5,
+        "top_k": 20,
+    }
+
+
+def test_progress_of_loading_ends_at_one(
+    tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", random_model("Llama"), gguf_variant(arch="llama", permute=True))
+    seen: list[float | None] = []
+    listener: Callable[[Any], None] = lambda message: seen.append(message.fraction)
+    config = decoder_config(hf_config(read_header(path)))
+    load_decoder(
+        config,
+        (path,),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_positions=None,
+        report=Reporter(listener, "load"),
+    )
+    assert seen[0] == 0.0
+    assert seen[-1] == 1.0
