@@ -47,6 +47,10 @@ class UtilityError(NBEngineError):
     """A utility call failed inside the engine; the message carries the engine's error."""
 
 
+class WireError(NBEngineError):
+    """A message between processes cannot be encoded, or what came cannot be decoded."""
+
+
 class EngineStartError(NBEngineError):
     """The engine did not start. `log_tail` holds its last log lines, root cause last."""
 

@@ -153,7 +153,7 @@ def _refuse_unsupported(args: EngineArgs) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(args, name) > 1:
             raise NotSupportedError(f"{name}={getattr(args, name)} is not available yet; only 1 is")
-    if args.distributed_executor_backend not in (None, "uni"):
+    if args.distributed_executor_backend in ("mp", "ray"):
         raise NotSupportedError(
             f"distributed_executor_backend={args.distributed_executor_backend!r} is not available yet; only 'uni' is"
         )

@@ -12,7 +12,10 @@ DATA_PARALLEL_BACKENDS = ("mp", "ray")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the tensor-, pipeline- and data-parallel groups."""
+    """Sizes of the tensor-, pipeline- and data-parallel groups.
+
+    `distributed_executor_backend` may also name an `Executor` of one's own, as "module:Class".
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -28,8 +31,8 @@ class ParallelConfig:
         require(
             "distributed_executor_backend",
             backend,
-            backend in EXECUTOR_BACKENDS,
-            "None, 'uni', 'mp' or 'ray'",
+            backend in EXECUTOR_BACKENDS or (isinstance(backend, str) and ":" in backend),
+            "None, 'uni', 'mp', 'ray' or 'module:Class'",
         )
         backend = self.data_parallel_backend
         require("data_parallel_backend", backend, backend in DATA_PARALLEL_BACKENDS, "'mp' or 'ray'")

@@ -1,0 +1,329 @@
+"""A small language over llvmlite for CPU kernels: int64 scalars, float32 vectors, structured control flow.
+
+Kernels are written as Python functions that emit LLVM IR through `Code`. That gives exact control where
+LLVM's own vectoriser has little: accumulators stay in registers and nothing is reduced across lanes inside
+a loop. Addresses are `Int`s. Vectors longer than the machine's registers are split by LLVM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+MAX_LANES = 16
+
+_F16, _F32 = ir.HalfType(), ir.FloatType()
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_ROUND_MAGIC = 1.5 * 2**23  # adding it rounds a float32 to an integer, held in the low mantissa bits
+_MIN_EXPONENT = -126.0
+
+
+def _exp2_coefficients() -> list[float]:
+    """2**f on [-1/2, 1/2] in powers of f: Chebyshev interpolation, relative error below 3e-9."""
+    fit = np.polynomial.Chebyshev.interpolate(np.exp2, 6, domain=[-0.5, 0.5])
+    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]
+
+
+class Element(Enum):
+    """How an element is stored. Arithmetic is float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def size(self) -> int:
+        """Bytes an element."""
+        return 4 if self is Element.FLOAT32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Int:
+    """An int64 known at run time. Division, remainder and shifts want operands that are not negative."""
+
+    builder: ir.IRBuilder
+    ir: ir.Value
+
+    def _make(self, operation: str, other: Int | int) -> Int:
+        value = other.ir if isinstance(other, Int) else _I64(other)
+        return Int(self.builder, getattr(self.builder, operation)(self.ir, value))
+
+    def __add__(self, other: Int | int) -> Int:
+        return self if other == 0 else self._make("add", other)
+
+    def __sub__(self, other: Int | int) -> Int:
+        return self._make("sub", other)
+
+    def __mul__(self, other: Int | int) -> Int:
+        return self._make("mul", other)
+
+    def __floordiv__(self, other: Int | int) -> Int:
+        return self._make("udiv", other)
+
+    def __mod__(self, other: Int | int) -> Int:
+        return self._make("urem", other)
+
+    def compare(self, operator: str, other: Int | int) -> ir.Value:
+        """A condition for `Code.when`: "<", "<=", "==", ..., signed."""
+        value = other.ir if isinstance(other, Int) else _I64(other)
+        return self.builder.icmp_signed(operator, self.ir, value)
+
+    def at_most(self, other: Int | int) -> Int:
+        """The smaller of the two."""
+        value = other.ir if isinstance(other, Int) else _I64(other)
+        return Int(self.builder, self.builder.select(self.compare("<", other), self.ir, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A vector of float32 known at run time; a scalar has one lane."""
+
+    builder: ir.IRBuilder
+    ir: ir.Value
+
+    @property
+    def lanes(self) -> int:
+        """Number of elements."""
+        return int(self.ir.type.count)
+
+    def __add__(self, other: Vector) -> Vector:
+        return Vector(self.builder, self.builder.fadd(self.ir, other.ir))
+
+    def __sub__(self, other: Vector) -> Vector:
+        return Vector(self.builder, self.builder.fsub(self.ir, other.ir))
+
+    def __mul__(self, other: Vector) -> Vector:
+        return Vector(self.builder, self.builder.fmul(self.ir, other.ir))
+
+    def __truediv__(self, other: Vector) -> Vector:
+        return Vector(self.builder, self.builder.fdiv(self.ir, other.ir))
+
+    def times_plus(self, factor: Vector, addend: Vector) -> Vector:
+        """self * factor + addend, with one rounding where the machine can."""
+        kind = self.ir.type
+        function = declare(
+            self.builder.module, f"llvm.fmuladd.v{self.lanes}f32", ir.FunctionType(kind, (kind,) * 3)
+        )
+        return Vector(self.builder, self.builder.call(function, (self.ir, factor.ir, addend.ir)))
+
+    def at_least(self, other: Vector) -> Vector:
+        """The larger of the two, lane by lane."""
+        b = self.builder
+        return Vector(b, b.select(b.fcmp_ordered(">", self.ir, other.ir), self.ir, other.ir))
+
+    def splat(self, lanes: int) -> Vector:
+        """The first lane in every one of `lanes` lanes."""
+        return self._pick([0] * lanes)
+
+    def reduce(self, combine: Callable[[Vector, Vector], Vector]) -> Vector:
+        """Fold the lanes (a power of two of them) pairwise into one."""
+        vector = self
+        while vector.lanes > 1:
+            half = vector.lanes // 2
+            vector = combine(vector._pick(range(half)), vector._pick(range(half, vector.lanes)))
+        return vector
+
+    def _pick(self, lanes: Any) -> Vector:
+        index = list(lanes)
+        undefined = ir.Constant(self.ir.type, ir.Undefined)
+        mask = ir.VectorType(_I32, len(index))(index)
+        return Vector(self.builder, self.builder.shuffle_vector(self.ir, undefined, mask))
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """A vector that a loop updates; LLVM turns it into a register."""
+
+    builder: ir.IRBuilder
+    memory: ir.Value
+
+    def get(self) -> Vector:
+        """Its value at this point."""
+        return Vector(self.builder, self.builder.load(self.memory))
+
+    def set(self, value: Vector) -> None:
+        """Replace its value."""
+        self.builder.store(value.ir, self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Emits code at the current point of a function."""
+
+    builder: ir.IRBuilder
+
+    def integer(self, value: int) -> Int:
+        """A constant."""
+        return Int(self.builder, _I64(value))
+
+    def constant(self, value: float, lanes: int = 1) -> Vector:
+        """The same float32 constant in every lane."""
+        return Vector(self.builder, ir.VectorType(_F32, lanes)([float(np.float32(value))] * lanes))
+
+    def stack(self, nbytes: int) -> Int:
+        """Address of `nbytes` of this call's stack, aligned to 64."""
+        with self.builder.goto_entry_block():
+            memory = self.builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+        memory.align = 64
+        return Int(self.builder, self.builder.ptrtoint(memory, _I64))
+
+    def accumulator(self, initial: Vector) -> Accumulator:
+        """A new accumulator."""
+        with self.builder.goto_entry_block():
+            memory = self.builder.alloca(initial.ir.type)
+        self.builder.store(initial.ir, memory)
+        return Accumulator(self.builder, memory)
+
+    @contextmanager
+    def loop(self, start: Int | int, stop: Int, step: int = 1) -> Iterator[Int]:
+        """Run the body for start, start + step, ... below stop."""
+        b = self.builder
+        before = b.block
+        head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(_I64)
+        index.add_incoming(start.ir if isinstance(start, Int) else _I64(start), before)
+        b.cbranch(b.icmp_signed("<", index, stop.ir), body, after)
+        b.position_at_end(body)
+        yield Int(b, index)
+        index.add_incoming(b.add(index, _I64(step)), b.block)
+        b.branch(head)
+        b.position_at_end(after)
+
+    @contextmanager
+    def tickets(self, counter: Int, stop: Int) -> Iterator[Int]:
+        """Run the body for each number below `stop` drawn from the int64 at `counter`, which threads share."""
+        b = self.builder
+        head, body, after = (b.append_basic_block(name) for name in ("draw", "ticket", "drained"))
+        b.branch(head)
+        b.position_at_end(head)
+        ticket = self.fetch_add(counter, 1)
+        b.cbranch(ticket.compare("<", stop), body, after)
+        b.position_at_end(body)
+        yield ticket
+        b.branch(head)
+        b.position_at_end(after)
+
+    @contextmanager
+    def when(self, condition: ir.Value) -> Iterator[None]:
+        """Run the body if `condition` holds."""
+        with self.builder.if_then(condition):
+            yield
+
+    def fetch_add(self, address: Int, amount: int) -> Int:
+        """Add to an int64 atomically (acquire and release); its value before."""
+        cell = self._pointer(address, _I64)
+        return Int(self.builder, self.builder.atomic_rmw("add", cell, _I64(amount), "acq_rel"))
+
+    def load_int(self, address: Int, nbytes: int = 8) -> Int:
+        """Load a signed integer of 4 or 8 bytes."""
+        value = self.builder.load(self._pointer(address, ir.IntType(8 * nbytes)))
+        return Int(self.builder, value if nbytes == 8 else self.builder.sext(value, _I64))
+
+    def store_int(self, value: Int, address: Int) -> None:
+        """Store an int64."""
+        self.builder.store(value.ir, self._pointer(address, _I64))
+
+    def load(self, address: Int, lanes: int = 1, element: Element = Element.FLOAT32) -> Vector:
+        """Load consecutive elements, widened to float32."""
+        b, wide = self.builder, ir.VectorType(_F32, lanes)
+        if element is Element.FLOAT32:
+            return Vector(b, b.load(self._pointer(address, wide), align=4))
+        bits = b.load(self._pointer(address, ir.VectorType(_I16, lanes)), align=2)
+        if element is Element.FLOAT16:
+            return Vector(b, b.fpext(b.bitcast(bits, ir.VectorType(_F16, lanes)), wide))
+        words = ir.VectorType(_I32, lanes)
+        return Vector(b, b.bitcast(b.shl(b.zext(bits, words), words([16] * lanes)), wide))
+
+    def store(self, value: Vector, address: Int, element: Element = Element.FLOAT32) -> None:
+        """Store a vector, rounded to nearest even where the element is narrower."""
+        b, lanes = self.builder, value.lanes
+        stored = value.ir
+        if element is Element.FLOAT16:
+            stored = b.fptrunc(stored, ir.VectorType(_F16, lanes))
+        elif element is Element.BFLOAT16:
+            words = ir.VectorType(_I32, lanes)
+            bits = b.bitcast(stored, words)
+            odd = b.and_(b.lshr(bits, words([16] * lanes)), words([1] * lanes))
+            rounded = b.add(bits, b.add(odd, words([0x7FFF] * lanes)))
+            not_a_number = b.fcmp_unordered("uno", stored, stored)
+            bits = b.select(not_a_number, words([0x7FC00000] * lanes), rounded)
+            stored = b.trunc(b.lshr(bits, words([16] * lanes)), ir.VectorType(_I16, lanes))
+        b.store(stored, self._pointer(address, stored.type), align=element.size)
+
+    def copy(self, source: Int, target: Int, count: int, size: int, target_step: int) -> None:
+        """Copy `count` integers of `size` bytes to places `target_step` bytes apart."""
+        kind = ir.IntType(8 * size)
+        for i in range(count):
+            value = self.builder.load(self._pointer(source + i * size, kind))
+            self.builder.store(value, self._pointer(target + i * target_step, kind))
+
+    def prefetch(self, address: Int) -> None:
+        """Ask for the cache line at `address`, to be read soon."""
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), (pointer, _I32, _I32, _I32))
+        function = declare(self.builder.module, "llvm.prefetch.p0", kind)
+        self.builder.call(function, (self._pointer(address, ir.IntType(8)), _I32(0), _I32(3), _I32(1)))
+
+    def mask_from(self, vector: Vector, position: Int, limit: Int, fill: float) -> Vector:
+        """Replace the lanes from `limit` on by `fill`; the first lane is number `position`."""
+        b, lanes = self.builder, vector.lanes
+        words = ir.VectorType(_I32, lanes)
+        left = Vector(
+            b,
+            b.insert_element(ir.Constant(words, ir.Undefined), b.trunc((limit - position).ir, _I32), _I32(0)),
+        )
+        inside = b.icmp_signed("<", words(list(range(lanes))), left.splat(lanes).ir)
+        return Vector(b, b.select(inside, vector.ir, self.constant(fill, lanes).ir))
+
+    def exp2(self, x: Vector) -> Vector:
+        """2**x for x <= 0, to 2 units in the last place; 0 below -126; NaN stays NaN."""
+        b, lanes = self.builder, x.lanes
+        words = ir.VectorType(_I32, lanes)
+        shifted = x + self.constant(_ROUND_MAGIC, lanes)
+        fraction = x - (shifted - self.constant(_ROUND_MAGIC, lanes))
+        *rest, last = _exp2_coefficients()
+        power = self.constant(last, lanes)
+        for coefficient in reversed(rest):
+            power = power.times_plus(fraction, self.constant(coefficient, lanes))
+        exponent = b.shl(b.bitcast(shifted.ir, words), words([23] * lanes))
+        scaled = b.bitcast(b.add(b.bitcast(power.ir, words), exponent), x.ir.type)
+        tiny = b.fcmp_ordered("<", x.ir, self.constant(_MIN_EXPONENT, lanes).ir)
+        return Vector(b, b.select(tiny, self.constant(0.0, lanes).ir, scaled))
+
+    def call(self, function: ir.Function, *arguments: Int) -> None:
+        """Call a function made by `define`."""
+        self.builder.call(function, [argument.ir for argument in arguments])
+
+    def _pointer(self, address: Int, kind: ir.Type) -> ir.Value:
+        return self.builder.inttoptr(address.ir, kind.as_pointer())
+
+
+def declare(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
+    """The module's declaration of an intrinsic, made when first asked for."""
+    return module.globals.get(name) or ir.Function(module, kind, name)
+
+
+def define(
+    module: ir.Module, name: str, parameters: int, body: Callable[..., None], *, exported: bool = False
+) -> ir.Function:
+    """Define a function of int64 parameters without result; `body(code, *parameters)` emits it.
+
+    A function that is not exported is never inlined: its body is optimised once, by itself.
+    """
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * parameters), name)
+    if not exported:
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+    function.attributes.add("nounwind")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    body(Code(builder), *(Int(builder, argument) for argument in function.args))
+    builder.ret_void()
+    return function

@@ -1,0 +1,65 @@
+"""Running a kernel on the threads that torch already has.
+
+The kernels draw their work from a shared counter, so that any number of threads may run one at once. They
+run on the OpenMP threads of torch, through the OpenMP runtime's own `GOMP_parallel`: two pools would compete
+for the same cores, each spinning while the other works. It must be called from the thread that calls torch,
+because every OpenMP caller has a pool of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from nbengine.kernels.cpu_jit import Function
+
+logger = logging.getLogger(__name__)
+
+_RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so.5", "libomp.so")
+
+Runner = Callable[[Function, int, int], None]
+"""(function, its argument, number of threads): run it on all of them, return when all have."""
+
+
+def select_runner() -> Runner:
+    """A runner over torch's threads, else over the calling one, with a warning where torch uses more."""
+    parallel = openmp_parallel()
+    if parallel is None:
+        if torch.get_num_threads() > 1:
+            logger.warning("torch's OpenMP runtime has no GOMP_parallel: attention will run on one thread")
+        return _run_here
+
+    def run(function: Function, argument: int, threads: int) -> None:
+        if threads > 1:
+            parallel(function.address, argument, threads, 0)
+        else:
+            function.call(argument)
+
+    return run
+
+
+def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """`GOMP_parallel(function, argument, threads, flags)` of the runtime that is loaded already, if any."""
+    mode = getattr(os, "RTLD_NOLOAD", None)
+    if mode is None:
+        return None
+    for name in _RUNTIMES:
+        try:
+            library = ctypes.CDLL(name, mode=mode | os.RTLD_NOW)
+        except OSError:
+            continue
+        entry: Callable[[int, int, int, int], None] | None = getattr(library, "GOMP_parallel", None)
+        if entry is not None:
+            entry.restype = None  # type: ignore[attr-defined]
+            entry.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)  # type: ignore[attr-defined]
+            return entry
+    return None
+
+
+def _run_here(function: Function, argument: int, threads: int) -> None:
+    del threads
+    function.call(argument)

@@ -1,0 +1,74 @@
+"""Which kernels run a model: decided once, from the device and the data type."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Protocol
+
+import torch
+
+from nbengine.worker.attention_metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(Protocol):
+    """The operations on the paged KV cache of one layer.
+
+    The cache is one tensor `[2, num_blocks, num_kv_heads, block_size, head_dim]` of the model's data type,
+    contiguous; index 0 holds keys, 1 values. A block's contents are the kernels' own affair: where
+    `keys_transposed` is set, its keys are stored `[head_dim, block_size]`.
+    """
+
+    name: str
+    keys_transposed: bool
+
+    def warm_up(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        """Compile what a model of this shape needs, so that its first step does not wait for it."""
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store keys and values, both [T, num_kv_heads, head_dim], at distinct slots, [T] int64.
+
+        Slot s is offset s % block_size of block s // block_size; a token with a negative slot is skipped.
+        """
+
+    def paged_attention(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of queries [T, num_heads, head_dim] over their requests' cached tokens.
+
+        A request's last query is at position `seq_lens[b] - 1`; query head h reads KV head
+        h // (num_heads // num_kv_heads). Returns [T, num_heads, head_dim], contiguous.
+        """
+
+
+def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest kernels that this installation has for a device and data type.
+
+    On the CPU kernels compiled with llvmlite, on CUDA those of Triton; where that package is missing, and on
+    other devices, plain torch, with a warning.
+
+    Raises:
+        InvalidArgumentError: no kernels for `dtype` on that device.
+    """
+    if device.type == "cpu" and _installed("llvmlite"):
+        from nbengine.kernels.cpu_backend import CpuKernels
+
+        return CpuKernels(dtype)
+    if device.type == "cuda" and _installed("triton"):
+        from nbengine.kernels.triton_backend import TritonKernels
+
+        return TritonKernels(device, dtype)
+    from nbengine.kernels.torch_backend import TorchKernels
+
+    package = {"cpu": "llvmlite", "cuda": "triton"}.get(device.type)
+    hint = f"install {package}" if package else f"there are no other kernels for {device.type}"
+    logger.warning("attention runs through plain torch, which is slow: %s", hint)
+    return TorchKernels(dtype)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,387 @@
+"""Paged attention on the CPU, decode and prefill alike.
+
+Layout: the keys of a block are stored [head_dim, block_size], its values [block_size, head_dim], so that
+the lanes of a score vector are consecutive tokens and those of an output vector consecutive channels.
+
+A *work item* is a run of query tokens of one request against a range of its cache, for one KV head; its rows
+are the (token, query head) pairs, so that every key and value is read once for all heads of the group. Items
+are drawn from a shared counter by however many threads run the kernel. A task whose cache is cut into several
+ranges leaves a partial result for each; whichever thread finishes last merges them in order, so that the
+result depends neither on the number of threads nor on the other requests of the batch. The softmax is the
+online one of FlashAttention (Dao et al., 2022), the merge that of Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from llvmlite import ir
+
+from nbengine.kernels.cpu_ir import Code, Int, Vector, define
+from nbengine.kernels.cpu_layout import CHUNK, FLOAT, AttentionArguments, AttentionShape, Work
+
+LOWEST = -1e30
+"""Running maximum before the first token."""
+MASKED = -2e30
+"""Score of a token that must not be seen: below `LOWEST`, so that its weight is 0 whatever the maximum."""
+
+
+_CACHE_LINE = 64
+_UNROLL = 8
+_MIN_CHAINS = 8  # independent sums that cover the latency of a multiply-add
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state of an item on a thread's stack: `[rows]` queries, sums, maxima, totals, and a tile of scores."""
+
+    shape: AttentionShape
+    base: Int
+
+    def query(self, row: Int) -> Int:
+        return self.base + row * self.shape.row_bytes
+
+    def sums(self, row: Int) -> Int:
+        return self.query(row) + self.shape.rows * self.shape.row_bytes
+
+    def maximum(self, row: Int) -> Int:
+        return self.base + 2 * self.shape.rows * self.shape.row_bytes + row * FLOAT
+
+    def total(self, row: Int) -> Int:
+        return self.maximum(row) + self.shape.rows * FLOAT
+
+    def decay(self, tile_row: Int | int) -> Int:
+        offset = 2 * self.shape.rows * (self.shape.row_bytes + FLOAT)
+        return self.base + offset + tile_row * FLOAT
+
+    def scores(self, tile_row: Int | int) -> Int:
+        return self.decay(self.shape.tile) + tile_row * (CHUNK * FLOAT)
+
+    @staticmethod
+    def nbytes(shape: AttentionShape) -> int:
+        per_tile_row = (CHUNK + 1) * FLOAT
+        return 2 * shape.rows * (shape.row_bytes + FLOAT) + shape.tile * per_tile_row
+
+
+def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """score(scores, query, keys, values, next_keys): scores of one vector of tokens for a tile of rows.
+
+    scores[r, :L] = query[r, :] @ keys[:, :L]. In decode, fetches the same tokens' values and the next ones'
+    keys into the processor's cache meanwhile: it cannot guess where the next block lies.
+    """
+    tile, width, size, lanes = shape.tile, shape.head_dim, shape.element.size, shape.lanes
+    key_step = shape.block_size * size
+    unroll = gcd(width, _UNROLL)
+    chains = 1
+    while chains < unroll and tile * chains < _MIN_CHAINS:
+        chains *= 2
+
+    def body(code: Code, scores: Int, query: Int, keys: Int, values: Int, next_keys: Int) -> None:
+        sums = [[code.accumulator(code.constant(0.0, lanes)) for _ in range(tile)] for _ in range(chains)]
+        with code.loop(0, code.integer(width), unroll) as d:
+            key_row, query_column = keys + d * key_step, query + d * FLOAT
+            if shape.max_tokens == 1:
+                for line in range(0, unroll * lanes * size, _CACHE_LINE):
+                    code.prefetch(values + d * (lanes * size) + line)
+                for line in range(0, unroll * key_step, max(key_step, _CACHE_LINE)):
+                    code.prefetch(next_keys + d * key_step + line)
+            for i in range(unroll):
+                key = code.load(key_row + i * key_step, lanes, shape.element)
+                for r in range(tile):
+                    factor = code.load(query_column + (r * width + i) * FLOAT).splat(lanes)
+                    cell = sums[i % chains][r]
+                    cell.set(factor.times_plus(key, cell.get()))
+        for r in range(tile):
+            total = sums[0][r].get()
+            for chain in sums[1:]:
+                total = total + chain[r].get()
+            code.store(total, scores + r * (CHUNK * FLOAT))
+
+    return define(module, f"{name}_score", 5, body)
+
+
+def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """softmax(scores, count, visible, maximum, total, decay): one row of scores (base 2) into weights.
+
+    Of `count` scores the first `visible` count. Updates the row's running maximum and total in place and
+    stores at `decay` what earlier sums must be multiplied by.
+    """
+    lanes = shape.lanes
+
+    def body(code: Code, scores: Int, count: Int, visible: Int, maximum: Int, total: Int, decay: Int) -> None:
+        before = code.load(maximum)
+        highest = code.accumulator(before.splat(lanes))
+        with code.loop(0, count, lanes) as position:
+            place = scores + position * FLOAT
+            score = code.mask_from(code.load(place, lanes), position, visible, MASKED)
+            code.store(score, place)
+            highest.set(score.at_least(highest.get()))
+        peak = highest.get().reduce(Vector.at_least)
+        code.store(peak, maximum)
+        weights = code.accumulator(code.constant(0.0, lanes))
+        with code.loop(0, count, lanes) as position:
+            place = scores + position * FLOAT
+            weight = code.exp2(code.load(place, lanes) - peak.splat(lanes))
+            code.store(weight, place)
+            weights.set(weights.get() + weight)
+        shrink = code.exp2(before - peak)
+        code.store(shrink, decay)
+        code.store(shrink.times_plus(code.load(total), weights.get().reduce(Vector.__add__)), total)
+
+    return define(module, f"{name}_softmax", 6, body)
+
+
+def _define_accumulate(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """accumulate(sums, decay, weights, table, values, stride, start, end), for a tile of rows:
+
+    sums[r] = decay[r] * sums[r] + sum over start <= t < end of weights[r, t - start] * value(t), where
+    value(t) is row t % block_size of the block at values + table[t // block_size] * stride.
+    """
+    tile, block, element = shape.tile, shape.block_size, shape.element
+    step = max(1, shape.accumulators // tile)
+    parts = [shape.columns()[i : i + step] for i in range(0, len(shape.columns()), step)]
+
+    def body(
+        code: Code,
+        sums: Int,
+        decay: Int,
+        weights: Int,
+        table: Int,
+        values: Int,
+        stride: Int,
+        start: Int,
+        end: Int,
+    ) -> None:
+        for part in parts:
+            cells = {}
+            for r in range(tile):
+                shrink = code.load(decay + r * FLOAT)
+                for column, lanes in part:
+                    old = code.load(sums + r * shape.row_bytes + column * FLOAT, lanes)
+                    cells[r, column] = code.accumulator(old * shrink.splat(lanes))
+            with code.loop(start, end) as token:
+                number = code.load_int(table + token // block * 4, 4)
+                row = values + number * stride + token % block * shape.head_bytes
+                weight = weights + (token - start) * FLOAT
+                loaded = [(c, code.load(row + c * element.size, lanes, element)) for c, lanes in part]
+                for r in range(tile):
+                    factor = code.load(weight + r * (CHUNK * FLOAT))
+                    for column, value in loaded:
+                        cell = cells[r, column]
+                        cell.set(factor.splat(value.lanes).times_plus(value, cell.get()))
+            for (r, column), cell in cells.items():
+                code.store(cell.get(), sums + r * shape.row_bytes + column * FLOAT)
+
+    return define(module, f"{name}_accumulate", 8, body)
+
+
+def _define_begin(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """begin(state, query, stride, tokens, scale): load scaled queries, padded to whole tiles; clear the rest."""
+
+    def body(code: Code, base: Int, query: Int, stride: Int, tokens: Int, scale: Int) -> None:
+        state, factor = _State(shape, base), code.load(scale)
+        with code.loop(0, tokens) as token, code.loop(0, code.integer(shape.group)) as head:
+            source = query + token * stride + head * shape.head_bytes
+            target = state.query(token * shape.group + head)
+            for column, lanes in shape.columns():
+                value = code.load(source + column * shape.element.size, lanes, shape.element)
+                code.store(value * factor.splat(lanes), target + column * FLOAT)
+        rows = tokens * shape.group
+        padded = (rows + (shape.tile - 1)) // shape.tile * shape.tile
+        with code.loop(rows, padded) as row:
+            for column, lanes in shape.columns():
+                code.store(code.constant(0.0, lanes), state.query(row) + column * FLOAT)
+        with code.loop(0, padded) as row:
+            for column, lanes in shape.columns():
+                code.store(code.constant(0.0, lanes), state.sums(row) + column * FLOAT)
+            code.store(code.constant(LOWEST), state.maximum(row))
+            code.store(code.constant(0.0), state.total(row))
+
+    return define(module, f"{name}_begin", 5, body)
+
+
+def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """visit(state, keys, values, table, stride, visible, start, end, rows): attend to tokens start <= t < end.
+
+    `table` holds the request's block numbers, `stride` is the bytes from block to block, `visible` how many
+    tokens the first query token sees.
+    """
+    block, lanes, tile = shape.block_size, shape.lanes, shape.tile
+    score = _define_score(module, shape, name)
+    softmax = _define_softmax(module, shape, name)
+    accumulate = _define_accumulate(module, shape, name)
+
+    def body(
+        code: Code,
+        base: Int,
+        keys: Int,
+        values: Int,
+        table: Int,
+        stride: Int,
+        visible: Int,
+        start: Int,
+        end: Int,
+        rows: Int,
+    ) -> None:
+        state = _State(shape, base)
+
+        def seen_by(row: Int) -> Int:
+            return visible + row.at_most(rows - 1) // shape.group
+
+        def block_offset(token: Int) -> Int:
+            return code.load_int(table + token // block * 4, 4) * stride
+
+        with code.loop(start, end, CHUNK) as first, code.loop(0, rows, tile) as row:
+            stop = (first + CHUNK).at_most(end).at_most(seen_by(row + (tile - 1)))
+            with code.when(stop.compare(">", first)):
+                count = stop - first
+                with code.loop(0, count, lanes) as position:
+                    token = first + position
+                    here, following = block_offset(token), (token + lanes).at_most(end - 1)
+                    code.call(
+                        score,
+                        state.scores(0) + position * FLOAT,
+                        state.query(row),
+                        keys + here + token % block * shape.element.size,
+                        values + here + token % block * shape.head_bytes,
+                        keys + block_offset(following) + following % block * shape.element.size,
+                    )
+                with code.loop(0, code.integer(tile)) as r:
+                    code.call(
+                        softmax,
+                        state.scores(r),
+                        count,
+                        seen_by(row + r).at_most(stop) - first,
+                        state.maximum(row + r),
+                        state.total(row + r),
+                        state.decay(r),
+                    )
+                code.call(
+                    accumulate,
+                    state.sums(row),
+                    state.decay(0),
+                    state.scores(0),
+                    table,
+                    values,
+                    stride,
+                    first,
+                    stop,
+                )
+
+    return define(module, f"{name}_visit", 9, body)
+
+
+def _define_finish(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """finish(state, output, stride, tokens): divide the sums by the totals and write them out."""
+
+    def body(code: Code, base: Int, output: Int, stride: Int, tokens: Int) -> None:
+        state = _State(shape, base)
+        with code.loop(0, tokens) as token, code.loop(0, code.integer(shape.group)) as head:
+            row = token * shape.group + head
+            inverse = code.constant(1.0) / code.load(state.total(row))
+            target = output + token * stride + head * shape.head_bytes
+            for column, lanes in shape.columns():
+                value = code.load(state.sums(row) + column * FLOAT, lanes) * inverse.splat(lanes)
+                code.store(value, target + column * shape.element.size, shape.element)
+
+    return define(module, f"{name}_finish", 4, body)
+
+
+def _define_park(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """park(state, partial, rows): store maxima, totals and sums as a partial result."""
+
+    def body(code: Code, base: Int, partial: Int, rows: Int) -> None:
+        state = _State(shape, base)
+        with code.loop(0, rows) as row:
+            record = partial + row * shape.record_bytes
+            code.store(code.load(state.maximum(row)), record)
+            code.store(code.load(state.total(row)), record + FLOAT)
+            for column, lanes in shape.columns():
+                value = code.load(state.sums(row) + column * FLOAT, lanes)
+                code.store(value, record + (2 + column) * FLOAT)
+
+    return define(module, f"{name}_park", 3, body)
+
+
+def _define_merge(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """merge(state, partials, parts, rows): replace totals and sums by those of the partial results together."""
+
+    def body(code: Code, base: Int, partials: Int, parts: Int, rows: Int) -> None:
+        state = _State(shape, base)
+        with code.loop(0, rows) as row:
+            record = partials + row * shape.record_bytes
+            peak = code.accumulator(code.constant(LOWEST))
+            with code.loop(0, parts) as part:
+                peak.set(peak.get().at_least(code.load(record + part * shape.partial_bytes)))
+            total = code.accumulator(code.constant(0.0))
+            sums = {c: code.accumulator(code.constant(0.0, lanes)) for c, lanes in shape.columns()}
+            with code.loop(0, parts) as part:
+                source = record + part * shape.partial_bytes
+                weight = code.exp2(code.load(source) - peak.get())
+                total.set(weight.times_plus(code.load(source + FLOAT), total.get()))
+                for column, lanes in shape.columns():
+                    value = code.load(source + (2 + column) * FLOAT, lanes)
+                    sums[column].set(weight.splat(lanes).times_plus(value, sums[column].get()))
+            code.store(total.get(), state.total(row))
+            for column, cell in sums.items():
+                code.store(cell.get(), state.sums(row) + column * FLOAT)
+
+    return define(module, f"{name}_merge", 4, body)
+
+
+def define_attention(module: ir.Module, name: str, shape: AttentionShape) -> None:
+    """Define `name`(address of `AttentionArguments`), to be run by any number of threads at once."""
+    begin = _define_begin(module, shape, name)
+    visit = _define_visit(module, shape, name)
+    finish = _define_finish(module, shape, name)
+    park = _define_park(module, shape, name)
+    merge = _define_merge(module, shape, name)
+
+    def body(code: Code, arguments: Int) -> None:
+        def argument(field: str) -> Int:
+            return code.load_int(arguments + getattr(AttentionArguments, field).offset)
+
+        def work(column: Work) -> Int:
+            return code.load_int(item + column * 4, 4)
+
+        state, kv_heads = code.stack(_State.nbytes(shape)), argument("kv_heads")
+        counter = arguments + AttentionArguments.counter.offset
+        with code.tickets(counter, argument("items")) as ticket:
+            head, item = ticket % kv_heads, argument("work") + ticket // kv_heads * (len(Work) * 4)
+            tokens, parts = work(Work.TOKENS), work(Work.PARTS)
+            rows, head_offset = tokens * shape.group, head * (shape.group * shape.head_bytes)
+            query_stride, output_stride = (
+                argument("query_stride"),
+                kv_heads * (shape.group * shape.head_bytes),
+            )
+            query = argument("query") + work(Work.FIRST_TOKEN) * query_stride + head_offset
+            output = argument("output") + work(Work.FIRST_TOKEN) * output_stride + head_offset
+            scale = arguments + AttentionArguments.scale.offset
+            code.call(begin, state, query, query_stride, tokens, scale)
+            code.call(
+                visit,
+                state,
+                argument("key_cache") + head * shape.block_bytes,
+                argument("value_cache") + head * shape.block_bytes,
+                argument("block_table") + work(Work.REQUEST) * argument("block_table_stride"),
+                kv_heads * shape.block_bytes,
+                work(Work.VISIBLE),
+                work(Work.KV_START),
+                work(Work.KV_END),
+                rows,
+            )
+            with code.when(parts.compare("==", 1)):
+                code.call(finish, state, output, output_stride, tokens)
+            with code.when(parts.compare(">", 1)):
+                first = work(Work.PARTIAL) * kv_heads + head * parts
+                partials = argument("partials") + first * shape.partial_bytes
+                code.call(park, state, partials + work(Work.PART) * shape.partial_bytes, rows)
+                arrivals = argument("arrivals") + (work(Work.TASK) * kv_heads + head) * 8
+                arrived = code.fetch_add(arrivals, 1)
+                with code.when(arrived.compare("==", parts - 1)):
+                    code.store_int(code.integer(0), arrivals)
+                    code.call(merge, state, partials, parts, rows)
+                    code.call(finish, state, output, output_stride, tokens)
+
+    define(module, name, 1, body, exported=True)

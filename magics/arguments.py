@@ -1,0 +1,158 @@
+"""Command lines of magics: words, values, and a parser that explains instead of exiting."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+
+from nbengine.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, RequestError
+
+CALLER_ERRORS = (InvalidArgumentError, ModelNotFoundError, NotSupportedError, RequestError)
+"""Mistakes of whoever typed the line: shown as one line, without a traceback."""
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kMGT]i?)?B?")
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+class HelpRequested(Exception):
+    """`-h` was given; the exception carries the text to print."""
+
+
+class MagicParser(argparse.ArgumentParser):
+    """An argument parser for a magic: it never exits, and a mistake is one line with the nearest flag.
+
+    Raises:
+        UsageError: the line cannot be understood.
+        HelpRequested: `-h` or `--help` was given.
+    """
+
+    stray_hint = ""
+    """What to add to the complaint about a word that belongs to no flag."""
+
+    def __init__(self, prog: str, description: str, epilog: str = "", usage: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+        )
+        self.add_argument("-h", "--help", action=_HelpAction, nargs=0, help="show this text")
+
+    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse the words of a line."""
+        namespace, extra = self.parse_known_args(list(words))
+        for word in extra:
+            if word.startswith("-") and word != "-":
+                flag = word.partition("=")[0]
+                self.error(f"unknown flag {flag}{did_you_mean(flag, self._option_string_actions)}")
+            self.error(f"unexpected {word!r}{self.stray_hint}")
+        return namespace
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message} ({self.prog} -h lists the flags)")
+
+    def takes_value(self, flag: str) -> bool | None:
+        """Whether a flag is followed by a value; None when there is no such flag."""
+        action = self._option_string_actions.get(flag)
+        return None if action is None else action.nargs != 0
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wide enough for a notebook cell, with one flag a line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+
+class _HelpAction(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        raise HelpRequested(parser.format_help())
+
+
+def split_words(line: str, prog: str) -> list[str]:
+    """Split a line as a POSIX shell does."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"{prog}: {str(error).lower()} in {line.strip()!r}") from None
+
+
+def split_prompt(line: str, parser: MagicParser) -> tuple[list[str], str]:
+    """Split a line into the words of its leading flags and the rest, which stays as it was typed.
+
+    The rest begins at the first word that is neither a flag nor a flag's value, or after a lone `--`.
+    """
+    position = 0
+    wants_value = False
+    words: list[str] = []
+    for match in re.finditer(r"""(?:[^\s"']|"(?:\\.|[^"\\])*"|'[^']*')+""", line):
+        word = match[0]
+        if wants_value:
+            wants_value = False
+        elif word == "--":
+            position = match.end()
+            break
+        elif len(word) > 1 and word.startswith("-"):
+            flag, has_equals, _ = word.partition("=")
+            wants_value = not has_equals and bool(parser.takes_value(flag))
+        else:
+            break
+        words.extend(split_words(word, parser.prog))
+        position = match.end()
+    return words, line[position:].strip()
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`"; did you mean X?"` for the nearest of `known`, or nothing."""
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def literal(text: str) -> Any:
+    """Read a value: JSON, or Python's `True`, `False` and `None`; anything else is a string."""
+    if text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """Read `key=value` of a `--set`; dashes in the key count as underscores."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
+    return key.strip().replace("-", "_"), literal(value.strip())
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    value = literal(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"key\": 1}}'")
+    return value
+
+
+def memory_size(text: str) -> int:
+    """Read bytes: `1073741824`, `1.5GiB`, `800M`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2G")
+    return int(float(match["number"]) * _UNITS.get(match["unit"], 1))
+
+
+def unescaped(text: str) -> str:
+    r"""Read `\n` and `\t` as the characters that they name."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")

@@ -1,0 +1,43 @@
+"""Defaults of the magics, which `%config NBEngine` shows and changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traitlets import Bool, Enum, Float, Int, Unicode
+from traitlets.config import Configurable
+
+FORMATS = ("text", "markdown", "json", "code")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+
+
+class NBEngine(Configurable):
+    """What `%engine start` and `%%generate` assume where a line does not say."""
+
+    model = Unicode("smollm2-135m", help="Model that `%engine start` starts.").tag(config=True)
+    temperature = Float(
+        None, allow_none=True, help="Sampling temperature; 0 is greedy. None: what the model asks for."
+    ).tag(config=True)
+    top_p = Float(None, allow_none=True, help="Nucleus sampling. None: what the model asks for.").tag(
+        config=True
+    )
+    top_k = Int(None, allow_none=True, help="Top-k sampling. None: what the model asks for.").tag(config=True)
+    min_p = Float(None, allow_none=True, help="Min-p sampling. None: what the model asks for.").tag(
+        config=True
+    )
+    max_tokens = Int(512, allow_none=True, help="Most new tokens. None: up to the context length.").tag(
+        config=True
+    )
+    seed = Int(None, allow_none=True, help="Seed of each request. None: a different answer each time.").tag(
+        config=True
+    )
+    system = Unicode(None, allow_none=True, help="System message of chat prompts.").tag(config=True)
+    format = Enum(FORMATS, "text", help="How answers are shown: text, markdown, json or code.").tag(
+        config=True
+    )
+    footer = Bool(True, help="Show tokens, speed and reuse under each answer.").tag(config=True)
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The sampling parameters that are set here. `max_tokens` always is."""
+        values = {name: getattr(self, name) for name in SAMPLING_DEFAULTS}
+        return {name: value for name, value in values.items() if value is not None or name == "max_tokens"}

@@ -1,0 +1,271 @@
+"""`%engine`: start, watch and end engines."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+
+from nbengine.client.connection import ConnectionInfo, list_connections, log_dir
+from nbengine.client.directory import find_engine, list_engines, reap, stop_engine
+from nbengine.config import EngineArgs
+from nbengine.engine.logs import log_tail
+from nbengine.errors import EngineDeadError, NBEngineError
+from nbengine.ipc.messages import Progress
+from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
+from nbengine.magics.config import NBEngine
+from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start, start_parser
+from nbengine.magics.help import ENGINE_HELP
+from nbengine.magics.interpolate import interpolate
+from nbengine.magics.interrupts import Interrupted
+from nbengine.magics.namespace import prompt_namespace
+from nbengine.magics.render import count, seconds
+from nbengine.magics.reports import (
+    capacity,
+    engines_table,
+    footprint,
+    reap_sentences,
+    started_sentence,
+    status_table,
+)
+from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
+from nbengine.widgets.live import publish
+from nbengine.widgets.progress import StartProgress
+
+_LATER = ("load", "fit")
+_DEFAULT_LOG_LINES = 40
+
+
+@magics_class
+class EngineMagics(Magics):
+    """Starts, watches and ends the notebook's engines."""
+
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell, session: NotebookSession, config: NBEngine) -> None:
+        super().__init__(shell)
+        self._session = session
+        self._config = config
+        self._commands: dict[str, Callable[[Sequence[str]], None]] = {
+            "start": self._start,
+            "stop": self._stop,
+            "restart": self._restart,
+            "status": self._status,
+            "ps": self._ps,
+            "attach": self._attach,
+            "detach": self._detach,
+            "logs": self._logs,
+            "reap": self._reap,
+            "help": self._help,
+        }
+
+    @no_var_expand
+    @line_magic
+    def engine(self, line: str) -> None:
+        """Start, watch and end engines. `%engine help` explains."""
+        __tracebackhide__ = True
+        namespace = prompt_namespace(self.shell)
+        words = [interpolate(word, namespace) for word in split_words(line, "%engine")]
+        command, rest = (words[0], words[1:]) if words else ("help", [])
+        if command in ("-h", "--help"):
+            command = "help"
+        if command in _LATER:
+            raise UsageError(f"%engine {command} is not available yet")
+        if command not in self._commands:
+            raise UsageError(
+                f"%engine: no command {command!r}{did_you_mean(command, self._commands)} (%engine help lists them)"
+            )
+        try:
+            self._commands[command](rest)
+        except HelpRequested as request:
+            print(request)
+        except CALLER_ERRORS as error:
+            raise UsageError(f"%engine {command}: {error}") from None
+        except NBEngineError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    def _start(self, words: Sequence[str]) -> None:
+        options = parse_start(words)
+        running = self._session.engines
+        if options.name is None and running:
+            name = running[-1].name
+            raise UsageError(
+                f"%engine start: engine {name!r} is running already; `%engine stop` or `%engine restart` it, "
+                "or start another one beside it with --name"
+            )
+        if any(info.name == options.name for info in live_engines()):
+            attached = self._session.find(options.name or "") is not None
+            advice = "choose another --name" if attached else f"`%engine attach {options.name}` joins it"
+            raise UsageError(f"%engine start: engine {options.name!r} is running already; {advice}")
+        options.arguments.setdefault("model", self._config.model)
+        self._launch(options)
+
+    def _launch(self, options: StartOptions) -> None:
+        EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
+        began = time.monotonic()
+        session = self._session
+        session.bury()
+        with StartProgress(self.shell, f"starting {options.arguments['model']}") as progress:
+            progress.update(Progress("fetch"))
+            try:
+                client = session.backend.start(
+                    options.arguments, name=options.name, session=session.key, progress=progress.update
+                )
+            except KeyboardInterrupt:
+                raise Interrupted("start interrupted; what had been started is ended") from None
+            progress.update(Progress("ready"))
+            engine = AttachedEngine(client, options.arguments)
+            session.add(engine)
+            if options.out is not None:
+                self.shell.user_ns[options.out] = client
+            progress.conclusion = started_sentence(engine, time.monotonic() - began)
+
+    def _stop(self, words: Sequence[str]) -> None:
+        parser = _parser("stop", "End an engine and wait until its processes are gone.")
+        parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
+        parser.add_argument("--drain", action="store_true", help="let the requests that run finish first")
+        parsed = parser.parse_words(words)
+        live = {info.name: info for info in live_engines()}
+        attached = self._session.find(parsed.name) if parsed.name else self._session.get()
+        if attached is not None:
+            self._end(attached.client.connection, lambda: self._session.stop(attached, drain=parsed.drain))
+        elif parsed.name in live:
+            info = live[parsed.name]
+            self._end(info, lambda: stop_engine(info, drain=parsed.drain))
+        else:
+            self._session.get(parsed.name)
+
+    def _end(self, info: ConnectionInfo, end: Callable[[], None]) -> None:
+        began = time.monotonic()
+        held = footprint(info)
+        end()
+        print(
+            f"engine {info.name!r} stopped in {seconds(time.monotonic() - began)}: "
+            f"{count(held.processes, 'process is', 'processes are')} gone, {held} came back"
+        )
+
+    def _restart(self, words: Sequence[str]) -> None:
+        options = parse_start(words, "restart")
+        engine = self._session.get(options.name)
+        arguments = {"model": self._config.model, **engine.arguments, **options.arguments}
+        EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
+        self._end(engine.client.connection, lambda: self._session.stop(engine))
+        self._launch(StartOptions(engine.name, options.out, arguments))
+
+    def _status(self, words: Sequence[str]) -> None:
+        parser = _parser("status", "Show an engine's topology, requests, KV blocks and prefix cache.")
+        parser.add_argument("name", nargs="?", help="engine (default: all of this notebook)")
+        name = parser.parse_words(words).name
+        attached = self._session.engines
+        default = self._session.default
+        for engine in [self._session.get(name)] if name or not attached else attached:
+            try:
+                stats = engine.client.stats_blocking()
+            except EngineDeadError:
+                self._session.drop(engine)
+                raise
+            publish(self.shell, *status_table(engine, stats, is_default=engine is default))
+
+    def _ps(self, words: Sequence[str]) -> None:
+        _parser("ps", "List all engines of yours on this machine.").parse_words(words)
+        here = {engine.name: "attached" for engine in self._session.engines}
+        if self._session.default is not None:
+            here[self._session.default.name] = "default"
+        engines = list_engines()
+        if engines:
+            publish(self.shell, *engines_table(engines, here))
+        else:
+            print("no engine runs on this machine; `%engine start` starts one")
+
+    def _attach(self, words: Sequence[str]) -> None:
+        parser = _parser(
+            "attach",
+            "Join an engine that runs: the one given, else this notebook's own from before a restart of its kernel, "
+            "else the only one there is.",
+        )
+        parser.add_argument("name", nargs="?", help="name of the engine, or path of its connection file")
+        for name in self._candidates(parser.parse_words(words).name):
+            attached = self._session.find(name)
+            if attached is not None:
+                print(f"engine {name!r} is attached already; it is the default now")
+            self._session.add(attached or self._join(name))
+
+    def _candidates(self, name: str | None) -> list[str]:
+        if name is not None:
+            try:
+                return [find_engine(name).name]
+            except NBEngineError as error:
+                raise UsageError(f"%engine attach: {error}") from None
+        alive = [info.name for info in live_engines()]
+        own = [name for name in self._session.ledger.read() if name in alive]
+        if own or len(alive) == 1:
+            return own or alive
+        if not alive:
+            raise UsageError("%engine attach: no engine runs on this machine; `%engine start` starts one")
+        raise UsageError(f"%engine attach: which one? These run: {', '.join(alive)}")
+
+    def _detach(self, words: Sequence[str]) -> None:
+        parser = _parser("detach", "Leave an engine running without this notebook.")
+        parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
+        engine = self._session.get(parser.parse_words(words).name)
+        self._session.detach(engine)
+        print(farewell([engine]))
+
+    def _logs(self, words: Sequence[str]) -> None:
+        parser = _parser("logs", "Show the last lines of an engine's log, also after its end.")
+        parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
+        parser.add_argument("-n", type=int, default=_DEFAULT_LOG_LINES, metavar="N", help="how many lines")
+        parsed = parser.parse_words(words)
+        print(log_tail(self._log_path(parsed.name), max(1, parsed.n)) or "the log is empty")
+
+    def _log_path(self, name: str | None) -> str:
+        if name is None:
+            return self._session.get().client.connection.log_path
+        for info in list_connections():
+            if info.name == name:
+                return info.log_path
+        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}-\d+\.log")
+        logs = [path for path in log_dir().glob("*.log") if pattern.fullmatch(path.name)]
+        if not logs:
+            raise UsageError(f"%engine logs: there is no engine {name!r} and no log of one")
+        return str(max(logs, key=lambda path: path.stat().st_mtime))
+
+    def _reap(self, words: Sequence[str]) -> None:
+        parser = _parser("reap", "Clean up after engines that have died.")
+        parser.add_argument("--all", action="store_true", help="also end engines that nobody is attached to")
+        print(reap_sentences(reap(end_unattached=parser.parse_words(words).all)))
+
+    def _help(self, words: Sequence[str]) -> None:
+        if not words:
+            print(ENGINE_HELP)
+        elif words[0] in ("start", "restart"):
+            print(start_parser(words[0]).format_help())
+        elif words[0] in self._commands and words[0] != "help":
+            self._commands[words[0]](["-h"])
+        else:
+            raise UsageError(f"%engine help: no command {words[0]!r}{did_you_mean(words[0], self._commands)}")
+
+    def _join(self, name: str) -> AttachedEngine:
+        session = self._session
+        with StartProgress(self.shell, f"attaching to {name}") as progress:
+            client = session.backend.attach(name, session=session.key, progress=progress.update)
+            engine = AttachedEngine(client, arguments_of(client.config))
+            progress.conclusion = f"attached to engine {engine.name!r}: {capacity(client.ready)}"
+        return engine
+
+
+def farewell(engines: Sequence[AttachedEngine]) -> str:
+    """What becomes of engines that the notebook leaves."""
+    return "\n".join(
+        f"engine {engine.name!r} goes on without this notebook; it ends when nobody has attached for "
+        f"{seconds(engine.client.config.keep_alive)} (`%engine attach {engine.name}` joins it again)"
+        for engine in engines
+    )
+
+
+def _parser(command: str, description: str) -> MagicParser:
+    return MagicParser(f"%engine {command}", description)

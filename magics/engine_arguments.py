@@ -1,0 +1,155 @@
+"""Command lines of `%engine`: every engine argument is a flag of `%engine start`."""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.magics.arguments import MagicParser, did_you_mean, json_object, key_value, memory_size
+
+_SHORT = {
+    "tensor_parallel_size": ("--tp",),
+    "pipeline_parallel_size": ("--pp",),
+    "data_parallel_size": ("--dp",),
+    "num_gpu_blocks_override": ("--num-blocks",),
+}
+_READERS: dict[str, Callable[[str], Any]] = {
+    "hf_overrides": json_object,
+    "kv_cache_memory_bytes": memory_size,
+}
+_HELP = {
+    "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
+    "dtype": "auto, float32, bfloat16 or float16",
+    "quantization": "not available yet: GGUF files load as they are",
+    "load_format": "auto, safetensors or gguf",
+    "device": "auto, cpu or cuda",
+    "max_model_len": "longest prompt plus answer, in tokens (default: the model's own limit)",
+    "seed": "seed of the sampler",
+    "hf_overrides": "JSON object that replaces values of the model's config.json",
+    "trust_remote_code": "run Python code that comes with the model",
+    "revision": "branch, tag or commit on the hub",
+    "block_size": "tokens a KV cache block holds, a power of two",
+    "gpu_memory_utilization": "share of the GPU's memory that the engine may use",
+    "kv_cache_memory_bytes": "size of the KV cache: 512MiB, 2GiB, or bytes",
+    "num_gpu_blocks_override": "size of the KV cache in blocks",
+    "enable_prefix_caching": "reuse the KV cache of prompts that begin alike",
+    "max_num_seqs": "most requests in one step",
+    "max_num_batched_tokens": "most tokens in one step",
+    "enable_chunked_prefill": "let a long prompt take several steps",
+    "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no limit (default)",
+    "scheduling_policy": "fcfs or priority",
+    "async_scheduling": "plan a step while the one before runs: not available yet",
+    "stream_interval": "tokens between two updates of a stream",
+    "enforce_eager": "no compilation, no CUDA graphs",
+    "tensor_parallel_size": "GPUs that share each layer, only 1 for now",
+    "pipeline_parallel_size": "stages that share the layers, only 1 for now",
+    "data_parallel_size": "copies of the engine, only 1 for now",
+    "enable_expert_parallel": "spread experts over GPUs: not available yet",
+    "distributed_executor_backend": "uni; mp and ray are not available yet",
+    "data_parallel_backend": "mp; ray is not available yet",
+    "keep_alive": "seconds that the engine outlives its last notebook",
+    "lease": "seconds without a heartbeat after which a notebook's requests are dropped",
+}
+START_EXAMPLES = """\
+examples:
+  %engine start                                   the small default model, on what this machine has
+  %engine start random-tiny --num-blocks 64       a toy model and a tight KV cache, to watch preemption
+  %engine start ./model.gguf --max-model-len 4096
+  %engine start smollm2-135m --name second        beside an engine that runs already
+"""
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What a line of `%engine start` or `%engine restart` asks for; `arguments` are those that were given."""
+
+    name: str | None = None
+    out: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def start_parser(command: str = "start") -> MagicParser:
+    """Parser of `%engine start` and `%engine restart`, made from the fields of `EngineArgs`."""
+    parser = MagicParser(
+        f"%engine {command}",
+        "Start an engine in a process of its own. It keeps running while cells come and go."
+        if command == "start"
+        else "Stop the engine and start it again, with the same arguments except for those given here.",
+        START_EXAMPLES if command == "start" else "",
+        usage=f"%%engine {command} [MODEL] [flags]",
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="an alias, a directory, a .gguf file or a hub id"
+    )
+    parser.add_argument("--name", help="name of the engine (default: made from the model's)")
+    parser.add_argument("-o", "--out", metavar="NAME", help="bind the engine's AsyncLLM to a variable")
+    hints = typing.get_type_hints(EngineArgs)
+    for argument in fields(EngineArgs):
+        if argument.name != "model":
+            _add_engine_argument(parser, argument, hints[argument.name])
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        type=key_value,
+        action="append",
+        default=[],
+        help="any engine argument by its Python name, the value as JSON",
+    )
+    return parser
+
+
+def parse_start(words: Sequence[str], command: str = "start") -> StartOptions:
+    """Read a line of `%engine start` or `%engine restart`."""
+    parsed = vars(start_parser(command).parse_words(words))
+    known = {argument.name for argument in fields(EngineArgs)}
+    arguments = {name: value for name, value in parsed.items() if name in known and value is not None}
+    for name, value in parsed["set"]:
+        if name not in known:
+            raise UsageError(
+                f"%engine {command}: --set: no engine argument {name!r}{did_you_mean(name, known)}"
+            )
+        arguments[name] = value
+    return StartOptions(parsed["name"], parsed["out"], arguments)
+
+
+def arguments_of(config: EngineConfig) -> dict[str, Any]:
+    """The engine arguments that make `config`, without those that have their default value."""
+    parts: tuple[object, ...] = (config.model, config.cache, config.scheduler, config.parallel, config)
+    found: dict[str, Any] = {"scheduling_policy": config.scheduler.policy}
+    for argument in fields(EngineArgs):
+        for part in parts:
+            if hasattr(part, argument.name):
+                found[argument.name] = getattr(part, argument.name)
+                break
+    found["model"] = config.model.model
+    defaults = {f.name: f.default for f in fields(EngineArgs)} | {"hf_overrides": {}}
+    return {name: value for name, value in found.items() if value != defaults[name]}
+
+
+def _add_engine_argument(parser: MagicParser, argument: Field[Any], hint: Any) -> None:
+    flags = (*_SHORT.get(argument.name, ()), "--" + argument.name.replace("_", "-"))
+    kinds = set(typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)) - {types.NoneType}
+    help_text = _HELP.get(argument.name, "")
+    if argument.default not in (None, "auto") and "default" not in help_text:
+        help_text += f" (default: {_shown(argument.default)})"
+    if kinds == {bool}:
+        parser.add_argument(
+            *flags, dest=argument.name, action=argparse.BooleanOptionalAction, default=None, help=help_text
+        )
+        return
+    reader = _READERS.get(argument.name) or (float if float in kinds else int if int in kinds else str)
+    metavar = "N" if reader is int else "S" if argument.name in ("keep_alive", "lease") else "X"
+    parser.add_argument(*flags, dest=argument.name, type=reader, metavar=metavar, help=help_text)
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default)

@@ -1,0 +1,98 @@
+"""`%load_ext nbengine` and `%unload_ext nbengine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.magics.config import NBEngine
+from nbengine.magics.engine import EngineMagics, farewell
+from nbengine.magics.generate import GenerateMagics
+from nbengine.magics.session import Backend, NotebookSession
+from nbengine.magics.transform import AwaitGenerate, keep_prompts
+
+_MAGICS = (("line", "engine"), ("line", "generate"), ("cell", "generate"))
+
+
+@dataclass
+class Extension:
+    """Everything that loading has added to a shell, and how to take it away."""
+
+    shell: InteractiveShell
+    session: NotebookSession
+    config: NBEngine
+    engine: EngineMagics
+    generate: GenerateMagics
+    transform: AwaitGenerate
+
+    loaded: ClassVar[dict[InteractiveShell, Extension]] = {}
+
+    def install(self) -> None:
+        """Define the magics."""
+        shell = self.shell
+        shell.register_magics(self.engine)
+        shell.register_magics(self.generate)
+        _configurables(shell).append(self.config)
+        # First: IPython's own transformers would edit a prompt.
+        shell.input_transformers_cleanup.insert(0, keep_prompts)
+        shell.input_transformers_post.append(self.transform)
+        shell.events.register("pre_execute", self.transform.on_pre_execute)
+        shell.events.register("post_execute", self.transform.on_post_execute)
+
+    def uninstall(self) -> None:
+        """Remove the magics."""
+        shell = self.shell
+        shell.events.unregister("pre_execute", self.transform.on_pre_execute)
+        shell.events.unregister("post_execute", self.transform.on_post_execute)
+        shell.input_transformers_post.remove(self.transform)
+        shell.input_transformers_cleanup.remove(keep_prompts)
+        for kind, name in _MAGICS:
+            shell.magics_manager.magics[kind].pop(name, None)
+        for magics in (self.engine, self.generate):
+            shell.magics_manager.registry.pop(type(magics).__name__, None)
+        # Magics register themselves there, too.
+        configurables = _configurables(shell)
+        configurables[:] = [
+            item for item in configurables if item not in (self.config, self.engine, self.generate)
+        ]
+
+    def leave(self) -> str:
+        """End background generations and detach from every engine; returns what becomes of those."""
+        self.generate.cancel_background()
+        return farewell(self.session.close())
+
+
+def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
+    """Define the magics in `shell`, once; `backend` says where engines come from."""
+    if shell in Extension.loaded:
+        return
+    config = NBEngine(parent=shell)
+    session = NotebookSession(shell, backend)
+    extension = Extension(
+        shell=shell,
+        session=session,
+        config=config,
+        engine=EngineMagics(shell, session, config),
+        generate=GenerateMagics(shell, session, config),
+        transform=AwaitGenerate(shell),
+    )
+    extension.install()
+    Extension.loaded[shell] = extension
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Remove the magics from `shell` and detach from its engines, which go on for their `keep_alive`."""
+    extension = Extension.loaded.pop(shell, None)
+    if extension is None:
+        return
+    extension.uninstall()
+    message = extension.leave()
+    if message:
+        print(message)
+
+
+def _configurables(shell: InteractiveShell) -> list[Any]:
+    """What `%config` knows; IPython declares it as a list of shells."""
+    return shell.configurables

@@ -1,0 +1,206 @@
+"""Command lines of `%generate` and `%%generate`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbengine.errors import InvalidArgumentError
+from nbengine.magics.arguments import (
+    MagicParser,
+    did_you_mean,
+    key_value,
+    split_prompt,
+    split_words,
+    unescaped,
+)
+from nbengine.magics.config import FORMATS, NBEngine
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+Expand = Callable[[str], str]
+"""Puts the notebook's variables into a string."""
+
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+_LATER = {
+    "json": ("--json", "SCHEMA"),
+    "regex": ("--regex", "R"),
+    "choice": ("--choice", "A,B"),
+    "logprobs": ("--logprobs", "K"),
+    "target": ("-t", "RANK"),
+}
+_LATER_PARAMETERS = {
+    "structured_outputs": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "n": 1,
+    "output_kind": None,
+    "eos_token_id": None,
+}
+_DESCRIPTION = """\
+Send a prompt to the engine; the answer streams into the cell.
+
+  %%generate [flags]        the cell's body is the prompt
+  %generate [flags] PROMPT  the rest of the line is the prompt
+
+{name}, {obj.attr}, {row["key"]}, {In[3]} and {Out[3]} in the prompt become the values of the notebook's
+variables where they exist; other braces stay as they are, and {{name}} gives {name}."""
+_EPILOG = """\
+The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
+%config NBEngine.temperature = 0.7 changes a default. An interrupt keeps what has been written so far.
+
+examples:
+  %%generate -o answer --temperature 0
+  %%generate --system "You answer in French." --max-tokens 100
+  %generate -a -o later Write a haiku about {topic}
+"""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What a line of `%%generate` asks for. `chat` is None where the model decides."""
+
+    prompt: str
+    chat: bool | None
+    system: str | None
+    out: str | None
+    background: bool
+    engine: str | None
+    format: str
+    stream: bool
+    footer: bool
+    sampling: dict[str, Any]
+
+
+def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicParser:
+    """Parser of the flags; `expand` is applied to each value before it is read."""
+
+    def number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        def read(text: str) -> Any:
+            return kind(expand(text))
+
+        read.__name__ = kind.__name__
+        return read
+
+    usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " PROMPT")
+    parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
+    add = parser.add_argument
+    add("-o", "--out", metavar="NAME", help="bind the result to a variable")
+    add("-a", "--noblock", action="store_true", help="do not wait: the result is a handle to await or ask")
+    add("--engine", metavar="NAME", help="engine to ask (default: the last one started or attached)")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--chat",
+        action="store_const",
+        const=True,
+        dest="chat",
+        help="use the chat template (default if there is one)",
+    )
+    mode.add_argument(
+        "--raw", action="store_const", const=False, dest="chat", help="complete the prompt as it is"
+    )
+    add("--system", metavar="S", type=expand, help="system message")
+    add("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
+    add("--temperature", metavar="T", type=number(float), help="0 is greedy; higher is more varied")
+    add("--top-p", metavar="P", type=number(float), help="sample from the likeliest tokens of this total")
+    add("--top-k", metavar="K", type=number(int), help="sample from the K likeliest tokens")
+    add("--min-p", metavar="P", type=number(float), help="least probability, relative to the likeliest token")
+    add("--max-tokens", metavar="N", type=number(int), help="most new tokens")
+    add("--seed", metavar="N", type=number(int), help="the same seed gives the same answer")
+    add(
+        "--stop",
+        metavar="S",
+        type=lambda text: unescaped(expand(text)),
+        action="append",
+        help=r"end where this text appears (repeatable; \n is a line break)",
+    )
+    add("--no-stream", action="store_true", help="show the answer when it is complete")
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        type=lambda text: key_value(expand(text)),
+        action="append",
+        default=[],
+        help="any other sampling parameter by its Python name, the value as JSON",
+    )
+    add("-n", metavar="N", type=number(int), help="answers per prompt: only 1 for now")
+    for name, (flag, metavar) in _LATER.items():
+        add(flag, dest=name, metavar=metavar, help="not available yet")
+    return parser
+
+
+def parse_generate(line: str, body: str | None, config: NBEngine, expand: Expand) -> GenerateOptions:
+    """Read a line, and the cell's body if there is one, into options; values are checked later.
+
+    Raises:
+        UsageError: the line cannot be understood, or asks for what is not available yet.
+        HelpRequested: `-h` was given.
+    """
+    prog = "%generate" if body is None else "%%generate"
+    parser = generate_parser(expand, prog)
+    if body is None:
+        words, prompt = split_prompt(line, parser)
+    else:
+        words, prompt = split_words(line, prog), body.removesuffix("\n")
+        parser.stray_hint = ": the prompt is the cell's body, not its first line"
+    parsed = parser.parse_words(words)
+    _refuse_later_flags(parsed, prog)
+    prompt = expand(prompt)
+    if not prompt.strip():
+        raise UsageError(f"{prog}: the prompt is empty")
+    if parsed.out is not None and not parsed.out.isidentifier():
+        raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
+    if parsed.system is not None and parsed.chat is False:
+        raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
+    return GenerateOptions(
+        prompt=prompt,
+        chat=parsed.chat,
+        system=parsed.system,
+        out=parsed.out,
+        background=parsed.noblock,
+        engine=parsed.engine,
+        format=parsed.format or config.format,
+        stream=not parsed.no_stream,
+        footer=config.footer,
+        sampling=_sampling(parsed, prog),
+    )
+
+
+def sampling_params(
+    options: GenerateOptions, model_defaults: dict[str, Any], config: NBEngine
+) -> SamplingParams:
+    """Merge, later ones winning: the model's defaults, the notebook's, the line's.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+    merged = {**model_defaults, **config.sampling_defaults(), **options.sampling}
+    try:
+        return SamplingParams(**merged, output_kind=RequestOutputKind.DELTA)
+    except InvalidArgumentError as error:
+        raise UsageError(f"%%generate: {error}") from None
+
+
+def _refuse_later_flags(parsed: argparse.Namespace, prog: str) -> None:
+    for name, (flag, _) in _LATER.items():
+        if getattr(parsed, name) is not None:
+            raise UsageError(f"{prog}: {flag} is not available yet")
+    if parsed.n not in (None, 1):
+        raise UsageError(f"{prog}: -n {parsed.n} is not available yet; only -n 1 is")
+
+
+def _sampling(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
+    given = {name: getattr(parsed, name) for name in (*_SAMPLING_FLAGS, "stop")}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    known = SamplingParams.__struct_fields__
+    for name, value in parsed.set:
+        if name not in known:
+            raise UsageError(f"{prog}: --set: no sampling parameter {name!r}{did_you_mean(name, known)}")
+        if name in _LATER_PARAMETERS and value != _LATER_PARAMETERS[name]:
+            raise UsageError(f"{prog}: --set {name} is not available yet")
+        sampling[name] = value
+    sampling.pop("output_kind", None)
+    return sampling

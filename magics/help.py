@@ -1,0 +1,30 @@
+"""What `%engine help` prints."""
+
+from __future__ import annotations
+
+ENGINE_HELP = """\
+%engine keeps a language model running in a process beside this notebook.
+
+  %engine start [MODEL] [flags]   start one: smollm2-135m (default), random-tiny, a directory,
+                                  a .gguf file or a hub id            %engine start -h lists the flags
+  %engine status [NAME]           requests, KV blocks, prefix cache
+  %engine logs [NAME] [-n N]      the last lines of its log
+  %engine restart [flags]         stop and start again, with the same arguments and those given here
+  %engine stop [NAME] [--drain]   end it and say how much memory came back
+
+  %engine ps                      all your engines on this machine
+  %engine attach [NAME]           join one: yours from before a kernel restart, or another notebook's
+  %engine detach [NAME]           leave it running without this notebook
+  %engine reap [--all]            clean up after engines that died; --all: end those without a client
+
+Then ask it something:
+
+  %%generate --max-tokens 100 -o answer
+  Explain {topic} to a ten-year-old.
+
+  %%generate -h                   the flags: sampling, formats, -o NAME, -a for the background
+  %config NBEngine                the defaults
+
+Interrupt a cell and its text so far is kept; the engine goes on. Restart the kernel and the engine is still there:
+%engine attach. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
+"""

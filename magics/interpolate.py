@@ -1,0 +1,80 @@
+"""Variables in prompts: `{name}` becomes the value of `name`, every other brace stays as it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+from collections.abc import Mapping
+
+_FIELD = re.compile(
+    r"""
+    (?<!\{)(?P<open>\{++)
+    (?P<path>
+        [^\W\d]\w*
+        (?: \.[^\W\d]\w* | \[ (?: -?\d+ | "[^"\\\n]*" | '[^'\\\n]*' ) \] )*
+    )
+    (?P<close>\}++)
+    """,
+    re.VERBOSE,
+)
+
+_NEVER_TEXT = (
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    type,
+)
+"""Kinds of values that nobody means in a prompt: `{json}` after `import json` is text about JSON."""
+
+
+class _Unresolved(Exception):
+    """The field names nothing that can be put into a prompt."""
+
+
+def interpolate(text: str, namespace: Mapping[str, object]) -> str:
+    """Replace the fields of `text` that resolve in `namespace` by their values.
+
+    A field is a name, followed by attributes and by subscripts that are integers or quoted strings:
+    `{name}`, `{obj.attr}`, `{In[3]}`, `{row["key"]}`. It has no spaces and calls nothing. Where it resolves,
+    braces double as in `str.format`: `{{x}}` gives `{x}`, `{{{x}}}` gives the value in braces, and a brace
+    without a partner on the other side is text. Where it does not resolve, and everywhere else, the text comes
+    back byte for byte. Substituted text is not expanded again.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        opening, closing = len(match["open"]), len(match["close"])
+        pairs = min(opening, closing)
+        try:
+            value = _resolve(match["path"], namespace)
+        except _Unresolved:
+            return match[0]
+        literal, is_field = divmod(pairs, 2)
+        inner = str(value) if is_field else match["path"]
+        return "{" * (opening - pairs + literal) + inner + "}" * (closing - pairs + literal)
+
+    return _FIELD.sub(replacement, text)
+
+
+def _resolve(path: str, namespace: Mapping[str, object]) -> object:
+    try:
+        value = _value_of(ast.parse(path, mode="eval").body, namespace)
+    except (SyntaxError, AttributeError, LookupError, TypeError):
+        raise _Unresolved from None
+    if isinstance(value, _NEVER_TEXT):
+        raise _Unresolved
+    return value
+
+
+def _value_of(node: ast.expr, namespace: Mapping[str, object]) -> object:
+    match node:
+        case ast.Name(id=name):
+            return namespace[name]
+        case ast.Attribute(value=owner, attr=attribute):
+            return getattr(_value_of(owner, namespace), attribute)
+        case ast.Subscript(value=owner, slice=index):
+            container: object = _value_of(owner, namespace)
+            return container[ast.literal_eval(index)]  # type: ignore[index]
+        case _:
+            raise _Unresolved

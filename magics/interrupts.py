@@ -1,0 +1,38 @@
+"""How interrupts reach a coroutine in a kernel, and how they look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+TICK_SECONDS = 0.05
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupt that nbengine has dealt with; IPython shows it as one line, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]
+
+
+# Frontends and tools that run notebooks look at the name of an error.
+Interrupted.__name__ = KeyboardInterrupt.__name__
+
+
+@asynccontextmanager
+async def ticking() -> AsyncIterator[None]:
+    """Wake the running loop every `TICK_SECONDS`.
+
+    A kernel's SIGINT handler only schedules a callback: a loop that nothing wakes would not see the interrupt.
+    """
+    ticker = asyncio.create_task(_tick())
+    try:
+        yield
+    finally:
+        ticker.cancel()
+
+
+async def _tick() -> None:
+    while True:
+        await asyncio.sleep(TICK_SECONDS)

@@ -1,0 +1,132 @@
+"""What the magics show: answers as MIME bundles, footers, tables and quantities in words."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from html import escape
+
+from nbengine.magics.markdown import fenced, harmless_markdown, unfenced
+from nbengine.magics.result import GenerationResult
+
+_MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
+_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
+_CODE = f"{_PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
+
+
+def answer_bundle(
+    text: str, output_format: str, footer: str = "", *, complete: bool = True
+) -> dict[str, str]:
+    """The MIME bundle of an answer: `text/plain`, and `text/html` or `text/markdown` beside it.
+
+    `complete` is False while the answer streams, when JSON cannot be parsed yet.
+    """
+    if output_format == "markdown":
+        rich = {"text/markdown": harmless_markdown(text) + _markdown_footer(footer)}
+    elif output_format == "code":
+        text, language = unfenced(text)
+        rich = {"text/markdown": harmless_markdown(fenced(text, language)) + _markdown_footer(footer)}
+    elif output_format == "json":
+        text, note = pretty_json(text) if complete else (text, "")
+        footer = " · ".join(part for part in (footer, note) if part)
+        rich = {"text/html": f'<pre style="{_CODE}">{escape(text)}</pre>{_html_footer(footer)}'}
+    else:
+        rich = {"text/html": f'<div style="{_PROSE}">{escape(text)}</div>{_html_footer(footer)}'}
+    plain = f"{text}\n\n[{footer}]" if footer else text
+    return {"text/plain": plain, **rich}
+
+
+def pretty_json(text: str) -> tuple[str, str]:
+    """Indent JSON, taken out of a fence if it is in one: (text, complaint); text that is not JSON stays."""
+    code, _ = unfenced(text)
+    try:
+        return json.dumps(json.loads(code), indent=2, ensure_ascii=False), ""
+    except json.JSONDecodeError as error:
+        return text, f"not valid JSON: {error}"
+
+
+def footer_of(result: GenerationResult) -> str:
+    """The quiet line under an answer: why it ended early, tokens, speed, reuse. Empty if nothing came."""
+    if not result.token_ids:
+        return ""
+    metrics = result.metrics
+    parts = [_ending(result), count(len(result.token_ids), "token")]
+    latency = metrics.inter_token_latency
+    if latency:
+        parts.append(f"{1 / latency:.1f} tok/s")
+    if metrics.time_to_first_token is not None:
+        parts.append(f"first token after {seconds(metrics.time_to_first_token)}")
+    if result.num_cached_tokens:
+        parts.append(f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens reused")
+    if metrics.num_preemptions:
+        parts.append(f"preempted {count(metrics.num_preemptions, 'time')}")
+    return " · ".join(part for part in parts if part)
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> tuple[str, str]:
+    """A table as (plain text, HTML); without a header the first column holds the names."""
+    lines = [list(header), *map(list, rows)] if header else list(map(list, rows))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    plain = "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+    head = "<thead><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr></thead>"
+    body = "".join("<tr>" + _html_cells(row, name_first=not header) + "</tr>" for row in rows)
+    return plain, f"<table>{head if header else ''}<tbody>{body}</tbody></table>"
+
+
+def _html_cells(row: Sequence[str], *, name_first: bool) -> str:
+    cells = [f'<td style="text-align:left">{escape(cell)}</td>' for cell in row]
+    if name_first and row:
+        cells[0] = f'<th style="text-align:left">{escape(row[0])}</th>'
+    return "".join(cells)
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 token`, `2,000 tokens`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def size(number: float) -> str:
+    """Bytes in words: `512 B`, `98.4 MiB`, `1.25 GiB`."""
+    if number < 1024:
+        return f"{number:.0f} B"
+    for unit in ("KiB", "MiB"):
+        number /= 1024
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
+    return f"{number / 1024:.3g} GiB"
+
+
+def seconds(duration: float) -> str:
+    """A duration in words: `84 ms`, `1.3 s`, `2 min 5 s`, `10 min`, `1 h 4 min`."""
+    if duration < 1:
+        return f"{duration * 1000:.0f} ms"
+    if duration < 60:
+        return f"{duration:.1f} s"
+    minutes, rest = divmod(round(duration), 60)
+    major, minor = (
+        (f"{minutes} min", f"{rest} s") if minutes < 60 else (f"{minutes // 60} h", f"{minutes % 60} min")
+    )
+    return major if minor.startswith("0 ") else f"{major} {minor}"
+
+
+def age(since: float) -> str:
+    """How long ago a `time.time()` was."""
+    return seconds(max(0.0, time.time() - since))
+
+
+def _ending(result: GenerationResult) -> str:
+    if result.finish_reason == "abort":
+        return "ended early"
+    return "stopped at the limit" if result.finish_reason == "length" else ""
+
+
+def _html_footer(footer: str) -> str:
+    return f'<div style="{_MUTED}">{escape(footer)}</div>' if footer else ""
+
+
+def _markdown_footer(footer: str) -> str:
+    return f'\n\n<div style="{_MUTED}">{escape(footer)}</div>' if footer else ""

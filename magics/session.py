@@ -1,0 +1,223 @@
+"""The engines that this notebook is attached to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.client.connection import ConnectionInfo, list_connections
+from nbengine.config import EngineConfig
+from nbengine.ipc.messages import EngineReady, Progress
+from nbengine.magics.arguments import did_you_mean
+from nbengine.magics.ledger import Ledger
+from nbengine.magics.stream import Collector
+from nbengine.metrics.stats import EngineStats
+from nbengine.sampling_params import SamplingParams
+from nbengine.widgets.live import in_kernel
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class EngineClient(Protocol):
+    """The part of `AsyncLLM` that the magics use."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+
+    @property
+    def connection(self) -> ConnectionInfo:
+        """Where the engine lives."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration."""
+
+    @property
+    def ready(self) -> EngineReady:
+        """What the engine said when it was ready."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+
+    def submit(self, prompt: Any, sampling_params: SamplingParams) -> Collector:
+        """Send a request."""
+
+    def abort_soon(self, request_id: str) -> None:
+        """End a request, without waiting."""
+
+    def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
+        """Apply the chat template."""
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """The model's own defaults."""
+
+    def stats_blocking(self) -> EngineStats:
+        """A snapshot of the engine's state."""
+
+    def detach(self) -> None:
+        """Leave the engine running."""
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """End the engine and wait until its processes are gone."""
+
+
+class Backend(Protocol):
+    """Where engines come from."""
+
+    def start(
+        self, arguments: Mapping[str, Any], *, name: str | None, session: str, progress: ProgressCallback
+    ) -> EngineClient:
+        """Start an engine and wait until it takes requests."""
+
+    def attach(self, name_or_file: str | Path, *, session: str, progress: ProgressCallback) -> EngineClient:
+        """Become a client of an engine that runs."""
+
+
+class AsyncLLMBackend:
+    """Engines in processes of their own, which outlive the kernel."""
+
+    def start(
+        self, arguments: Mapping[str, Any], *, name: str | None, session: str, progress: ProgressCallback
+    ) -> EngineClient:
+        """Start an engine and wait until it takes requests."""
+        from nbengine.frontend.async_llm import AsyncLLM
+
+        return AsyncLLM(name=name, bound=False, session=session, progress=progress, **arguments)
+
+    def attach(self, name_or_file: str | Path, *, session: str, progress: ProgressCallback) -> EngineClient:
+        """Become a client of an engine that runs."""
+        from nbengine.frontend.async_llm import AsyncLLM
+
+        return AsyncLLM.attach(name_or_file, session=session, progress=progress)
+
+
+@dataclass(eq=False)
+class AttachedEngine:
+    """An engine of this notebook; `arguments` are those it was started with, without the defaults."""
+
+    client: EngineClient
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return self.client.name
+
+
+class NotebookSession:
+    """Which engines the notebook is attached to, and which of them is the default: the last one that came."""
+
+    def __init__(self, shell: InteractiveShell, backend: Backend | None = None) -> None:
+        self.key = session_key(shell)
+        self.backend: Backend = backend or AsyncLLMBackend()
+        self.ledger = Ledger(self.key)
+        self._engines: dict[str, AttachedEngine] = {}
+        self._dropped: list[AttachedEngine] = []
+
+    @property
+    def engines(self) -> list[AttachedEngine]:
+        """The attached engines, the default last. Those that have died are dropped first."""
+        for engine in list(self._engines.values()):
+            if not engine.client.connection.host_alive:
+                self.drop(engine)
+        return list(self._engines.values())
+
+    @property
+    def default(self) -> AttachedEngine | None:
+        """The engine that `%%generate` asks."""
+        return next(reversed(self._engines.values()), None)
+
+    def get(self, name: str | None = None) -> AttachedEngine:
+        """The attached engine of that name, or the default.
+
+        Raises:
+            UsageError: there is none; the message says what to do.
+        """
+        if name is None:
+            if self.default is None:
+                raise UsageError(f"no engine is running here: `%engine start` starts one{_or_attach()}")
+            return self.default
+        if name in self._engines:
+            return self._engines[name]
+        if any(info.name == name for info in live_engines()):
+            raise UsageError(f"engine {name!r} is not attached here: `%engine attach {name}` does that")
+        raise UsageError(f"there is no engine {name!r}{did_you_mean(name, self._engines)}")
+
+    def find(self, name: str) -> AttachedEngine | None:
+        """The attached engine of that name, if there is one."""
+        return next((engine for engine in self.engines if engine.name == name), None)
+
+    def add(self, engine: AttachedEngine) -> None:
+        """Take an engine in, as the default."""
+        self._engines.pop(engine.name, None)
+        self._engines[engine.name] = engine
+        self._save()
+
+    def drop(self, engine: AttachedEngine) -> None:
+        """Forget an engine that has died, or that somebody else ended; `bury` waits for the rest of it."""
+        if self._engines.get(engine.name) is engine:
+            self._dropped.append(engine)
+        self._remove(engine)
+
+    def bury(self) -> None:
+        """Wait until nothing is left of the engines that were dropped, so that their names are free again."""
+        while self._dropped:
+            self._dropped.pop().client.shutdown()
+
+    def detach(self, engine: AttachedEngine) -> None:
+        """Leave an engine running without this notebook."""
+        engine.client.detach()
+        self._remove(engine)
+
+    def stop(self, engine: AttachedEngine, *, drain: bool = False) -> None:
+        """End an engine and wait until its processes are gone."""
+        try:
+            engine.client.shutdown(drain=drain)
+        finally:
+            self._remove(engine)
+
+    def close(self) -> list[AttachedEngine]:
+        """Leave all engines running without this notebook, which may still come back; returns them."""
+        self.bury()
+        engines, self._engines = list(self._engines.values()), {}
+        for engine in engines:
+            engine.client.detach()
+        return engines
+
+    def _remove(self, engine: AttachedEngine) -> None:
+        if self._engines.get(engine.name) is engine:
+            del self._engines[engine.name]
+            self._save()
+
+    def _save(self) -> None:
+        self.ledger.write(list(self._engines))
+
+
+def live_engines() -> list[ConnectionInfo]:
+    """All engines of this user on this machine whose host runs, oldest first."""
+    return [info for info in list_connections() if info.host_alive]
+
+
+def session_key(shell: InteractiveShell) -> str:
+    """Name of this notebook that survives a restart of its kernel: that of the kernel's connection file."""
+    if in_kernel(shell):
+        from ipykernel.connect import get_connection_file
+
+        # A kernel inside another program has no connection file.
+        with contextlib.suppress(RuntimeError):
+            return Path(get_connection_file()).stem
+    return f"ipython-{os.getpid()}"
+
+
+def _or_attach() -> str:
+    names = [info.name for info in live_engines()]
+    return f", `%engine attach` joins one that runs already ({', '.join(names)})" if names else ""

@@ -1,0 +1,142 @@
+"""Input transformers: prompts reach the magic byte for byte, and in a kernel the cell awaits its answer."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import threading
+import tokenize
+from collections.abc import Iterator
+from typing import TypeGuard
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.widgets.live import in_kernel
+
+_CELL = re.compile(r"%%generate(?=\s|$)")
+_QUESTION = re.compile(r"(?P<lead>\s*(?:[\w.\[\]'\", ]+=\s*)?)%generate[ \t]+(?P<rest>.*\?)\s*")
+_MAGIC_CALLS = ("run_line_magic", "run_cell_magic")
+_AWAITED = "await get_ipython().magics_manager.registry['GenerateMagics'].stream"
+
+
+def keep_prompts(lines: list[str]) -> list[str]:
+    """Turn `%%generate` cells and `%generate …?` lines into calls before IPython edits them.
+
+    IPython would dedent a body, strip `>>>` from it and drop its trailing blanks; a line that ends with a question
+    mark would become a request for help on its last word.
+    """
+    start = next((index for index, line in enumerate(lines) if not line.isspace()), None)
+    if start is not None and _CELL.match(lines[start]):
+        arguments = lines[start][len("%%generate") :].strip()
+        body = "".join(lines[start + 1 :])
+        if not body.strip():
+            return [f"get_ipython().run_line_magic('generate', {arguments!r})\n"]
+        return [f"get_ipython().run_cell_magic('generate', {arguments!r}, {body!r})\n"]
+    kept: list[str] = []
+    for line in lines:
+        match = _QUESTION.fullmatch(line)
+        if match is not None and not _inside_string(kept):
+            line = f"{match['lead']}get_ipython().run_line_magic('generate', {match['rest']!r})\n"
+        kept.append(line)
+    return kept
+
+
+# IPython calls transformers on incomplete input, too, to see whether it is complete: not this one.
+keep_prompts.has_side_effects = True  # type: ignore[attr-defined]
+
+
+class AwaitGenerate:
+    """Rewrites calls of the generate magic at the top level of a kernel's cell into awaits.
+
+    While the cell awaits, the kernel's event loop runs, so that interrupts and widget messages arrive. A cell that
+    runs inside another one (`%%time`, `get_ipython().run_cell(…)`) cannot await and keeps the blocking call.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._running = threading.local()
+
+    def on_pre_execute(self) -> None:
+        """A cell begins in this thread."""
+        self._running.depth = self._depth + 1
+
+    def on_post_execute(self) -> None:
+        """A cell has ended in this thread."""
+        self._running.depth = max(0, self._depth - 1)
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        source = "".join(lines)
+        if "_magic('generate'" not in source or not self._can_await():
+            return lines
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:
+            return lines  # compiling the cell reports it
+        return _with_awaits(source, list(_generate_calls(tree.body))).splitlines(keepends=True)
+
+    @property
+    def _depth(self) -> int:
+        return getattr(self._running, "depth", 0)
+
+    def _can_await(self) -> bool:
+        shell = self._shell
+        if not in_kernel(shell) or not shell.autoawait or self._depth:
+            return False
+        if shell.loop_runner is not shell.loop_runner_map["asyncio"][0]:
+            return False
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return True
+
+
+def _generate_calls(statements: list[ast.stmt]) -> Iterator[ast.Call]:
+    """Calls of the magic that are whole statements or assigned values, outside functions and classes."""
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if isinstance(statement, ast.Expr | ast.Assign) and _is_generate(statement.value):
+            yield statement.value
+        for child in ast.iter_child_nodes(statement):
+            if isinstance(child, ast.ExceptHandler | ast.match_case):
+                yield from _generate_calls(child.body)
+        nested = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
+        yield from _generate_calls(nested)
+
+
+def _is_generate(node: ast.expr) -> TypeGuard[ast.Call]:
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[]), attr=attribute),
+            args=[ast.Constant(value="generate"), _, *_],
+            keywords=[],
+        ):
+            return attribute in _MAGIC_CALLS
+    return False
+
+
+def _with_awaits(source: str, calls: list[ast.Call]) -> str:
+    data = source.encode()
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        begin = starts[call.lineno - 1] + call.col_offset
+        end = starts[(call.end_lineno or call.lineno) - 1] + (call.end_col_offset or 0)
+        arguments = ", ".join(ast.unparse(argument) for argument in call.args[1:])
+        data = data[:begin] + f"{_AWAITED}({arguments})".encode() + data[end:]
+    return data.decode()
+
+
+def _inside_string(lines: list[str]) -> bool:
+    """Whether a line after `lines` would continue a string literal."""
+    try:
+        for _ in tokenize.generate_tokens(iter(lines).__next__):
+            pass
+    except tokenize.TokenError as error:
+        return any(sign in str(error) for sign in ("multi-line string", "triple-quoted"))
+    except IndentationError:
+        return False
+    return False

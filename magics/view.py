@@ -1,0 +1,114 @@
+"""Where an answer appears while it streams: a cell's output, a terminal, or nowhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.magics.render import answer_bundle, footer_of
+from nbengine.magics.result import GenerationResult
+from nbengine.widgets.live import LiveDisplay, in_kernel
+
+UPDATE_SECONDS = 0.04
+"""Between two updates of a cell: often enough to look like writing, seldom enough for the iopub channel."""
+_CHARACTERS_PER_SECOND = 250_000
+"""Jupyter's server drops output above a megabyte a second; each update sends the whole answer again."""
+_DUTY = 0.1
+"""Share of the time that may go into drawing."""
+
+
+class View(Protocol):
+    """Shows a growing result. `interval` is how many seconds the next update should wait."""
+
+    interval: float
+
+    def update(self, result: GenerationResult) -> None:
+        """Show what there is."""
+
+    def finish(self, result: GenerationResult) -> None:
+        """Show the final state, once."""
+
+
+class CellView:
+    """The answer as one output of the cell, replaced in place."""
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        output_format: str,
+        *,
+        stream: bool,
+        footer: bool,
+        placeholder: str = "",
+    ) -> None:
+        self.interval = UPDATE_SECONDS
+        self._live = LiveDisplay(shell)
+        self._format = output_format
+        self._stream = stream
+        self._footer = footer
+        if placeholder:
+            self._live.show(answer_bundle("", output_format, placeholder, complete=False))
+
+    def update(self, result: GenerationResult) -> None:
+        """Replace the answer and set the pace by what that cost."""
+        if not self._stream or result.finished:
+            return
+        started = time.perf_counter()
+        size = self._live.show(answer_bundle(result.text, self._format, complete=False))
+        cost = time.perf_counter() - started
+        self.interval = max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / _DUTY)
+
+    def finish(self, result: GenerationResult) -> None:
+        """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
+        footer = footer_of(result) if self._footer else ""
+        if result.text or footer or self._live.shown:
+            self._live.show(answer_bundle(result.text, self._format, footer))
+
+
+class TerminalView:
+    """The answer printed as it comes; what has been printed stays."""
+
+    interval = UPDATE_SECONDS
+
+    def __init__(self, *, stream: bool, footer: bool) -> None:
+        self._stream = stream
+        self._footer = footer
+        self._printed = 0
+
+    def update(self, result: GenerationResult) -> None:
+        """Print what is new."""
+        if self._stream and len(result.text) > self._printed:
+            print(result.text[self._printed :], end="", flush=True)
+            self._printed = len(result.text)
+
+    def finish(self, result: GenerationResult) -> None:
+        """Print the rest and the footer."""
+        print(result.text[self._printed :])
+        if self._footer and footer_of(result):
+            footer = f"[{footer_of(result)}]"
+            print(f"\x1b[2m{footer}\x1b[0m" if sys.stdout.isatty() else footer)
+
+
+class SilentView:
+    """Nothing is shown: the answer is asked for later."""
+
+    interval = UPDATE_SECONDS
+
+    def update(self, result: GenerationResult) -> None:
+        """Show nothing."""
+
+    def finish(self, result: GenerationResult) -> None:
+        """Show nothing."""
+
+
+def view_for(
+    shell: InteractiveShell, output_format: str, *, stream: bool, footer: bool, background: bool
+) -> View:
+    """The view of the running cell. In a terminal a background answer would run into what is being typed."""
+    if in_kernel(shell):
+        placeholder = "in the background …" if background else ""
+        return CellView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
+    return SilentView() if background else TerminalView(stream=stream, footer=footer)

@@ -1,0 +1,129 @@
+"""The frontend's side of an engine core, wherever that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from nbengine.config import EngineConfig
+from nbengine.errors import InvalidArgumentError
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
+
+if TYPE_CHECKING:
+    from nbengine.frontend.loop_thread import LoopThread
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class EngineCoreClient(ABC):
+    """Sends requests to an engine core and brings back what it returns.
+
+    Utility calls, whatever they are for, take one path: `call_utility(method, *args)`.
+    """
+
+    config: EngineConfig
+
+    @staticmethod
+    def make_client(
+        config: EngineConfig,
+        *,
+        multiprocess: bool = True,
+        loop_thread: LoopThread | None = None,
+        name: str | None = None,
+        session: str | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> EngineCoreClient:
+        """Start an engine and return a client of it; `wait_ready` tells when it takes requests.
+
+        Args:
+            config: how to build the engine; its model must be resolved.
+            multiprocess: run the engine in processes of its own; otherwise in this one, which loads the model now.
+            loop_thread: where outputs are to arrive; None makes a client whose outputs are fetched by `get_output`.
+            name: of the engine, after its model if None.
+            session: name of this client across restarts of its process, made up if None.
+            progress: called while an engine in this process loads the model.
+
+        Raises:
+            EngineStartError: the engine cannot be started.
+            InvalidArgumentError: a loop thread without multiprocessing, or a name that is taken.
+        """
+        if not multiprocess:
+            if loop_thread is not None:
+                raise InvalidArgumentError("multiprocess", multiprocess, "True for AsyncLLM")
+            from nbengine.client.inproc import InprocClient
+
+            return InprocClient(config, progress)
+        from nbengine.client.launch import launch_engine
+
+        info = launch_engine(config, name=name)
+        if loop_thread is not None:
+            from nbengine.client.async_mp import AsyncMPClient
+
+            return AsyncMPClient(info, loop_thread, session=session, owns_engine=True)
+        from nbengine.client.sync_mp import SyncMPClient
+
+        return SyncMPClient(info, session=session, owns_engine=True)
+
+    @abstractmethod
+    def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
+        """Wait until the engine takes requests; `progress` is called on this thread.
+
+        Raises:
+            EngineStartError: it did not start.
+        """
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request to the engine core."""
+
+    @abstractmethod
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Tell the engine core to drop requests; unknown ids are ignored."""
+
+    @abstractmethod
+    def submit_utility(self, method: str, *args: Any) -> Future[Any]:
+        """Start a utility call; the future gets its result, or `UtilityError`."""
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Raise what keeps the client from being used, if anything does.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+            LeaseExpiredError: the lease was lost and is being renewed.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Undo the construction of a client that did not get ready: an engine that it has started is ended."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of the engine when nobody refers to the client's owner any more: a bound engine of its own ends.
+
+        Does not wait. Safe on any thread, in finalizers and at the interpreter's exit.
+        """
+
+    @abstractmethod
+    def shutdown(self, *, drain: bool = False) -> None:
+        """End the engine, with `drain` after what runs has finished, and wait until nothing is left of it."""
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Wait for the next outputs (clients without asyncio)."""
+        raise NotImplementedError
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the engine core by name and wait for its result.
+
+        Raises:
+            UtilityError: the engine has no such method, or it failed.
+            TimeoutError: there was no answer within `timeout` seconds.
+        """
+        return self.submit_utility(method, *args).result(timeout)
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """`call_utility` for coroutines, on any event loop."""
+        return await asyncio.wrap_future(self.submit_utility(method, *args))

@@ -1,0 +1,202 @@
+"""The engines of this user: which there are, finding one, ending one, clearing away what dead ones left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import zmq
+
+from nbengine.client.connection import (
+    ConnectionInfo,
+    connection_file,
+    list_connections,
+    read_connection,
+    remove_engine_files,
+)
+from nbengine.client.processes import kill_session, session_processes, wait_for_host
+from nbengine.errors import NBEngineError
+from nbengine.ipc.handshake import encode_control
+from nbengine.ipc.messages import Shutdown
+from nbengine.ipc.sockets import make_socket
+
+STOP_TIMEOUT = 10.0
+"""Seconds that an engine gets to end when asked, before it is made to."""
+TERMINATE_TIMEOUT = 5.0
+_CONNECT_TIMEOUT = 0.2
+_YOUNG = 60.0
+"""Seconds for which a run directory without processes may belong to an engine that is being started."""
+_RUN_DIR = re.compile(r"nbe-\w{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineListing:
+    """An engine as `nbengine ps` shows it. `memory_bytes` is the resident memory of all its processes."""
+
+    info: ConnectionInfo
+    state: str
+    num_clients: int
+    pids: list[int]
+    memory_bytes: int
+
+
+@dataclass(slots=True)
+class ReapReport:
+    """What `reap` has removed or ended."""
+
+    dead: list[str] = field(default_factory=list)
+    """Names of engines that had died and left files or processes."""
+    ended: list[str] = field(default_factory=list)
+    """Names of running engines that nobody was attached to."""
+    killed_pids: list[int] = field(default_factory=list)
+    removed_dirs: list[str] = field(default_factory=list)
+    """Run directories that no engine knew of."""
+
+
+def find_engine(name_or_file: str | Path) -> ConnectionInfo:
+    """The running engine of a name or connection file.
+
+    Raises:
+        NBEngineError: there is none; the message lists those there are.
+    """
+    path = Path(name_or_file)
+    if not (path.suffix == ".json" and path.is_file()):
+        path = connection_file(str(name_or_file))
+    if not path.is_file():
+        names = ", ".join(info.name for info in list_connections() if info.host_alive) or "none"
+        raise NBEngineError(f"no engine is called {str(name_or_file)!r}; running: {names}")
+    info = read_connection(path)
+    if not info.host_alive:
+        raise NBEngineError(
+            f"engine {info.name} is dead (its host, pid {info.host_pid}, is gone); see {info.log_path}"
+        )
+    return info
+
+
+def list_engines() -> list[EngineListing]:
+    """All engines that have a connection file, oldest first, dead ones included."""
+    return [_listing(info) for info in list_connections()]
+
+
+def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = STOP_TIMEOUT) -> None:
+    """End an engine that this process need not be a client of, and wait until nothing is left of it.
+
+    It is asked first (with `drain` it may finish what runs, within `timeout` seconds), then terminated, then killed.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    control = make_socket(context, info.address("host.sock"), zmq.DEALER, bind=False)
+    try:
+        control.send(encode_control(Shutdown(drain)))
+        gone = wait_for_host(info, timeout)
+    finally:
+        control.close()
+        context.term()
+    if not gone:
+        for process in session_processes(info)[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        wait_for_host(info, TERMINATE_TIMEOUT)
+    kill_session(info)
+    remove_engine_files(info)
+
+
+def reap(*, end_unattached: bool = False) -> ReapReport:
+    """Remove files and processes that dead engines have left; running engines are left alone.
+
+    With `end_unattached`, unbound engines that nobody is attached to are ended, too, however long they would still
+    have waited for someone.
+    """
+    report = ReapReport()
+    for info in list_connections():
+        if not info.host_alive:
+            report.killed_pids += kill_session(info)
+            remove_engine_files(info)
+            report.dead.append(info.name)
+        elif end_unattached and not info.config.bound and info.ready and not count_clients(info):
+            stop_engine(info)
+            report.ended.append(info.name)
+    report.killed_pids += _kill_orphans()
+    report.removed_dirs += _remove_stray_dirs()
+    return report
+
+
+def count_clients(info: ConnectionInfo) -> int:
+    """How many clients have a socket open in the run directory."""
+    return sum(_listens(path) for path in Path(info.run_dir).glob("c-*.in"))
+
+
+def _listing(info: ConnectionInfo) -> EngineListing:
+    processes = session_processes(info)
+    memory = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            memory += process.memory_info().rss
+    state = "dead" if not info.host_alive else "ready" if info.ready else "starting"
+    return EngineListing(info, state, count_clients(info), [p.pid for p in processes], memory)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _kill_orphans() -> list[int]:
+    """Kill engine cores of this user whose host is gone, which would have ended by themselves if they could."""
+    killed = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(
+            psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError, PermissionError
+        ):
+            if _is_core(process) and _leader_is_gone(process):
+                process.kill()
+                killed.append(process.pid)
+    return killed
+
+
+def _is_core(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    ours = process.uids().real == os.getuid()
+    return ours and (command.startswith("nbengine: core ") or "-m nbengine.engine core " in command)
+
+
+def _leader_is_gone(process: psutil.Process) -> bool:
+    leader = os.getsid(process.pid)
+    return not psutil.pid_exists(leader) or psutil.Process(leader).status() == psutil.STATUS_ZOMBIE
+
+
+def _remove_stray_dirs() -> list[str]:
+    parents = {os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"}
+    removed = []
+    for parent in filter(None, parents):
+        for path in Path(parent).glob("nbe-*"):
+            if _is_stray(path):
+                info = read_connection(path / "engine.json")
+                remove_engine_files(info)
+                removed.append(str(path))
+    return removed
+
+
+def _is_stray(path: Path) -> bool:
+    try:
+        status = path.lstat()
+        if not _RUN_DIR.fullmatch(path.name) or status.st_uid != os.getuid():
+            return False
+        if time.time() - status.st_mtime < _YOUNG:
+            return False
+        info = read_connection(path / "engine.json")
+    except (OSError, NBEngineError):
+        return False
+    return info.run_dir == str(path) and not _listens(path / "host.sock")

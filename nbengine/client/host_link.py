@@ -1,0 +1,279 @@
+"""A client's connection to the engine's host: lease, news of the start, and the engine's death."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from typing import Protocol
+
+import zmq
+
+from nbengine.client.connection import ConnectionInfo, process_alive, remove_engine_files
+from nbengine.client.launch import forget_child, host_exit
+from nbengine.client.processes import create_time_of, kill_session, wait_for_host
+from nbengine.client.wake import WakePipe
+from nbengine.engine.logs import log_tail
+from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, WireError
+from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.messages import (
+    Attach,
+    Attached,
+    ClientToHost,
+    Detach,
+    EngineDead,
+    EngineReady,
+    Heartbeat,
+    HostToClient,
+    LeaseLost,
+    Progress,
+    Shutdown,
+)
+from nbengine.ipc.sockets import make_socket
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL = 0.25
+"""Seconds between two looks at whether the engine's processes run."""
+LONGEST_HEARTBEAT_INTERVAL = 5.0
+LAST_WORDS_TIMEOUT = 2.5
+"""Seconds that the host gets to say why an engine core has ended."""
+HOST_EXIT_TIMEOUT = 10.0
+"""Seconds from the request to end, or from the notice of death, until the host is killed."""
+CORE_EXIT_GRACE = 2.0
+"""Seconds that engine cores get to end by themselves when their host is gone."""
+EXIT_TIMEOUT = 0.5
+
+
+class LinkListener(Protocol):
+    """What a `HostLink` tells its client. Called on the link's thread; must not block."""
+
+    def on_attached(self, client_index: int, engine_ranks: list[int]) -> None:
+        """A lease is held; the engines will connect to the client's sockets."""
+
+    def on_news(self, news: Progress | EngineReady) -> None:
+        """The start makes progress."""
+
+    def on_lease_lost(self, error: LeaseExpiredError) -> None:
+        """What was asked for is gone; the link is attaching anew."""
+
+    def on_dead(self, error: EngineStartError | EngineDeadError) -> None:
+        """The engine has ended; nothing more will come."""
+
+
+class HostLink:
+    """Keeps a lease on an engine from a daemon thread, and finds out within a second when the engine is dead.
+
+    It learns of a death from the host, from the client (`core_died`), or because the processes are gone. Then it
+    tells the listener, and makes sure that no process and no file of the engine is left. A lost lease (this
+    process did not run for too long) is replaced by a new one under a new session name: if the old name was taken
+    over by another process, that one keeps it.
+    """
+
+    def __init__(
+        self,
+        info: ConnectionInfo,
+        session: str,
+        input_address: str,
+        output_address: str,
+        listener: LinkListener,
+    ) -> None:
+        self.info = info
+        self._session = session
+        self._addresses = (input_address, output_address)
+        self._listener = listener
+        self._wake = WakePipe()
+        self._outbox: deque[ClientToHost | None] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = make_socket(
+            self._context, info.address("host.sock"), zmq.DEALER, bind=False, linger=int(EXIT_TIMEOUT * 1000)
+        )
+        self._decoder: ControlDecoder[HostToClient] = ControlDecoder(HostToClient)
+        self._heartbeat_interval = min(info.config.lease / 4, LONGEST_HEARTBEAT_INTERVAL)
+        self._next_heartbeat = float("inf")
+        self._next_look = 0.0
+        self._verdict_at = float("inf")
+        self._attached = False
+        self._cores: dict[int, float] = {}
+        self._started = False
+        self._closed = False
+        self._gone = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nbengine-host-link", daemon=True)
+
+    def start(self) -> None:
+        """Attach, and keep the lease from now on."""
+        _links.add(self)
+        self._thread.start()
+
+    def core_died(self) -> None:
+        """Tell the link that an engine core has said good-bye; it will find out why. Safe on any thread."""
+        self._verdict_at = time.monotonic() + LAST_WORDS_TIMEOUT
+        self._wake.wake()
+
+    def request_detach(self) -> None:
+        """Give the lease back and end the link; does not wait. Safe on any thread and in finalizers."""
+        self._outbox.extend((Detach(), None))
+        self._wake.wake()
+
+    def request_shutdown(self, *, drain: bool = False) -> None:
+        """Ask the host to end the engine; the link ends with it. Does not wait. Safe like `request_detach`."""
+        self._outbox.append(Shutdown(drain))
+        self._wake.wake()
+
+    def detach(self) -> None:
+        """Give the lease back, end the link and wait for its thread."""
+        self.request_detach()
+        self.join(EXIT_TIMEOUT + 1.0)
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """End the engine and wait until all its processes are gone; they are killed if they do not go.
+
+        With `drain`, what runs is finished first, however long it takes.
+        """
+        self.request_shutdown(drain=drain)
+        if not self._gone.wait(None if drain else HOST_EXIT_TIMEOUT):
+            logger.warning("engine %s did not end when asked to, killing it", self.info.name)
+            self._remove_remains(grace=0.0)
+        self.join(HOST_EXIT_TIMEOUT)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the link's thread, unless called on it."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        try:
+            self._attach()
+            while not self._closed:
+                poller.poll(self._patience_ms())
+                self._wake.drain()
+                self._send_outbox()
+                self._receive()
+                self._look_at_clock(time.monotonic())
+        finally:
+            self._socket.close()
+            self._context.term()
+            self._wake.close()
+            self._gone.set()
+
+    def _patience_ms(self) -> int:
+        due = min(self._next_heartbeat, self._next_look, self._verdict_at)
+        return max(0, int((due - time.monotonic()) * 1000) + 1)
+
+    def _attach(self) -> None:
+        input_address, output_address = self._addresses
+        created = create_time_of(os.getpid())
+        attach = Attach(self._session, os.getpid(), created or 0.0, input_address, output_address)
+        self._socket.send(encode_control(attach))
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            message = self._outbox.popleft()
+            if message is None:
+                self._closed = True
+            else:
+                self._socket.send(encode_control(message))
+
+    def _receive(self) -> None:
+        while not self._closed:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_message(self._decoder.decode(frame))
+            except WireError as error:
+                logger.warning("dropped a message of the host of engine %s: %s", self.info.name, error)
+
+    def _on_message(self, message: HostToClient) -> None:
+        match message:
+            case Attached(client_index, engine_ranks):
+                self._attached = True
+                self._next_heartbeat = time.monotonic() + self._heartbeat_interval
+                self._listener.on_attached(client_index, engine_ranks)
+            case EngineReady(pid=pid):
+                self._started = True
+                created = create_time_of(pid)
+                if created is not None:
+                    self._cores[pid] = created
+                self._listener.on_news(message)
+            case Progress():
+                self._listener.on_news(message)
+            case LeaseLost(reason):
+                self._on_lease_lost(reason)
+            case EngineDead(cause, tail, started):
+                self._die(cause, tail, started=started)
+
+    def _on_lease_lost(self, reason: str) -> None:
+        # Answers to heartbeats that were sent before the loss was known come after it.
+        if not self._attached:
+            return
+        self._attached = False
+        self._next_heartbeat = float("inf")
+        self._session = f"{self._session}-{uuid.uuid4().hex[:8]}"
+        self._listener.on_lease_lost(
+            LeaseExpiredError(f"engine {self.info.name} has dropped this client's requests: {reason}")
+        )
+        self._attach()
+
+    def _look_at_clock(self, now: float) -> None:
+        if self._closed:
+            return
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._heartbeat_interval
+            self._socket.send(encode_control(Heartbeat()))
+        if now >= self._next_look:
+            self._next_look = now + WATCH_INTERVAL
+            self._look_at_processes(now)
+        if not self._closed and now >= self._verdict_at:
+            self._die("an engine core ended, and the host does not say why")
+
+    def _look_at_processes(self, now: float) -> None:
+        if not self.info.host_alive:
+            # Its last message may have come since the last look.
+            self._receive()
+            if not self._closed:
+                how = host_exit(self.info) or "is gone"
+                self._die(f"the engine's host process (pid {self.info.host_pid}) {how}")
+        elif self._verdict_at == float("inf") and not all(
+            process_alive(*core) for core in self._cores.items()
+        ):
+            self._verdict_at = now + LAST_WORDS_TIMEOUT
+
+    def _die(self, cause: str, tail: str = "", *, started: bool | None = None) -> None:
+        self._closed = True
+        started = self._started if started is None else started
+        kind = EngineDeadError if started else EngineStartError
+        self._listener.on_dead(kind(cause, tail or log_tail(self.info.log_path)))
+        wait_for_host(self.info, CORE_EXIT_GRACE)
+        self._remove_remains(grace=CORE_EXIT_GRACE)
+
+    def _remove_remains(self, grace: float) -> None:
+        killed = kill_session(self.info, grace)
+        if killed:
+            logger.warning("killed what was left of engine %s: pids %s", self.info.name, killed)
+        remove_engine_files(self.info)
+        forget_child(self.info.run_dir)
+        self._gone.set()
+
+
+_links: weakref.WeakSet[HostLink] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """At the interpreter's exit: give the leases back. A bound engine sees the exit itself, on its pipe."""
+    for link in list(_links):
+        link.request_detach()
+    for link in list(_links):
+        link.join(EXIT_TIMEOUT)
+
+
+atexit.register(_leave_all)

@@ -1,0 +1,123 @@
+"""The engine core in this process: no sockets, no threads, each `get_output` is a step."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.config import EngineConfig
+from nbengine.errors import EngineDeadError, NBEngineError, RequestError, UtilityError
+from nbengine.ipc.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+)
+
+
+class InprocClient(EngineCoreClient):
+    """Client of an `EngineCore` that it owns; for one thread. Creating it loads the model (and torch)."""
+
+    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        from nbengine.engine.core import EngineCore
+        from nbengine.executor.base import Executor
+
+        self.config = config
+        self.engine_core = EngineCore(config, Executor.get_class(config), progress)
+        self._refused: list[EngineCoreOutput] = []
+        self._dead: EngineDeadError | None = None
+
+    def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
+        """Return at once: the constructor has loaded everything."""
+        del progress
+        return self.engine_core.ready_message(0)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Run one step and return what came of it.
+
+        An interrupt takes effect after the step: between scheduling and taking in the result it would leave
+        the scheduler and the model apart.
+        """
+        self.check_alive()
+        if self._refused:
+            refused, self._refused = self._refused, []
+            return EngineCoreOutputs(outputs=refused)
+        with _interrupt_deferred():
+            outputs, model_executed = self.engine_core.step_fn()
+            self.engine_core.post_step(model_executed)
+        return outputs.get(0) or EngineCoreOutputs()
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request; a refusal comes as an output, as from an engine in another process."""
+        self.check_alive()
+        try:
+            prepared, wave = self.engine_core.preprocess_add_request(request)
+            self.engine_core.add_request(prepared, wave)
+        except RequestError as error:
+            refusal = EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error)
+            )
+            self._refused.append(refusal)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Drop requests; unknown ids are ignored."""
+        self.engine_core.abort_requests(list(request_ids))
+
+    def submit_utility(self, method: str, *args: Any) -> Future[Any]:
+        """Call a utility method; the future is done when this returns."""
+        future: Future[Any] = Future()
+        try:
+            self.check_alive()
+            future.set_result(self.engine_core.call_utility(method, list(args)))
+        except NBEngineError as error:
+            future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 (it reaches the caller, as it does from another process)
+            future.set_exception(UtilityError(f"{method}: {type(error).__name__}: {error}"))
+        return future
+
+    def check_alive(self) -> None:
+        """Raise `EngineDeadError` after `shutdown`."""
+        if self._dead is not None:
+            raise self._dead
+
+    def abandon(self) -> None:
+        """Release the model."""
+        self.shutdown()
+
+    def release(self) -> None:
+        """Release the model."""
+        self.shutdown()
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """Release the model; calling it again does nothing."""
+        while drain and self._dead is None and self.engine_core.scheduler.has_unfinished_requests():
+            self.get_output()
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was shut down")
+            self.engine_core.shutdown()
+
+
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+    previous = signal.getsignal(signal.SIGINT)
+    if not callable(previous):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if pending:
+            previous(*pending[0])

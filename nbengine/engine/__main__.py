@@ -1,0 +1,60 @@
+"""Entry of the engine's processes: `python -m nbengine.engine host RUN_DIR`, `… core RUN_DIR RANK`."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+
+import setproctitle
+
+from nbengine.client.connection import read_connection, remove_engine_files
+from nbengine.engine.lifeline import HostLifeline
+from nbengine.engine.logs import configure_logging
+from nbengine.engine.processes import HOST_FD_VARIABLE, lead_own_group
+from nbengine.engine.supervisor import run_host
+
+
+def main() -> int:
+    """Run the process that the command line names, and return its exit status."""
+    parser = argparse.ArgumentParser(prog="nbengine.engine", description="The processes of an engine.")
+    roles = parser.add_subparsers(dest="role", required=True)
+    host = roles.add_parser("host", help="start an engine's cores and look after them")
+    core = roles.add_parser("core", help="run one engine core (started by the host)")
+    for role in (host, core):
+        role.add_argument("run_dir")
+    core.add_argument("rank", type=int)
+    arguments = parser.parse_args()
+    # An interrupt of the notebook is no business of its engine.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    if arguments.role == "host":
+        return _host(arguments.run_dir)
+    return _core(arguments.run_dir, arguments.rank)
+
+
+def _host(run_dir: str) -> int:
+    info = read_connection(os.path.join(run_dir, "engine.json"))
+    setproctitle.setproctitle(f"nbengine: host {info.name}")
+    configure_logging("host")
+    lead_own_group()
+    return run_host(info)
+
+
+def _core(run_dir: str, rank: int) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    info = read_connection(os.path.join(run_dir, "engine.json"))
+    setproctitle.setproctitle(f"nbengine: core {rank} {info.name}")
+    configure_logging(f"core {rank}")
+    lifeline = HostLifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))
+    lifeline.start()
+    # Only now what takes seconds: it imports torch.
+    from nbengine.engine.core_proc import run_engine_core
+
+    return run_engine_core(info, rank, lifeline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

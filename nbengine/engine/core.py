@@ -1,0 +1,243 @@
+"""EngineCore: the inner loop. Schedules a step, has the model executed, and takes in what came of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from nbengine.config import EngineConfig
+from nbengine.errors import EngineStartError, RequestError, UtilityError
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
+from nbengine.kv_cache.prefix import BlockHasher
+from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
+from nbengine.metrics.stats import SchedulerStats
+from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.request import Request, RequestStatus
+from nbengine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nbengine.executor.base import Executor
+    from nbengine.models.progress import ProgressCallback
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_TASKS = ("generate",)
+
+
+class EngineCore:
+    """Executor, KV cache and scheduler of one engine. For one thread, except `preprocess_add_request`.
+
+    Raises:
+        EngineStartError: the KV cache has no room for what was asked.
+        NBEngineError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: type[Executor],
+        progress: ProgressCallback | None = None,
+        engine_index: int = 0,
+    ) -> None:
+        self.config = config
+        self.engine_index = engine_index
+        self._report = progress or _log_progress
+        self.model_executor = executor_class(config, progress)
+        try:
+            self.model_info = self.model_executor.model_info()
+            self._kv_cache_spec = self.model_executor.get_kv_cache_spec()
+            self.num_blocks, self.max_model_len = self._initialize_kv_cache(self._kv_cache_spec)
+        except BaseException:
+            self.model_executor.shutdown()
+            raise
+        self.scheduler = Scheduler(
+            config.scheduler, config.cache, self.num_blocks, self.max_model_len, engine_index
+        )
+        self._vocab_size: int = self.model_info["vocab_size"]
+        self._block_hasher = (
+            BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
+        )
+        self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
+        """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
+        self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
+        self._utilities: dict[str, Callable[..., Any]] = {
+            "get_supported_tasks": lambda: list(SUPPORTED_TASKS),
+            "stats": self.stats,
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "check_health": self.model_executor.check_health,
+            "ping": lambda: "pong",
+        }
+
+    # Requests.
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
+        """Check a request and make it ready for the scheduler; returns it and its wave. Safe on any thread.
+
+        Raises:
+            RequestError: it is refused, and why.
+        """
+        if request.prompt_token_ids is not None:
+            self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
+        params = request.sampling_params
+        if params is not None:
+            self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+            self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+            self._check_vocabulary("logit_bias", params.logit_bias or ())
+        prepared = Request.from_engine_core_request(request, self._block_hasher)
+        self.scheduler.validate_request(prepared)
+        return prepared, request.current_wave
+
+    def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"{name} has the token id {token_id}, the model's vocabulary is 0 to {self._vocab_size - 1}"
+                )
+
+    def add_request(self, request: Request, request_wave: int = 0) -> None:  # noqa: ARG002
+        """Queue a preprocessed request; `request_wave` matters to data-parallel engines only.
+
+        Raises:
+            RequestError: there is an unfinished request of this id.
+        """
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Abort requests; ids that are unknown or finished are ignored."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def abort_for_client(self, client_index: int, request_ids: list[str] | None) -> None:
+        """Abort requests of one client, all of them if None; those of others are left alone."""
+        if request_ids is None:
+            self.scheduler.abort_client(client_index)
+            return
+        requests = self.scheduler.requests
+        self.abort_requests(
+            [
+                request_id
+                for request_id in request_ids
+                if request_id in requests and requests[request_id].client_index == client_index
+            ]
+        )
+
+    # A step.
+
+    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Schedule, execute, and make outputs, by client index; tells also whether the model was executed."""
+        if not self.scheduler.has_requests():
+            return {}, False
+        scheduler_output = self.scheduler.schedule()
+        try:
+            future = self.model_executor.execute_model(scheduler_output, non_block=True)
+            model_output = future.result()
+            if model_output is None:
+                model_output = self.model_executor.sample_tokens(None)
+        except Exception:
+            logger.error("step %s failed", describe_step(scheduler_output))
+            raise
+        # A request aborted during the execution must not be given the token that came of it.
+        self._process_aborts_queue()
+        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        return outputs, scheduler_output.total_num_scheduled_tokens > 0
+
+    def post_step(self, model_executed: bool) -> None:
+        """Called after each step, whoever drives the engine. Nothing to do here."""
+
+    def _process_aborts_queue(self) -> None:
+        try:
+            while True:
+                self.abort_for_client(*self.aborts_queue.get_nowait())
+        except Empty:
+            return
+
+    # Everything else.
+
+    def call_utility(self, method: str, args: list[Any]) -> Any:
+        """Call one of the utility methods by name.
+
+        Raises:
+            UtilityError: there is no such method.
+        """
+        function = self._utilities.get(method)
+        if function is None:
+            raise UtilityError(f"no utility method {method!r}; there are " + ", ".join(self._utilities))
+        return function(*args)
+
+    def stats(self) -> SchedulerStats:
+        """Return the state of scheduler and KV cache."""
+        return self.scheduler.make_stats()
+
+    def ready_message(self, rank: int) -> EngineReady:
+        """Return what the frontends are told once the engine takes requests."""
+        return EngineReady(
+            rank=rank,
+            num_blocks=self.num_blocks,
+            block_size=self.config.cache.block_size,
+            max_model_len=self.max_model_len,
+            kv_cache_bytes=self.num_blocks * self._kv_cache_spec.page_size_bytes,
+            weights_bytes=self.model_info["weights_bytes"],
+            device=self.model_info["device"],
+            dtype=self.model_info["dtype"],
+            supported_tasks=list(SUPPORTED_TASKS),
+            pid=os.getpid(),
+        )
+
+    def shutdown(self) -> None:
+        """Release the executor and its workers."""
+        self.model_executor.shutdown()
+
+    # Start.
+
+    def _initialize_kv_cache(self, spec: KVCacheSpec) -> tuple[int, int]:
+        start = time.monotonic()
+        available_bytes = self.model_executor.determine_available_memory()
+        self._report(
+            Progress("profile", f"{available_bytes} bytes for the KV cache", 1.0, time.monotonic() - start)
+        )
+        start = time.monotonic()
+        num_blocks = num_blocks_for(spec, self.config.cache, available_bytes)
+        max_model_len = self._choose_max_model_len(spec, num_blocks)
+        self.model_executor.initialize_kv_cache(num_blocks)
+        detail = f"{num_blocks} blocks of {spec.block_size} tokens, max_model_len {max_model_len}"
+        self._report(Progress("kv", detail, 1.0, time.monotonic() - start))
+        return num_blocks, max_model_len
+
+    def _choose_max_model_len(self, spec: KVCacheSpec, num_blocks: int) -> int:
+        limit: int = self.model_info["max_position_embeddings"]
+        wanted = self.config.model.max_model_len
+        if wanted is None:
+            fitting = num_blocks * spec.block_size
+            if fitting < limit:
+                logger.warning(
+                    "max_model_len is %d: the model could take %d tokens, the KV cache has room for %d",
+                    fitting,
+                    limit,
+                    fitting,
+                )
+            return min(limit, fitting)
+        if wanted > limit:
+            raise EngineStartError(
+                f"max_model_len={wanted} exceeds the {limit} positions that the model was made for; lower it, "
+                "or raise max_position_embeddings with hf_overrides if you know that the model can take more"
+            )
+        check_max_model_len(spec, self.config.cache, num_blocks, wanted)
+        return wanted
+
+
+def describe_step(scheduler_output: SchedulerOutput) -> str:
+    """Return one line about a step's plan: numbers and the first request ids, no contents."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    first = ", ".join(f"{request_id}: {count}" for request_id, count in list(scheduled.items())[:8])
+    more = f", and {len(scheduled) - 8} more" if len(scheduled) > 8 else ""
+    return (
+        f"{scheduler_output.step} ({scheduler_output.total_num_scheduled_tokens} tokens of {len(scheduled)} "
+        f"requests: {first}{more})"
+    )
+
+
+def _log_progress(progress: Progress) -> None:
+    logger.debug("%s: %s", progress.stage, progress.detail)

@@ -1,0 +1,319 @@
+"""EngineCoreProc: EngineCore in a process of its own, between an input queue and an output queue."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import importlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import zmq
+
+from nbengine.client.connection import ConnectionInfo, remove_engine_files
+from nbengine.config import EngineConfig
+from nbengine.engine.core import EngineCore
+from nbengine.engine.input_thread import InputThread
+from nbengine.engine.lifeline import HostLifeline
+from nbengine.engine.logs import describe_exception
+from nbengine.engine.output_thread import OutputThread
+from nbengine.engine.work import (
+    COORDINATOR_INDEX,
+    AbortRequests,
+    AddRequest,
+    InputItem,
+    InputQueue,
+    OutputQueue,
+    ThreadFailed,
+    Wakeup,
+    refusal,
+)
+from nbengine.errors import EngineStartError, NBEngineError, RequestError
+from nbengine.executor.base import Executor
+from nbengine.ipc.handshake import encode_control, say_hello
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    DetachClient,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineHandshakeMetadata,
+    FinishReason,
+    Progress,
+    ShutdownEngine,
+    UtilityOutput,
+    UtilityRequest,
+    engine_identity,
+)
+from nbengine.ipc.sockets import make_socket
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+CONTROL_LINGER_MS = 1000
+
+
+class EngineShutdownState(enum.Enum):
+    """How far the end has come."""
+
+    RUNNING = 0
+    REQUESTED = 1
+    SHUTTING_DOWN = 2
+
+
+class EngineCoreProc(EngineCore):
+    """Runs the busy loop on the main thread and an input and an output thread beside it.
+
+    Raises:
+        NBEngineError: the engine cannot be started; see `EngineCore`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: type[Executor],
+        rank: int,
+        context: zmq.Context[zmq.Socket[bytes]],
+        control: zmq.Socket[bytes],
+        handshake: EngineHandshakeMetadata,
+    ) -> None:
+        self._control = control
+        self._control_lock = threading.Lock()
+        super().__init__(config, executor_class, self._send_progress, engine_index=rank)
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.terminated = False
+        """SIGTERM has asked for the end."""
+        self._drain = False
+        self._stats_are_stale = True
+        self.input_queue: InputQueue = SimpleQueue()
+        self.output_queue: OutputQueue = SimpleQueue()
+        self._output_thread = OutputThread(
+            context, rank, handshake.coordinator_output, self.output_queue, self.input_queue
+        )
+        self._input_thread = InputThread(
+            context,
+            control,
+            rank,
+            self.preprocess_add_request,
+            self.input_queue,
+            self.aborts_queue,
+            self.output_queue,
+        )
+        self._handlers: dict[type, Callable[..., None]] = {
+            AddRequest: self._add,
+            AbortRequests: lambda item: self.abort_for_client(item.client_index, item.request_ids),
+            UtilityRequest: self._answer_utility,
+            DetachClient: self._detach,
+            ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain),
+            Wakeup: lambda _: None,
+            ThreadFailed: self._fail,
+        }
+
+    def start(self) -> None:
+        """Say READY and start the I/O threads."""
+        gc.collect()
+        # What was loaded stays: the collector need not look at it again in the middle of a step.
+        gc.freeze()
+        self._output_thread.start()
+        self._control.send(encode_control(self.ready_message(self.engine_index)))
+        self._input_thread.start()
+
+    # The busy loop.
+
+    def run_busy_loop(self) -> None:
+        """Take in messages and step until the end is asked for.
+
+        Raises:
+            Exception: a step or an I/O thread failed; the engine is not usable any more.
+        """
+        while self._handle_shutdown():
+            self._process_input_queue()
+            self._process_engine_step()
+
+    def _process_input_queue(self) -> None:
+        """Return when a step is due, having waited for work if there was none."""
+        while not self.scheduler.has_requests() and self.shutdown_state is EngineShutdownState.RUNNING:
+            self._drop_aborts()
+            if self._stats_are_stale:
+                self._publish_stats()
+            self._handle(self.input_queue.get())
+        # All that has come meanwhile joins the same step.
+        while not self.input_queue.empty():
+            self._handle(self.input_queue.get_nowait())
+
+    def _drop_aborts(self) -> None:
+        """Forget the eager aborts of an idle engine: all of them are in the input queue, too."""
+        try:
+            while True:
+                self.aborts_queue.get_nowait()
+        except Empty:
+            return
+
+    def _process_engine_step(self) -> None:
+        outputs, model_executed = self.step_fn()
+        for item in outputs.items():
+            self.output_queue.put(item)
+        self.post_step(model_executed)
+        if not model_executed and self.scheduler.has_unfinished_requests():
+            # Leave the interpreter to the other threads instead of spinning.
+            time.sleep(0.001)
+
+    def post_step(self, model_executed: bool) -> None:
+        """Push the statistics to the coordinator."""
+        super().post_step(model_executed)
+        self._publish_stats()
+
+    def _publish_stats(self) -> None:
+        self._stats_are_stale = False
+        self.output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs(scheduler_stats=self.stats())))
+
+    # Messages.
+
+    def _handle(self, item: InputItem) -> None:
+        self._stats_are_stale = True
+        self._handlers[type(item)](item)
+
+    def _add(self, item: AddRequest) -> None:
+        request = item.request
+        try:
+            if self.shutdown_state is not EngineShutdownState.RUNNING:
+                raise RequestError("the engine is shutting down")
+            self.add_request(request, item.wave)
+        except RequestError as error:
+            self.output_queue.put(refusal(request.client_index, request.request_id, str(error)))
+
+    def _answer_utility(self, call: UtilityRequest) -> None:
+        answer = UtilityOutput(call.call_id)
+        try:
+            answer.result = self.call_utility(call.method, call.args)
+        except Exception as error:
+            if not isinstance(error, NBEngineError):
+                logger.exception("utility call %s failed", call.method)
+            answer.failure_message = describe_exception(error)
+        self.output_queue.put((call.client_index, EngineCoreOutputs(utility_output=answer)))
+
+    def _detach(self, item: DetachClient) -> None:
+        self.abort_for_client(item.client_index, None)
+        self.output_queue.put(item)
+
+    def _fail(self, item: ThreadFailed) -> None:
+        raise NBEngineError(f"the {item.thread} thread failed") from item.error
+
+    def _send_progress(self, progress: Progress) -> None:
+        progress.rank = self.engine_index
+        # A loader may report from a thread of its own.
+        with self._control_lock:
+            self._control.send(encode_control(progress))
+
+    # The end.
+
+    def request_shutdown(self, *, drain: bool = False) -> None:
+        """Ask for the end, after what runs has finished (`drain`) or at once. Safe in a signal handler."""
+        self._drain = drain
+        self.shutdown_state = EngineShutdownState.REQUESTED
+        self.input_queue.put(Wakeup())
+
+    def on_sigterm(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Signal handler: end at once."""
+        self.terminated = True
+        self.request_shutdown()
+
+    def on_host_gone(self) -> None:
+        """Tell the clients that this is the end, then end; called on the lifeline's thread."""
+        self.output_queue.put(ENGINE_CORE_DEAD)
+        self.request_shutdown()
+
+    def _handle_shutdown(self) -> bool:
+        if self.shutdown_state is EngineShutdownState.RUNNING:
+            return True
+        if self.shutdown_state is EngineShutdownState.REQUESTED:
+            self.shutdown_state = EngineShutdownState.SHUTTING_DOWN
+            if not self._drain:
+                self._abort_everything()
+        return self.scheduler.has_unfinished_requests()
+
+    def _abort_everything(self) -> None:
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request in self.scheduler.requests.values():
+            aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            outputs[request.client_index].append(aborted)
+        self.abort_requests(list(self.scheduler.requests))
+        for client_index, client_outputs in outputs.items():
+            self.output_queue.put(
+                (client_index, EngineCoreOutputs(outputs=client_outputs, timestamp=time.monotonic()))
+            )
+
+    def stop_io(self) -> None:
+        """End the I/O threads, ENGINE_CORE_DEAD being the last that every client gets."""
+        self._input_thread.stop()
+        self.output_queue.put(ENGINE_CORE_DEAD)
+        if self._output_thread.ident is not None:
+            self._output_thread.join()
+
+
+def run_engine_core(info: ConnectionInfo, rank: int, lifeline: HostLifeline) -> int:
+    """Run an engine core from its handshake to its end, and return the process's exit status."""
+    name = f"engine core {rank} (pid {os.getpid()})"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    control = make_socket(
+        context,
+        info.address("core.sock"),
+        zmq.DEALER,
+        bind=False,
+        identity=engine_identity(rank),
+        linger=CONTROL_LINGER_MS,
+    )
+    last_words: EngineDead | None = None
+    engine: EngineCoreProc | None = None
+    try:
+        handshake = say_hello(control, rank, os.getpid())
+        engine = EngineCoreProc(info.config, executor_class(info.config), rank, context, control, handshake)
+        signal.signal(signal.SIGTERM, engine.on_sigterm)
+        lifeline.notify(engine.on_host_gone)
+        engine.start()
+        engine.run_busy_loop()
+        if engine.terminated:
+            last_words = EngineDead(f"{name} was ended by SIGTERM", expected=True)
+    except Exception as error:
+        logger.exception("%s failed", name)
+        how = "did not start" if engine is None else "failed"
+        last_words = EngineDead(f"{name} {how}: {describe_exception(error)}", started=engine is not None)
+    if engine is not None:
+        engine.stop_io()
+    # The host is told before the executor is torn down: after a failure that may hang.
+    if last_words is not None:
+        control.send(encode_control(last_words))
+    control.close(linger=0 if lifeline.host_gone else CONTROL_LINGER_MS)
+    context.term()
+    if lifeline.host_gone:
+        remove_engine_files(info)
+    if engine is not None:
+        engine.shutdown()
+    return 1 if last_words is not None and not last_words.expected else 0
+
+
+def executor_class(config: EngineConfig) -> type[Executor]:
+    """Return the executor that the configuration names, which may be one of the user's own.
+
+    Raises:
+        EngineStartError: there is no such class.
+    """
+    module, separator, name = (config.parallel.distributed_executor_backend or "").partition(":")
+    if not separator:
+        return Executor.get_class(config)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise EngineStartError(f"no executor {module}:{name}") from error
+    if not (isinstance(found, type) and issubclass(found, Executor)):
+        raise EngineStartError(f"{module}:{name} is not an Executor")
+    return found

@@ -1,0 +1,227 @@
+"""The engine core's input thread: sockets on one side, queues of the busy loop on the other.
+
+It decodes and preprocesses while the busy loop waits for the model. Whatever a client sends, the worst that
+can come of it is an answer to that client.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import zmq
+
+from nbengine.engine.logs import describe_exception
+from nbengine.engine.work import (
+    AbortRequests,
+    AbortsQueue,
+    AddRequest,
+    InputQueue,
+    OutputQueue,
+    ThreadFailed,
+    refusal,
+)
+from nbengine.errors import NBEngineError, WireError
+from nbengine.ipc.handshake import ControlDecoder
+from nbengine.ipc.messages import (
+    AttachClient,
+    DetachClient,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    HostToCore,
+    ShutdownEngine,
+    UtilityOutput,
+    UtilityRequest,
+    engine_identity,
+)
+from nbengine.ipc.serial import MsgpackDecoder
+from nbengine.ipc.sockets import make_socket
+from nbengine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+STOP_ADDRESS = "inproc://stop-input"
+
+Preprocess = Callable[[EngineCoreRequest], tuple[Request, int]]
+
+
+class InputThread(threading.Thread):
+    """Reads the control socket and every client's DEALER. It owns `control` while it runs.
+
+    `stop`, to be called on one other thread, ends it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        control: zmq.Socket[bytes],
+        rank: int,
+        preprocess: Preprocess,
+        input_queue: InputQueue,
+        aborts_queue: AbortsQueue,
+        output_queue: OutputQueue,
+    ) -> None:
+        super().__init__(name="nbengine-input", daemon=True)
+        self._context = context
+        self._control = control
+        self._rank = rank
+        self._preprocess = preprocess
+        self._input_queue = input_queue
+        self._aborts_queue = aborts_queue
+        self._output_queue = output_queue
+        self._stopper = make_socket(context, STOP_ADDRESS, zmq.PAIR, bind=True)
+        self._poller = zmq.Poller()
+        self._client_of: dict[zmq.Socket[bytes], int] = {}
+        self._control_decoder: ControlDecoder[HostToCore] = ControlDecoder(HostToCore)
+        self._add_decoder: MsgpackDecoder[EngineCoreRequest] = MsgpackDecoder(EngineCoreRequest)
+        self._abort_decoder: MsgpackDecoder[list[str]] = MsgpackDecoder(list[str])
+        self._utility_decoder: MsgpackDecoder[UtilityRequest] = MsgpackDecoder(UtilityRequest)
+        self._any_decoder: MsgpackDecoder[Any] = MsgpackDecoder()
+
+    def stop(self) -> None:
+        """End the thread and wait for it; the control socket is the caller's again."""
+        if self.ident is not None:
+            self._stopper.send(b"")
+            self.join()
+        self._stopper.close()
+
+    def run(self) -> None:
+        """Read until `stop`."""
+        stop = make_socket(self._context, STOP_ADDRESS, zmq.PAIR, bind=False)
+        try:
+            self._process_input_sockets(stop)
+        except Exception as error:
+            logger.exception("the input thread failed")
+            self._input_queue.put(ThreadFailed(self.name, error))
+            stop.recv()
+        finally:
+            for socket in (stop, *self._client_of):
+                socket.close()
+
+    def _process_input_sockets(self, stop: zmq.Socket[bytes]) -> None:
+        for socket in (stop, self._control):
+            self._poller.register(socket, zmq.POLLIN)
+        while True:
+            for socket, _ in cast("list[tuple[zmq.Socket[bytes], int]]", self._poller.poll()):
+                if socket is stop:
+                    return
+                if socket is self._control:
+                    self._on_control(socket.recv())
+                # A client may have been detached since the poll.
+                elif (client_index := self._client_of.get(socket)) is not None:
+                    self._on_client(client_index, socket.recv_multipart(copy=False))
+
+    def _on_control(self, frame: bytes) -> None:
+        try:
+            message = self._control_decoder.decode(frame)
+        except WireError as error:
+            logger.warning("dropped a control message: %s", error)
+            return
+        match message:
+            case AttachClient():
+                self._attach(message)
+            case DetachClient(client_index):
+                self._detach(client_index)
+                self._aborts_queue.put((client_index, None))
+                self._input_queue.put(message)
+            case ShutdownEngine():
+                self._input_queue.put(message)
+            case _:
+                logger.warning("dropped a %s that came after the handshake", type(message).__name__)
+
+    def _attach(self, client: AttachClient) -> None:
+        try:
+            socket = make_socket(
+                self._context,
+                client.input_address,
+                zmq.DEALER,
+                bind=False,
+                identity=engine_identity(self._rank),
+            )
+        except NBEngineError as error:
+            logger.warning("client %d cannot be attached: %s", client.client_index, error)
+            return
+        self._output_queue.put(client)
+        # A ROUTER can send to a peer only after it has heard from it.
+        socket.send(b"")
+        self._client_of[socket] = client.client_index
+        self._poller.register(socket, zmq.POLLIN)
+        logger.info("client %d attached", client.client_index)
+
+    def _detach(self, client_index: int) -> None:
+        for socket, index in list(self._client_of.items()):
+            if index == client_index:
+                self._poller.unregister(socket)
+                del self._client_of[socket]
+                socket.close()
+        logger.info("client %d detached", client_index)
+
+    def _on_client(self, client_index: int, frames: list[zmq.Frame]) -> None:
+        request_type = None
+        try:
+            request_type = _request_type(frames[0])
+            self._on_request(client_index, request_type, frames[1:])
+        except WireError as error:
+            logger.warning("client %d sent what is no request: %s", client_index, error)
+            self._answer_undecodable(client_index, request_type, frames[1:], str(error))
+
+    def _on_request(
+        self, client_index: int, request_type: EngineCoreRequestType, frames: list[zmq.Frame]
+    ) -> None:
+        match request_type:
+            case EngineCoreRequestType.ADD:
+                self._add(client_index, self._add_decoder.decode(frames))
+            case EngineCoreRequestType.ABORT:
+                request_ids = self._abort_decoder.decode(frames)
+                # Eagerly for a running step, and in order for a request still in the input queue.
+                self._aborts_queue.put((client_index, request_ids))
+                self._input_queue.put(AbortRequests(client_index, request_ids))
+            case EngineCoreRequestType.UTILITY:
+                call = self._utility_decoder.decode(frames)
+                call.client_index = client_index
+                self._input_queue.put(call)
+            case _:
+                raise WireError(f"{request_type.name} does not come from a client")
+
+    def _add(self, client_index: int, request: EngineCoreRequest) -> None:
+        # The socket says whose request it is, whatever the message claims.
+        request.client_index = client_index
+        try:
+            prepared, wave = self._preprocess(request)
+        except Exception as error:
+            if not isinstance(error, NBEngineError):
+                logger.exception("request %s cannot be preprocessed", request.request_id)
+            self._output_queue.put(refusal(client_index, request.request_id, describe_exception(error)))
+            return
+        self._input_queue.put(AddRequest(prepared, wave))
+
+    def _answer_undecodable(
+        self,
+        client_index: int,
+        request_type: EngineCoreRequestType | None,
+        frames: list[zmq.Frame],
+        reason: str,
+    ) -> None:
+        """Tell the client which of its requests was lost, if that much can be read."""
+        try:
+            fields = self._any_decoder.decode(frames)
+        except WireError:
+            # It has been logged, and there is nothing to answer to.
+            return
+        if not isinstance(fields, list):
+            return
+        if request_type is EngineCoreRequestType.ADD and fields and isinstance(fields[0], str):
+            self._output_queue.put(refusal(client_index, fields[0], reason))
+        elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and isinstance(fields[1], int):
+            answer = UtilityOutput(fields[1], failure_message=reason)
+            self._output_queue.put((client_index, EngineCoreOutputs(utility_output=answer)))
+
+
+def _request_type(frame: zmq.Frame) -> EngineCoreRequestType:
+    try:
+        return EngineCoreRequestType(frame.bytes)
+    except ValueError:
+        raise WireError(f"no request type {frame.bytes[:16]!r}") from None

@@ -1,0 +1,56 @@
+"""What the engine's processes write to their log, and the end of it that explains a failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from nbengine.errors import EngineStartError, NBEngineError
+
+TAIL_LINES = 30
+_TAIL_BYTES = 32 * 1024
+_FORMAT = "%(asctime)s %(levelname)s [{process}] %(name)s: %(message)s"
+
+
+def configure_logging(process: str) -> None:
+    """Log to stderr, which is the engine's log file; `NBENGINE_LOG_LEVEL` sets the level (default INFO)."""
+    wanted = os.environ.get("NBENGINE_LOG_LEVEL", "INFO").upper()
+    level = logging.getLevelNamesMapping().get(wanted)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if level is None else level,
+        format=_FORMAT.format(process=process),
+        force=True,
+    )
+    if level is None:
+        logging.getLogger(__name__).warning("NBENGINE_LOG_LEVEL=%s is not a log level, using INFO", wanted)
+
+
+def log_tail(path: str | Path, lines: int = TAIL_LINES) -> str:
+    """Return the last lines of a log file, empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return one line about an exception and what caused it, root cause last."""
+    parts = []
+    current: BaseException | None = error
+    while current is not None:
+        parts.append(_describe_one(current))
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return "; caused by ".join(parts)
+
+
+def _describe_one(error: BaseException) -> str:
+    if isinstance(error, EngineStartError):
+        return error.cause
+    return str(error) if isinstance(error, NBEngineError) else f"{type(error).__name__}: {error}"

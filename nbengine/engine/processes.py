@@ -1,0 +1,86 @@
+"""Starting engine cores, telling how they ended, and leaving none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import psutil
+
+HOST_FD_VARIABLE = "NBENGINE_HOST_FD"
+PARENT_FD_VARIABLE = "NBENGINE_PARENT_FD"
+
+NOTEBOOK_VARIABLES = (
+    "JPY_PARENT_PID",
+    "JPY_SESSION_NAME",
+    "MPLBACKEND",
+    "FORCE_COLOR",
+    "CLICOLOR",
+    "CLICOLOR_FORCE",
+    "PAGER",
+    "GIT_PAGER",
+)
+"""What a Jupyter kernel sets for itself and an engine must not inherit."""
+
+
+@dataclass(slots=True)
+class CoreProcess:
+    """An engine core. `lifeline` is this process's end of a pipe on which the core sees EOF when this process
+    is gone."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    lifeline: int
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment without what belongs to a notebook kernel or to this process alone."""
+    dropped = {*NOTEBOOK_VARIABLES, PARENT_FD_VARIABLE, HOST_FD_VARIABLE}
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def start_core(run_dir: str, rank: int) -> CoreProcess:
+    """Start an engine core in this process's session and group, its output going where this process's goes."""
+    theirs, ours = os.pipe()
+    safe_path = ["-P"] if sys.flags.safe_path else []
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *safe_path, "-m", "nbengine.engine", "core", run_dir, str(rank)],
+            stdin=subprocess.DEVNULL,
+            env=child_environment() | {HOST_FD_VARIABLE: str(theirs)},
+            pass_fds=(theirs,),
+        )
+    finally:
+        os.close(theirs)
+    return CoreProcess(rank, process, ours)
+
+
+def describe_status(status: int) -> str:
+    """Return what a `Popen.returncode` says, as in "was killed by signal 9 (SIGKILL)"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "unknown"
+    hint = "; the kernel's out-of-memory killer ends processes so" if -status == signal.SIGKILL else ""
+    return f"was killed by signal {-status} ({name}){hint}"
+
+
+def lead_own_group() -> None:
+    """Become the leader of a process group of one's own, so that `kill_rest_of_group` can hit no stranger."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+
+
+def kill_rest_of_group() -> None:
+    """SIGKILL everything in this process's group except itself; the group must be its own."""
+    own = os.getpid()
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid != own and os.getpgid(pid) == own:
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""What passes between the engine core's busy loop and its I/O threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from nbengine.ipc.messages import (
+    AttachClient,
+    DetachClient,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    ShutdownEngine,
+    UtilityRequest,
+)
+from nbengine.scheduler.request import Request
+
+COORDINATOR_INDEX = -1
+"""Stands for the coordinator where a client index is meant; clients' indices are positive."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """A preprocessed request for the scheduler."""
+
+    request: Request
+    wave: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Requests of one client to be aborted, all of them if None."""
+
+    client_index: int
+    request_ids: list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wakeup:
+    """Ends the busy loop's wait: there is something to notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadFailed:
+    """An I/O thread has ended by an exception, and so must the engine."""
+
+    thread: str
+    error: BaseException
+
+
+InputItem = (
+    AddRequest | AbortRequests | UtilityRequest | DetachClient | ShutdownEngine | Wakeup | ThreadFailed
+)
+InputQueue = SimpleQueue[InputItem]
+OutputItem = tuple[int, EngineCoreOutputs] | AttachClient | DetachClient | bytes
+"""Outputs by client index; clients that come and go; ENGINE_CORE_DEAD, the last item."""
+OutputQueue = SimpleQueue[OutputItem]
+AbortsQueue = SimpleQueue[tuple[int, list[str] | None]]
+"""Like `AbortRequests`, seen by the busy loop in the middle of a step."""
+
+
+def refusal(client_index: int, request_id: str, reason: str) -> tuple[int, EngineCoreOutputs]:
+    """Return the output that ends one request with an error, for its client alone."""
+    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason)
+    return client_index, EngineCoreOutputs(outputs=[output])

@@ -1,0 +1,132 @@
+"""How an engine core reaches its workers, however many there are and wherever they run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, overload
+
+from nbengine.config import EngineConfig
+from nbengine.errors import NotSupportedError
+from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.models.progress import ProgressCallback
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+
+class Executor(ABC):
+    """Runs the same call on every worker; the constructor of an implementation loads the model.
+
+    A failure in a worker reaches the caller as the exception it was.
+    """
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        """Start the workers and have them load the model.
+
+        Raises:
+            EngineStartError: the device is missing, or the model does not fit.
+            ModelLoadError: the model's files cannot be used.
+        """
+
+    @staticmethod
+    def get_class(config: EngineConfig) -> type[Executor]:
+        """Choose the executor that a configuration asks for.
+
+        Raises:
+            NotSupportedError: it is one that this version does not offer yet.
+        """
+        from nbengine.executor.uniproc import UniProcExecutor
+
+        parallel = config.parallel
+        backend = parallel.distributed_executor_backend
+        if backend in ("mp", "ray"):
+            raise NotSupportedError(
+                f"distributed_executor_backend={backend!r} is not available yet; only 'uni' is"
+            )
+        if parallel.world_size > 1:
+            raise NotSupportedError(
+                f"tensor_parallel_size={parallel.tensor_parallel_size} with "
+                f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not available yet; only 1 is"
+            )
+        return UniProcExecutor
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """Call a method of every worker.
+
+        Args:
+            timeout: seconds to wait for the answers, None for as long as it takes.
+            non_block: return at once.
+
+        Returns:
+            The answers by rank (`list[Any]`), or with `non_block` a `Future` of them.
+
+        Raises:
+            NBEngineError: workers have no such method.
+            EngineDeadError: the executor has been shut down.
+        """
+
+    @overload
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, *, non_block: Literal[False] = False
+    ) -> ModelRunnerOutput | None: ...
+
+    @overload
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, *, non_block: Literal[True]
+    ) -> Future[ModelRunnerOutput | None]: ...
+
+    @abstractmethod
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, *, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
+        """Run the forward pass of a step. None means that sampling is left to `sample_tokens`."""
+
+    @abstractmethod
+    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:
+        """Sample the step that `execute_model` left waiting."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raise `EngineDeadError` unless all workers can take calls."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers and free their memory; calling it again does nothing."""
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be in flight at once."""
+        return 1
+
+    def model_info(self) -> dict[str, Any]:
+        """What was loaded: device, dtype (names), weights_bytes, max_position_embeddings, vocab_size."""
+        info: dict[str, Any] = self.collective_rpc("model_info")[0]
+        return info
+
+    def determine_available_memory(self) -> int:
+        """Bytes that the KV cache may take on every worker."""
+        available: list[int] = self.collective_rpc("determine_available_memory")
+        return min(available)
+
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        """What a token leaves in the KV cache of one worker."""
+        spec: KVCacheSpec = self.collective_rpc("get_kv_cache_spec")[0]
+        return spec
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache on every worker.
+
+        Raises:
+            EngineStartError: it does not fit.
+        """
+        self.collective_rpc("initialize_kv_cache", (num_blocks,))

@@ -1,0 +1,77 @@
+"""Putting a frontend together around an engine that is starting."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.config import EngineConfig
+from nbengine.frontend.input_processor import InputProcessor
+from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
+from nbengine.ipc.messages import EngineReady
+from nbengine.metrics.stats import EngineStats, SchedulerStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendParts:
+    """What `LLMEngine` and `AsyncLLM` are made of, beside the client."""
+
+    ready: EngineReady
+    tokenizer: PreTrainedTokenizerFast
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+
+
+def resolve_files(config: EngineConfig, progress: ProgressCallback | None = None) -> EngineConfig:
+    """The configuration with the files of model and tokenizer found, fetched if need be (stage "fetch").
+
+    Raises:
+        ModelNotFoundError: no model or tokenizer goes by that name.
+        ModelLoadError: files are missing, corrupt or of an unknown kind.
+    """
+    from nbengine.models.files import resolve_model
+
+    model = resolve_model(config.model, progress)
+    if model.tokenizer is not None:
+        model = dataclasses.replace(model, tokenizer=resolve_tokenizer(model.tokenizer))
+    return dataclasses.replace(config, model=model)
+
+
+def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> FrontendParts:
+    """Load the tokenizer while the engine starts, and wait until it is ready.
+
+    Whatever keeps it from getting ready, an interrupt included, ends an engine that `client` has started.
+    """
+    config = client.config
+    try:
+        tokenizer = load_tokenizer(config.model)
+        ready = client.wait_ready(progress)
+        return FrontendParts(
+            ready,
+            tokenizer,
+            InputProcessor(config, tokenizer, ready.max_model_len),
+            OutputProcessor(tokenizer.backend_tokenizer, stream_interval=config.scheduler.stream_interval),
+        )
+    except BaseException:
+        client.abandon()
+        raise
+
+
+def engine_stats(answer: Any) -> EngineStats:
+    """The public statistics from an engine core's answer to the utility call `stats`."""
+    stats = answer if isinstance(answer, SchedulerStats) else msgspec.convert(answer, SchedulerStats)
+    return EngineStats(
+        engines=[stats],
+        current_wave=stats.current_wave,
+        engines_running=stats.num_running_reqs + stats.num_waiting_reqs > 0,
+        timestamp=time.time(),
+    )

@@ -1,0 +1,305 @@
+"""The streaming frontend: works from any thread and any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import weakref
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack, cast
+
+from nbengine.client.async_mp import AsyncMPClient
+from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.client.connection import ConnectionInfo
+from nbengine.client.directory import find_engine
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.errors import NBEngineError
+from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.chat import Message, has_chat_template, render_chat
+from nbengine.frontend.input_processor import PromptType, prompt_text
+from nbengine.frontend.loop_thread import LoopThread
+from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
+from nbengine.metrics.stats import EngineStats
+from nbengine.outputs import RequestOutput
+from nbengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """An engine whose outputs are streamed; many requests at once, from any thread or event loop.
+
+    All its sockets live on one daemon thread. The constructor blocks until the engine takes requests.
+
+    Args:
+        model: a directory, a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
+        name: of the engine, for `attach` and `nbengine ps`; after its model if None.
+        bound: the engine ends with this process. Otherwise it outlives it by `keep_alive` seconds.
+        session: name of this client across restarts of its process: attaching again under the same name ends
+            what the earlier attachment had asked for.
+        progress: called with the stages of the start, on this thread except while a model is fetched.
+        options: see `EngineArgs`.
+
+    Raises:
+        ModelNotFoundError, ModelLoadError: the model's files.
+        EngineStartError: the engine did not start; the message has the reason and the end of its log.
+        InvalidArgumentError, NotSupportedError: an argument; the message names it.
+    """
+
+    @with_engine_options
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        name: str | None = None,
+        bound: bool = True,
+        session: str | None = None,
+        progress: ProgressCallback | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        config = EngineArgs.from_kwargs({"model": model, **options}).create_engine_config(bound=bound)
+        client = EngineCoreClient.make_client(
+            resolve_files(config, progress), loop_thread=LoopThread.shared(), name=name, session=session
+        )
+        self._set_up(cast("AsyncMPClient", client), progress)
+
+    @classmethod
+    def attach(
+        cls,
+        name_or_file: str | Path,
+        *,
+        session: str | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> AsyncLLM:
+        """Become a client of a running engine, given by its name or its connection file.
+
+        Raises:
+            NBEngineError: there is no such engine.
+            EngineStartError: it was still starting, and failed.
+        """
+        llm = cls.__new__(cls)
+        llm._set_up(AsyncMPClient(find_engine(name_or_file), LoopThread.shared(), session=session), progress)
+        return llm
+
+    def _set_up(self, client: AsyncMPClient, progress: ProgressCallback | None) -> None:
+        self.engine_core = client
+        # Ends or leaves the engine when nobody refers to this object any more, and at the interpreter's exit.
+        self._finalizer = weakref.finalize(self, client.release)
+        parts = assemble(client, progress)
+        self.ready: EngineReady = parts.ready
+        self.tokenizer: PreTrainedTokenizerFast = parts.tokenizer
+        self.input_processor = parts.input_processor
+        self._requests = _Requests(client, parts.output_processor)
+        client.output_handler = self._requests
+        self._request_counter = itertools.count()
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return self.engine_core.info.name
+
+    @property
+    def connection(self) -> ConnectionInfo:
+        """Where the engine lives."""
+        return self.engine_core.info
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration, its model resolved."""
+        return self.engine_core.config
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return has_chat_template(self.tokenizer)
+
+    def submit(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> RequestOutputCollector:
+        """Send a request and return the collector of its outputs. Safe on any thread; does not wait.
+
+        Args:
+            prompt: a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`, with `cache_salt` if wanted.
+            sampling_params: None takes `default_sampling_params()`.
+            request_id: what the outputs carry and `abort` takes; a number if None.
+            priority: lower goes first, with `scheduling_policy="priority"`.
+
+        Raises:
+            InvalidArgumentError, NotSupportedError: the request is not possible.
+            EngineDeadError, LeaseExpiredError: the engine cannot be reached.
+        """
+        self.engine_core.check_alive()
+        if request_id is None:
+            request_id = str(next(self._request_counter))
+        if sampling_params is None:
+            sampling_params = SamplingParams(**self.default_sampling_params())
+        request = self.input_processor.process_inputs(
+            request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
+        )
+        self.input_processor.assign_request_id(request)
+        collector = RequestOutputCollector(sampling_params.output_kind, request_id, request.request_id)
+        self.engine_core.loop_thread.call_soon(self._requests.add, request, prompt_text(prompt), collector)
+        return collector
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream a request's outputs, as `sampling_params.output_kind` says; arguments and errors of `submit`.
+
+        Closing the generator or cancelling its task aborts the request.
+
+        Raises:
+            RequestError: the engine refused this request.
+            EngineDeadError: the engine ended; the message has the reason and the end of its log.
+        """
+        collector = self.submit(
+            prompt, sampling_params, request_id, priority=priority, data_parallel_rank=data_parallel_rank
+        )
+        finished = False
+        try:
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self.abort_soon(collector.engine_request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream gets what there is, with `finish_reason="abort"`."""
+        done = asyncio.run_coroutine_threadsafe(
+            self._requests.abort(request_id), self.engine_core.loop_thread.loop
+        )
+        await asyncio.wrap_future(done)
+
+    def abort_soon(self, request_id: str) -> None:
+        """`abort` without waiting, on any thread."""
+        self.engine_core.loop_thread.call_soon(self._requests.abort_now, request_id)
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
+        return await self.engine_core.call_utility_async(method, *args)
+
+    def call_utility_blocking(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """`call_utility` for code without an event loop."""
+        return self.engine_core.call_utility(method, *args, timeout=timeout)
+
+    async def stats(self) -> EngineStats:
+        """The state of scheduler and KV cache now."""
+        return engine_stats(await self.call_utility("stats"))
+
+    def stats_blocking(self) -> EngineStats:
+        """`stats` for code without an event loop."""
+        return engine_stats(self.call_utility_blocking("stats"))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False if unfinished requests forbid it."""
+        return bool(await self.call_utility("reset_prefix_cache"))
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Render a conversation to a prompt for `submit`, with "prompt" and "prompt_token_ids".
+
+        Raises:
+            InvalidArgumentError: a message is malformed, or the model has no chat template.
+        """
+        return render_chat(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Sampling parameters that the model's generation config recommends."""
+        return self.input_processor.default_sampling_params()
+
+    def detach(self) -> None:
+        """Leave the engine running and drop this client's requests; again does nothing."""
+        self.engine_core.detach()
+        self._finalizer.detach()
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """End the engine, with `drain` after what runs has finished, and wait until all its processes are gone.
+
+        Calling it again does nothing. It blocks, also when called in a coroutine.
+        """
+        self.engine_core.shutdown(drain=drain)
+        self._finalizer.detach()
+
+
+class _Requests:
+    """The unfinished requests, on the loop thread. It knows nothing of the `AsyncLLM`, which can so be dropped."""
+
+    def __init__(self, client: AsyncMPClient, output_processor: OutputProcessor) -> None:
+        self._client = client
+        self._output_processor = output_processor
+
+    def add(self, request: EngineCoreRequest, prompt: str | None, collector: RequestOutputCollector) -> None:
+        """Register a request and send it."""
+        try:
+            self._client.check_alive()
+            self._output_processor.add_request(request, prompt, collector)
+            self._client.add_request(request)
+        except NBEngineError as error:
+            collector.put_error(error)
+
+    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Process a batch; a failure here, which would be a bug, ends the requests instead of stalling them."""
+        try:
+            processed = self._output_processor.process_outputs(outputs.outputs)
+        except Exception as error:
+            logger.exception("outputs of the engine cannot be processed")
+            self._client.abort_requests(list(self._output_processor.request_states))
+            failure = NBEngineError(f"outputs of the engine cannot be processed: {error!r}")
+            failure.__cause__ = error
+            self._output_processor.fail_requests(failure)
+            return
+        if processed.reqs_to_abort:
+            self._client.abort_requests(processed.reqs_to_abort)
+        if outputs.finished_requests:
+            self._output_processor.abort_requests(outputs.finished_requests)
+
+    def on_error(self, error: NBEngineError, *, dead: bool) -> None:
+        """End all requests with an error."""
+        del dead
+        self._output_processor.fail_requests(error)
+
+    def abort_now(self, request_id: str) -> None:
+        """End a request with what it has, and tell the engine."""
+        self._client.abort_requests(self._output_processor.abort_requests([request_id]))
+
+    async def abort(self, request_id: str) -> None:
+        """`abort_now` as a coroutine."""
+        self.abort_now(request_id)

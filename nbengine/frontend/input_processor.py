@@ -1,0 +1,241 @@
+"""Prompts and parameters as callers give them, made into requests for the engine core."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+from nbengine.config import EngineConfig
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+from nbengine.ipc.messages import EngineCoreRequest
+from nbengine.models.hf_config import eos_token_ids, load_generation_config, load_hf_config, vocab_size
+from nbengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class TextPrompt(TypedDict):
+    """A prompt to be tokenized; prompts of different `cache_salt` share nothing in the prefix cache."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A tokenized prompt; `prompt` is its text, where known, for the output to carry."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | TextPrompt | TokensPrompt | Mapping[str, Any]
+
+_PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"))
+_ALLOWED_PROMPT = 'a string, {"prompt": str} or {"prompt_token_ids": [int]}'
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""Entries of generation_config.json that become sampling parameters, and under which name."""
+_UNSUPPORTED_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "bad_words": [],
+    "allowed_token_ids": None,
+    "logit_bias": None,
+    "structured_outputs": None,
+    "truncate_prompt_tokens": None,
+}
+"""Sampling parameters that must keep their default in this version."""
+
+
+class InputProcessor:
+    """Validates and tokenizes prompts and completes their sampling parameters. Safe to use from any thread.
+
+    `max_model_len` is the engine's: prompt and output tokens together.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: PreTrainedTokenizerFast, max_model_len: int) -> None:
+        directory = config.model.directory
+        hf_config = load_hf_config(config.model)
+        self.max_model_len = max_model_len
+        self._policy = config.scheduler.policy
+        self._num_ranks = config.parallel.data_parallel_size
+        self._encode = tokenizer.backend_tokenizer.encode
+        self._vocab_size = vocab_size(hf_config)
+        self._generation_config = load_generation_config(directory)
+        known_eos = eos_token_ids(directory, hf_config)
+        primary = tokenizer.eos_token_id
+        self._eos_token_id = known_eos[0] if primary is None and known_eos else primary
+        self._other_eos_ids = [token for token in known_eos if token != self._eos_token_id]
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Sampling parameters that the model's generation config recommends."""
+        return {
+            name: self._generation_config[key]
+            for key, name in _GENERATION_DEFAULTS.items()
+            if self._generation_config.get(key) is not None
+        }
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> EngineCoreRequest:
+        """Make the request for the engine core; `params` are cloned and completed, never changed.
+
+        Raises:
+            InvalidArgumentError: the prompt, a parameter or their combination is not possible with this model.
+            NotSupportedError: an option that this version does not offer yet.
+        """
+        _check_id(request_id)
+        token_ids = self._tokens_of(prompt)
+        cloned = self._completed(_checked_params(params), len(token_ids))
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=cloned,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            cache_salt=_cache_salt(prompt),
+            priority=self._checked_priority(priority),
+            data_parallel_rank=self._checked_rank(data_parallel_rank),
+        )
+
+    @staticmethod
+    def assign_request_id(request: EngineCoreRequest) -> None:
+        """Keep the caller's id as `external_req_id` and make `request_id` unique."""
+        request.external_req_id = request.request_id
+        request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
+
+    def _tokens_of(self, prompt: PromptType) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self._tokenize(prompt)
+        elif isinstance(prompt, Mapping):
+            token_ids = self._tokens_of_mapping(prompt)
+        else:
+            raise InvalidTypeError("prompt", prompt, _ALLOWED_PROMPT)
+        limit = self.max_model_len - 1
+        if len(token_ids) > limit:
+            raise InvalidArgumentError(
+                "prompt",
+                f"{len(token_ids)} tokens",
+                f"at most {limit} tokens long (max_model_len={self.max_model_len}, one is left for the output)",
+            )
+        return token_ids
+
+    def _tokens_of_mapping(self, prompt: Mapping[str, Any]) -> list[int]:
+        unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+        if unknown:
+            raise InvalidArgumentError("prompt", unknown, f"without other keys than {sorted(_PROMPT_KEYS)}")
+        if "prompt_embeds" in prompt:
+            raise NotSupportedError('prompts of the form {"prompt_embeds": ...} are not available yet')
+        if "prompt_token_ids" in prompt:
+            return self._checked_tokens(prompt["prompt_token_ids"])
+        if not isinstance(prompt.get("prompt"), str):
+            raise InvalidTypeError("prompt", dict(prompt), _ALLOWED_PROMPT)
+        return self._tokenize(prompt["prompt"])
+
+    def _tokenize(self, text: str) -> list[int]:
+        try:
+            token_ids: list[int] = self._encode(text).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidArgumentError(
+                "prompt", text, f"text that can be written as UTF-8 ({error})"
+            ) from error
+        if not token_ids:
+            raise InvalidArgumentError("prompt", text, "not empty")
+        return token_ids
+
+    def _checked_tokens(self, token_ids: object) -> list[int]:
+        if isinstance(token_ids, (str, bytes)) or not hasattr(token_ids, "__iter__"):
+            raise InvalidTypeError("prompt_token_ids", token_ids, "a list of token ids")
+        checked = []
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+                raise InvalidTypeError("prompt_token_ids", token_id, "a list of token ids")
+            checked.append(token_id.__index__())
+        if not checked:
+            raise InvalidArgumentError("prompt_token_ids", checked, "not empty")
+        self._check_vocabulary("prompt_token_ids", checked)
+        return checked
+
+    def _check_vocabulary(self, name: str, token_ids: list[int]) -> None:
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            stray = next(token for token in token_ids if not 0 <= token < self._vocab_size)
+            raise InvalidArgumentError(name, stray, f"token ids in [0, {self._vocab_size})")
+
+    def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        params = params.clone()
+        room = self.max_model_len - prompt_length
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        params.eos_token_id = self._eos_token_id
+        if not params.ignore_eos:
+            known = set(params.stop_token_ids)
+            params.stop_token_ids += [token for token in self._other_eos_ids if token not in known]
+        return params
+
+    def _checked_priority(self, priority: int) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidTypeError("priority", priority, "an integer")
+        if priority and self._policy != "priority":
+            raise InvalidArgumentError(
+                "priority", priority, "0 unless the engine has scheduling_policy='priority'"
+            )
+        return priority
+
+    def _checked_rank(self, rank: int | None) -> int | None:
+        if rank is not None and not (isinstance(rank, int) and 0 <= rank < self._num_ranks):
+            raise InvalidArgumentError(
+                "data_parallel_rank", rank, f"None, or a rank in [0, {self._num_ranks})"
+            )
+        return rank
+
+
+def prompt_text(prompt: PromptType) -> str | None:
+    """The text of a prompt, None where only its tokens are known."""
+    if isinstance(prompt, Mapping):
+        text = prompt.get("prompt")
+        return text if isinstance(text, str) else None
+    return prompt
+
+
+def _check_id(request_id: object) -> None:
+    if not isinstance(request_id, str):
+        raise InvalidTypeError("request_id", request_id, "a string")
+    if not request_id:
+        raise InvalidArgumentError("request_id", request_id, "not empty")
+
+
+def _cache_salt(prompt: PromptType) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidArgumentError("cache_salt", salt, "a string that is not empty")
+    return salt
+
+
+def _checked_params(params: object) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidTypeError("sampling_params", params, "SamplingParams")
+    for name, default in _UNSUPPORTED_DEFAULTS.items():
+        value = getattr(params, name)
+        if value != default:
+            raise NotSupportedError(f"{name}={value!r} is not available yet; leave it at {default!r}")
+    return params

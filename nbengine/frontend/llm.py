@@ -1,0 +1,236 @@
+"""Offline inference: prompts in, finished outputs back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import msgspec
+
+from nbengine.config import EngineArgs
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.frontend.chat import Message, is_conversation, render_chat
+from nbengine.frontend.input_processor import PromptType
+from nbengine.frontend.llm_engine import LLMEngine
+from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.metrics.stats import EngineStats
+from nbengine.outputs import RequestOutput
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TqdmChoice = bool | Callable[..., Any]
+
+
+class LLM:
+    """A model for generating text from batches of prompts.
+
+    It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the engine
+    runs in processes of its own, which end with this one. `shutdown` (or leaving a `with` block) ends them earlier
+    and waits until they are gone. An interrupt of `generate` aborts its requests; the LLM stays usable.
+
+    Args:
+        model: a directory, a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
+        multiprocess: False runs the engine in this process, without sockets or threads.
+        options: see `EngineArgs`.
+
+    Raises:
+        ModelNotFoundError, ModelLoadError: the model's files.
+        EngineStartError: the engine did not start; the message has the reason and the end of its log.
+        InvalidArgumentError, NotSupportedError: an argument; the message names it.
+    """
+
+    @with_engine_options
+    def __init__(
+        self, model: str = "smollm2-135m", *, multiprocess: bool = True, **options: Unpack[EngineOptions]
+    ) -> None:
+        engine_args = EngineArgs.from_kwargs({"model": model, **options})
+        self.llm_engine = LLMEngine.from_engine_args(engine_args, multiprocess=multiprocess)
+        self._request_counter = itertools.count()
+        self._busy = threading.Lock()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: TqdmChoice = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate a completion for each prompt and return them in the order of the prompts.
+
+        Args:
+            prompts: one prompt or several, each a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`.
+            sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params()`.
+            use_tqdm: show a progress bar, or a callable that makes one.
+            priority: of each prompt, lower goes first, with `scheduling_policy="priority"`.
+
+        Raises:
+            InvalidArgumentError, NotSupportedError: a prompt or parameter; no request is left running.
+            RequestError: the engine refused a prompt.
+            EngineDeadError: the engine has ended; the message has the reason and the end of its log.
+        """
+        sequence = _as_list(prompts)
+        params = self._params_for(sampling_params, len(sequence))
+        if priority is not None and len(priority) != len(sequence):
+            raise InvalidArgumentError("priority", priority, f"as long as prompts ({len(sequence)})")
+        priorities = [0] * len(sequence) if priority is None else list(priority)
+        with self._busy:
+            try:
+                positions = self._add_requests(sequence, params, priorities)
+                return self._run_engine(positions, use_tqdm)
+            except BaseException:
+                self.llm_engine.abort_all()
+                raise
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: TqdmChoice = True,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation or of several.
+
+        Args:
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
+            add_generation_prompt: end the prompt with the beginning of an assistant's message.
+            chat_template: Jinja source in place of the model's own.
+            chat_template_kwargs: further variables for the template.
+
+        Raises:
+            InvalidArgumentError: a message is malformed, or the model has no chat template; see also `generate`.
+        """
+        conversations = [messages] if is_conversation(messages) else messages
+        prompts = [
+            render_chat(
+                self.get_tokenizer(),
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Sampling parameters that the model's generation config recommends."""
+        return SamplingParams(**self.llm_engine.default_sampling_params())
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer."""
+        return self.llm_engine.get_tokenizer()
+
+    def stats(self) -> EngineStats:
+        """The state of scheduler and KV cache now."""
+        return self.llm_engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False if unfinished requests forbid it."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the engine and wait until all its processes are gone; calling it again does nothing."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _params_for(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [_final_only(sampling_params)] * count
+        if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Sequence):
+            raise InvalidTypeError("sampling_params", sampling_params, "SamplingParams or a list of them")
+        if len(sampling_params) != count:
+            raise InvalidArgumentError("sampling_params", sampling_params, f"as long as prompts ({count})")
+        for params in sampling_params:
+            if not isinstance(params, SamplingParams):
+                raise InvalidTypeError("sampling_params", params, "SamplingParams or a list of them")
+        return [_final_only(params) for params in sampling_params]
+
+    def _add_requests(
+        self, prompts: list[PromptType], params: list[SamplingParams], priorities: list[int]
+    ) -> dict[str, int]:
+        positions = {}
+        for position, (prompt, own_params, priority) in enumerate(
+            zip(prompts, params, priorities, strict=True)
+        ):
+            request_id = str(next(self._request_counter))
+            self.llm_engine.add_request(request_id, prompt, own_params, priority=priority)
+            positions[request_id] = position
+        return positions
+
+    def _run_engine(self, positions: dict[str, int], use_tqdm: TqdmChoice) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        with _Bar(len(positions), use_tqdm) as bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    outputs[positions[output.request_id]] = output
+                    bar.advance(output)
+        if len(outputs) < len(positions):
+            raise NBEngineError(f"{len(positions) - len(outputs)} requests ended without an output")
+        return [outputs[position] for position in range(len(positions))]
+
+
+class _Bar:
+    """Progress over the prompts, with the rates of tokens in and out."""
+
+    def __init__(self, total: int, use_tqdm: TqdmChoice) -> None:
+        self._bar: Any = None
+        self._tokens_in = 0
+        self._tokens_out = 0
+        if use_tqdm and total:
+            from tqdm.auto import tqdm
+
+            make = use_tqdm if callable(use_tqdm) else tqdm
+            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, output: RequestOutput) -> None:
+        """Count one finished prompt."""
+        if self._bar is None:
+            return
+        self._tokens_in += len(output.prompt_token_ids or ())
+        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = self._bar.format_dict["elapsed"]
+        if elapsed:
+            self._bar.set_postfix_str(
+                f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s",
+                refresh=False,
+            )
+        self._bar.update(1)
+
+
+def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidTypeError("prompts", prompts, "a prompt or a list of prompts")
+    return list(prompts)
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

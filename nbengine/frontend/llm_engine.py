@@ -1,0 +1,156 @@
+"""The synchronous engine: requests in, one step at a time, outputs out."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.errors import RequestError
+from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.input_processor import PromptType, prompt_text
+from nbengine.metrics.stats import EngineStats
+from nbengine.outputs import RequestOutput
+from nbengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class LLMEngine:
+    """What `LLM` is built on: `add_request`, then `step` while there are unfinished requests. For one thread.
+
+    Raises:
+        ModelNotFoundError, ModelLoadError: the model's files.
+        EngineStartError: the engine did not start; the message has the reason and the end of its log.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        multiprocess: bool = True,
+        name: str | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self.engine_core: EngineCoreClient = EngineCoreClient.make_client(
+            resolve_files(config, progress), multiprocess=multiprocess, name=name, progress=progress
+        )
+        # Ends the engine when nobody refers to this object any more, and at the interpreter's exit.
+        self._finalizer = weakref.finalize(self, self.engine_core.release)
+        parts = assemble(self.engine_core, progress)
+        self.config = self.engine_core.config
+        self.ready = parts.ready
+        self.tokenizer: PreTrainedTokenizerFast = parts.tokenizer
+        self.input_processor = parts.input_processor
+        self.output_processor = parts.output_processor
+        self._errors: deque[RequestError] = deque()
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        multiprocess: bool = True,
+        progress: ProgressCallback | None = None,
+    ) -> LLMEngine:
+        """Build from the flat arguments; the engine ends with this process."""
+        return cls(engine_args.create_engine_config(bound=True), multiprocess=multiprocess, progress=progress)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a request and return its internal id (`request_id` plus 8 random characters).
+
+        Args:
+            request_id: the caller's, which the outputs carry; it need not be unique.
+            prompt: a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`, with `cache_salt` if wanted.
+            arrival_time: seconds of `time.monotonic()`, now if None.
+            priority: lower goes first, with `scheduling_policy="priority"`.
+
+        Raises:
+            InvalidArgumentError, NotSupportedError: the request is not possible; nothing was queued.
+            EngineDeadError, LeaseExpiredError: the engine cannot be reached.
+        """
+        self.engine_core.check_alive()
+        request = self.input_processor.process_inputs(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )
+        self.input_processor.assign_request_id(request)
+        self.output_processor.add_request(request, prompt_text(prompt))
+        self.engine_core.add_request(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the next outputs of the engine core and return what they come to.
+
+        Raises:
+            RequestError: the engine refused a request; the others go on with the next `step`.
+            EngineDeadError, LeaseExpiredError: all requests have failed.
+        """
+        if self._errors:
+            raise self._errors.popleft()
+        outputs = self.engine_core.get_output()
+        processed = self.output_processor.process_outputs(outputs.outputs)
+        if processed.reqs_to_abort:
+            self.engine_core.abort_requests(processed.reqs_to_abort)
+        if outputs.finished_requests:
+            self.output_processor.abort_requests(outputs.finished_requests)
+        self._errors.extend(processed.errors)
+        return processed.request_outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Drop requests, given by either id; they have no further output."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.engine_core.abort_requests(self.output_processor.abort_requests(ids))
+
+    def abort_all(self) -> None:
+        """Drop every unfinished request, and errors that nobody has been told of."""
+        self._errors.clear()
+        self.abort_request(list(self.output_processor.request_states))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to wait for."""
+        return bool(self._errors) or self.output_processor.get_num_unfinished_requests() > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests have not had their last output."""
+        return self.output_processor.get_num_unfinished_requests()
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Sampling parameters that the model's generation config recommends."""
+        return self.input_processor.default_sampling_params()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return tuple(self.ready.supported_tasks)
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
+        return self.engine_core.call_utility(method, *args, timeout=timeout)
+
+    def stats(self) -> EngineStats:
+        """The state of scheduler and KV cache now."""
+        return engine_stats(self.call_utility("stats"))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False if unfinished requests forbid it."""
+        return bool(self.call_utility("reset_prefix_cache"))
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """End the engine and wait until all its processes are gone; calling it again does nothing."""
+        self.engine_core.shutdown(drain=drain)
+        self._finalizer.detach()

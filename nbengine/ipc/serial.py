@@ -1,0 +1,249 @@
+"""Msgpack with tensors and arrays, without pickle.
+
+A tensor or array is one msgpack extension `[dtype, shape, data]`, recognisable wherever it stands, also in a
+field of type `Any`. `data` says which of three ways its bytes take:
+
+- bytes: inline, below `size_threshold`;
+- a map: out of band, where an `oob_tensor_consumer` took the tensor;
+- an integer: the index of an auxiliary frame of the same message, sent without copying.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeVar, cast
+
+import msgspec
+
+from nbengine.errors import WireError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    import zmq
+
+    Buffer = bytes | bytearray | memoryview | zmq.Frame
+
+EXT_TENSOR = 1
+EXT_ARRAY = 2
+
+DEFAULT_SIZE_THRESHOLD = 256
+"""Bytes from which on a tensor travels in a frame of its own."""
+
+INTEGER_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64"))
+FLOAT_DTYPES = frozenset(("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"))
+TORCH_DTYPES = INTEGER_DTYPES | FLOAT_DTYPES
+_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
+"""`numpy.dtype.str` of plain numbers; object arrays would need pickle."""
+
+T = TypeVar("T")
+
+
+class OOBTensorConsumer(Protocol):
+    """Takes tensors out of band, for example into shared memory."""
+
+    def new_message(self) -> None:
+        """Called before each message."""
+
+    def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+        """Take `tensor` and return what the provider needs to find it, or None to leave it in the message."""
+
+
+class OOBTensorProvider(Protocol):
+    """The other end of an `OOBTensorConsumer`."""
+
+    def __call__(self, dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> torch.Tensor:
+        """Return the tensor that `data` describes; raise `WireError` if there is none."""
+
+
+class _ArrayHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=32)]
+    data: int | bytes | dict[str, Any]
+
+
+class MsgpackEncoder:
+    """Encodes a message into frames: the msgpack, then the auxiliary frames. For one thread at a time."""
+
+    def __init__(
+        self,
+        size_threshold: int = DEFAULT_SIZE_THRESHOLD,
+        oob_tensor_consumer: OOBTensorConsumer | None = None,
+    ) -> None:
+        self.size_threshold = size_threshold
+        self.oob_tensor_consumer = oob_tensor_consumer
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._enc_hook)
+        self._frames: list[Buffer] = []
+
+    def encode(self, obj: Any) -> list[Buffer]:
+        """Return the frames of `obj`; the auxiliary ones are views of the tensors' own memory.
+
+        Raises:
+            WireError: `obj` holds something that has no encoding.
+        """
+        return self._encode(obj, None)
+
+    def encode_into(self, obj: Any, buffer: bytearray) -> list[Buffer]:
+        """Like `encode`, with `buffer` (overwritten and resized) as the first frame."""
+        return self._encode(obj, buffer)
+
+    def _encode(self, obj: Any, buffer: bytearray | None) -> list[Buffer]:
+        if self.oob_tensor_consumer is not None:
+            self.oob_tensor_consumer.new_message()
+        frames: list[Buffer] = [b""]
+        self._frames = frames
+        try:
+            if buffer is None:
+                frames[0] = self._encoder.encode(obj)
+            else:
+                self._encoder.encode_into(obj, buffer)
+                frames[0] = buffer
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise WireError(f"{type(obj).__name__} cannot be encoded: {error}") from error
+        finally:
+            self._frames = []
+        return frames
+
+    def _enc_hook(self, obj: Any) -> Any:
+        # An object can only be a tensor or an array if someone has imported torch or numpy.
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            return self._encode_tensor(obj)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(obj, numpy.ndarray):
+            return self._encode_array(obj)
+        raise TypeError(f"objects of type {type(obj).__module__}.{type(obj).__qualname__} have no encoding")
+
+    def _encode_tensor(self, tensor: torch.Tensor) -> msgspec.msgpack.Ext:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in TORCH_DTYPES or str(tensor.layout) != "torch.strided":
+            raise WireError(f"tensors of dtype {tensor.dtype} and layout {tensor.layout} have no encoding")
+        if self.oob_tensor_consumer is not None and not (
+            tensor.is_cpu and tensor.nbytes < self.size_threshold
+        ):
+            handle = self.oob_tensor_consumer(tensor)
+            if handle is not None:
+                return _ext(EXT_TENSOR, dtype, tensor.shape, handle)
+        return _ext(EXT_TENSOR, dtype, tensor.shape, self._place(_tensor_bytes(tensor)))
+
+    def _encode_array(self, array: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
+        import numpy as np
+
+        if not _NUMPY_DTYPE.fullmatch(array.dtype.str) or isinstance(array, np.ma.MaskedArray):
+            raise WireError(f"{type(array).__name__} of dtype {array.dtype} has no encoding")
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return _ext(EXT_ARRAY, array.dtype.str, array.shape, self._place(flat.data))
+
+    def _place(self, data: memoryview) -> memoryview | int:
+        if data.nbytes < self.size_threshold:
+            return data
+        self._frames.append(data)
+        return len(self._frames) - 1
+
+
+class MsgpackDecoder(Generic[T]):
+    """Decodes the frames of a message as `type` (anything, if not given). For one thread at a time.
+
+    Tensors own their memory. Arrays are read-only views of the frame they came in.
+    """
+
+    def __init__(self, type: Any = Any, oob_tensor_provider: OOBTensorProvider | None = None) -> None:
+        self.oob_tensor_provider = oob_tensor_provider
+        self._decoder = msgspec.msgpack.Decoder(type, ext_hook=self._ext_hook, dec_hook=_dec_hook)
+        self._frames: Sequence[Buffer] = ()
+
+    def decode(self, frames: Buffer | Sequence[Buffer]) -> T:
+        """Decode one buffer, or a message's main frame and its auxiliary frames.
+
+        Raises:
+            WireError: the bytes are not such a message.
+        """
+        if not isinstance(frames, (list, tuple)):
+            frames = (cast("Buffer", frames),)
+        if not frames:
+            raise WireError("a message without frames cannot be decoded")
+        self._frames = frames
+        try:
+            return cast("T", self._decoder.decode(cast("bytes", frames[0])))
+        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, MemoryError) as error:
+            raise WireError(f"the message cannot be decoded: {error}") from error
+        finally:
+            self._frames = ()
+
+    def _ext_hook(self, code: int, payload: memoryview) -> Any:
+        if code not in (EXT_TENSOR, EXT_ARRAY):
+            raise WireError(f"unknown msgpack extension {code}")
+        header = _header_decoder.decode(payload)
+        shape = tuple(header.shape)
+        if isinstance(header.data, dict):
+            return self._out_of_band(code, header.dtype, shape, header.data)
+        data = self._frame(header.data) if isinstance(header.data, int) else memoryview(header.data)
+        try:
+            build = _build_tensor if code == EXT_TENSOR else _build_array
+            return build(header.dtype, shape, data)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"no array of dtype {header.dtype} and shape {shape}: {error}") from error
+
+    def _out_of_band(self, code: int, dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> Any:
+        if self.oob_tensor_provider is None or code != EXT_TENSOR:
+            raise WireError("the message refers to an out-of-band tensor, which this end did not agree to")
+        return self.oob_tensor_provider(dtype, shape, data)
+
+    def _frame(self, index: int) -> memoryview:
+        if not 1 <= index < len(self._frames):
+            raise WireError(f"the message refers to auxiliary frame {index}, it has {len(self._frames) - 1}")
+        return memoryview(cast("bytes", self._frames[index])).cast("B")
+
+
+def _ext(code: int, dtype: str, shape: Sequence[int], data: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode((dtype, tuple(shape), data)))
+
+
+def _dec_hook(expected: type, value: Any) -> Any:
+    if not isinstance(value, expected):
+        raise TypeError(f"expected {expected.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    torch = sys.modules["torch"]
+    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _build_tensor(dtype: str, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
+    if dtype not in TORCH_DTYPES:
+        raise WireError(f"unknown tensor dtype {dtype!r}")
+    import numpy as np
+    import torch
+
+    torch_dtype = getattr(torch, dtype)
+    _check_size(torch_dtype.itemsize, shape, data)
+    tensor = torch.empty(shape, dtype=torch_dtype)
+    if data.nbytes:
+        tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
+    return tensor
+
+
+def _build_array(dtype: str, shape: tuple[int, ...], data: memoryview) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if not _NUMPY_DTYPE.fullmatch(dtype):
+        raise WireError(f"arrays of dtype {dtype!r} are not accepted")
+    numpy_dtype = np.dtype(dtype)
+    _check_size(numpy_dtype.itemsize, shape, data)
+    array = np.frombuffer(data, numpy_dtype).reshape(shape) if data.nbytes else np.empty(shape, numpy_dtype)
+    array.flags.writeable = False
+    return array
+
+
+def _check_size(itemsize: int, shape: tuple[int, ...], data: memoryview) -> None:
+    expected = math.prod(shape) * itemsize
+    if data.nbytes != expected:
+        raise WireError(f"shape {shape} needs {expected} bytes, the message has {data.nbytes}")
+
+
+_header_decoder = msgspec.msgpack.Decoder(_ArrayHeader)

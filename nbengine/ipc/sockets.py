@@ -1,0 +1,55 @@
+"""ZMQ sockets as this project uses them: private, unbounded, and never in the way of an exit."""
+
+from __future__ import annotations
+
+import os
+
+import zmq
+
+from nbengine.errors import NBEngineError
+
+IPC_PREFIX = "ipc://"
+
+
+def make_socket(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    kind: int,
+    *,
+    bind: bool,
+    identity: bytes | None = None,
+    linger: int = 0,
+    send_hwm: int = 0,
+) -> zmq.Socket[bytes]:
+    """Create a socket of `kind` (a `zmq.SocketType`) and bind or connect it.
+
+    The queues are unbounded unless `send_hwm` (messages) says otherwise: a ROUTER silently drops what exceeds
+    its bound, and what a client may have outstanding is bounded by its lease. `linger` is how many
+    milliseconds `close` leaves for unsent messages. The file of a bound `ipc://` socket is its owner's alone.
+
+    Raises:
+        NBEngineError: the address cannot be bound or connected.
+    """
+    socket = context.socket(kind)
+    try:
+        socket.linger = linger
+        socket.set_hwm(0)
+        if send_hwm:
+            socket.sndhwm = send_hwm
+        if identity is not None:
+            socket.routing_id = identity
+        if bind:
+            socket.bind(address)
+            _make_private(address)
+        else:
+            socket.connect(address)
+    except (zmq.ZMQError, OSError, ValueError, TypeError) as error:
+        socket.close(linger=0)
+        raise NBEngineError(f"cannot {'bind' if bind else 'connect'} {address!r}: {error}") from error
+    return socket
+
+
+def _make_private(address: str) -> None:
+    # The directory (0700) protects the file until here; a umask would be the whole process's.
+    if address.startswith(IPC_PREFIX):
+        os.chmod(address.removeprefix(IPC_PREFIX), 0o600)

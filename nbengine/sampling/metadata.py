@@ -1,0 +1,118 @@
+"""What the sampler needs to know about the rows of a batch, as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Filters of F rows, each of which has at least one; a switched-off filter keeps everything."""
+
+    top_k: Tensor | None
+    """int64 [F, 1]; the vocabulary size where off, None when off in all rows."""
+    top_p: Tensor | None
+    """float64 [F, 1]; infinity where off, None when off in all rows."""
+    log_min_p: Tensor | None
+    """float32 [F, 1]; minus infinity where off, None when off in all rows."""
+    max_top_k: int
+    """Largest `top_k` that is on, 0 when none is."""
+    needs_full_mass: bool
+    """Some row has top-p as its only filter: the probability mass of the whole vocabulary counts."""
+
+    def select(self, rows: Tensor) -> Filters:
+        """Return the filters of some of the rows."""
+        return Filters(
+            top_k=None if self.top_k is None else self.top_k[rows],
+            top_p=None if self.top_p is None else self.top_p[rows],
+            log_min_p=None if self.log_min_p is None else self.log_min_p[rows],
+            max_top_k=self.max_top_k,
+            needs_full_mass=self.needs_full_mass,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """Rows that are drawn at random, either all through filters or all without."""
+
+    rows: Tensor | None
+    """int64 [R], indices of the batch's rows; None when these are all of them."""
+    temperature: Tensor
+    """float32 [R, 1]"""
+    filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """Parameters of a batch's rows, grouped by what has to be computed; empty groups are left out."""
+
+    greedy_rows: Tensor | None
+    """int64; None when there are none, or when all rows are greedy (`random` is empty then)."""
+    random: tuple[RandomRows, ...]
+
+    @classmethod
+    def build(
+        cls,
+        temperature: NDArray[np.float32],
+        top_k: NDArray[np.int64],
+        top_p: NDArray[np.float64],
+        min_p: NDArray[np.float32],
+        *,
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingMetadata:
+        """Build from parameter columns, one entry a row.
+
+        Temperature 0 marks a greedy row. Filters are off at top_k 0 or at least `vocab_size`, top_p 1, min_p 0.
+        """
+        greedy = temperature == 0
+        if greedy.all():
+            return cls(greedy_rows=None, random=())
+        has_k = (top_k > 0) & (top_k < vocab_size)
+        filtered = ~greedy & (has_k | (top_p < 1) | (min_p > 0))
+        groups = []
+        for members, is_filtered in ((~greedy & ~filtered, False), (filtered, True)):
+            if not members.any():
+                continue
+            rows = np.flatnonzero(members)
+            filters = None
+            if is_filtered:
+                filters = _filters(has_k[rows], top_k[rows], top_p[rows], min_p[rows], vocab_size, device)
+            groups.append(
+                RandomRows(
+                    rows=None if members.all() else _column(rows, device),
+                    temperature=_column(temperature[rows, None], device),
+                    filters=filters,
+                )
+            )
+        greedy_rows = _column(np.flatnonzero(greedy), device) if greedy.any() else None
+        return cls(greedy_rows, tuple(groups))
+
+
+def _filters(
+    has_k: NDArray[np.bool_],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    min_p: NDArray[np.float32],
+    vocab_size: int,
+    device: torch.device,
+) -> Filters:
+    has_p, has_min_p = top_p < 1, min_p > 0
+    log_min_p = np.full_like(min_p, -np.inf)
+    np.log(min_p, out=log_min_p, where=has_min_p)
+    return Filters(
+        top_k=_column(np.where(has_k, top_k, vocab_size)[:, None], device) if has_k.any() else None,
+        top_p=_column(np.where(has_p, top_p, np.inf)[:, None], device) if has_p.any() else None,
+        log_min_p=_column(log_min_p[:, None], device) if has_min_p.any() else None,
+        max_top_k=int(top_k[has_k].max(initial=0)),
+        needs_full_mass=bool((has_p & ~has_k & ~has_min_p).any()),
+    )
+
+
+def _column(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

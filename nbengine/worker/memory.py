@@ -1,0 +1,87 @@
+"""How much memory there is, and how much of it the KV cache may take."""
+
+from __future__ import annotations
+
+import psutil
+
+from nbengine.errors import EngineStartError
+from nbengine.worker.cgroup import ControlGroup
+
+GIB = 1 << 30
+CPU_SHARE = 4
+"""By default the KV cache takes at most one part in this many of the free memory of a CPU's machine."""
+CPU_CAP_BYTES = 2 * GIB
+
+
+def available_host_memory() -> int:
+    """Bytes that this process can still take: what the machine has free, or less inside a container."""
+    free = int(psutil.virtual_memory().available)
+    headroom = ControlGroup().memory_headroom()
+    return free if headroom is None else min(free, headroom)
+
+
+def cpu_kv_budget(available: int, asked_sequence: int, all_sequences: int) -> int:
+    """Bytes of KV cache on a CPU, where the memory is shared with everything else that the user runs.
+
+    A quarter of what is free, up to 2 GiB (some 90,000 tokens of SmolLM2-135M in bfloat16), so that a laptop
+    keeps working; more when the sequence length that was asked for needs it, up to half of what is free; and
+    never more than `max_num_seqs` sequences of the greatest length could fill.
+
+    Args:
+        available: bytes free after the weights are loaded.
+        asked_sequence: bytes of one sequence of the length that was asked for, 0 if none was.
+        all_sequences: bytes of `max_num_seqs` sequences of the greatest length.
+    """
+    modest = min(available // CPU_SHARE, CPU_CAP_BYTES)
+    return min(max(modest, min(asked_sequence, available // 2)), all_sequences)
+
+
+def gpu_kv_budget(total: int, utilization: float, peak: int, others: int) -> int:
+    """Bytes of KV cache on a GPU: the share of it that is ours, less what else is in it at the worst moment.
+
+    Args:
+        total: bytes of the device.
+        utilization: share of the device that this engine may bring to use, everything included.
+        peak: greatest number of bytes that torch held during the profile run: weights and activations.
+        others: bytes held outside torch: the driver, libraries, other processes.
+
+    Raises:
+        EngineStartError: nothing is left.
+    """
+    budget = int(total * utilization) - peak - others
+    if budget <= 0:
+        raise EngineStartError(
+            f"no GPU memory is left for the KV cache: gpu_memory_utilization={utilization} of "
+            f"{total / GIB:.2f} GiB is {total * utilization / GIB:.2f} GiB, weights and activations take "
+            f"{peak / GIB:.2f} GiB and other uses of the GPU {others / GIB:.2f} GiB; raise "
+            f"gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free the GPU"
+        )
+    return budget
+
+
+def check_weights_fit(model: str, needed: int, available: int, device: str) -> None:
+    """Check, before anything is loaded, that a model's weights fit.
+
+    Raises:
+        EngineStartError: they do not; the message has the numbers.
+    """
+    if needed > available:
+        raise EngineStartError(
+            f"model {model!r} does not fit on {device}: its weights take about {needed / GIB:.2f} GiB and "
+            f"{available / GIB:.2f} GiB are free; free memory, or choose a smaller model or dtype"
+        )
+
+
+def check_kv_cache_fits(num_blocks: int, page_size_bytes: int, available: int, device: str) -> None:
+    """Check that the KV cache can be allocated: Linux would grant it and kill the process at first use.
+
+    Raises:
+        EngineStartError: it does not fit; the message has the numbers and names the arguments to change.
+    """
+    needed = num_blocks * page_size_bytes
+    if needed > available:
+        raise EngineStartError(
+            f"the KV cache does not fit on {device}: {num_blocks} blocks of {page_size_bytes} bytes take "
+            f"{needed / GIB:.2f} GiB and {available / GIB:.2f} GiB are free; lower kv_cache_memory_bytes, "
+            f"num_gpu_blocks_override or gpu_memory_utilization, whichever was given"
+        )

@@ -1,0 +1,179 @@
+"""The model runner: a plan in, the sampled tokens out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nbengine.config import EngineConfig
+from nbengine.errors import NBEngineError
+from nbengine.kernels.dispatch import select_kernels
+from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.sampling.metadata import SamplingMetadata
+from nbengine.sampling.sampler import Sampler
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
+from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class ExecuteModelState:
+    """What `execute_model` leaves for `sample_tokens`."""
+
+    inputs: StepInputs
+    logits: Tensor | None
+    """[requests that get a token, vocabulary]; None when there are none."""
+
+
+class ModelRunner:
+    """Owns the batch, the KV cache and the sampler, and runs the model on them.
+
+    On a GPU nothing is waited for in a step but the copy of the sampled token ids.
+    """
+
+    # Made by initialize_kv_cache, which knows their sizes.
+    _kv_caches: list[Tensor]
+    _batch: InputBatch
+    _builder: StepInputBuilder
+    _uniform: StagingBuffer
+
+    def __init__(
+        self, config: EngineConfig, model: DecoderForCausalLM, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._device = device
+        self._dtype = dtype
+        self._kernels = select_kernels(device, dtype)
+        self._sampler = Sampler()
+        self._state: ExecuteModelState | None = None
+        self._metadata: SamplingMetadata | None = None
+        self._metadata_key: tuple[int, bytes] = (0, b"")
+
+    def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocate `num_blocks` KV blocks, and the batch for requests of up to `max_model_len` tokens."""
+        scheduler = self._config.scheduler
+        block_size = self._config.cache.block_size
+        self._kv_caches = self._new_kv_caches(num_blocks)
+        model = self._model.config
+        self._kernels.warm_up(model.num_heads, model.num_kv_heads, model.head_dim, block_size)
+        self._batch = InputBatch(scheduler.max_num_seqs, max_model_len, block_size, model.vocab_size)
+        self._builder = StepInputBuilder(
+            self._batch,
+            self._kernels,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            block_size=block_size,
+            device=self._device,
+        )
+        self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
+
+    @torch.inference_mode()
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Bring the batch up to date and run the forward pass.
+
+        Returns:
+            None: call `sample_tokens` for the outcome. A plan without tokens gives an empty output at once.
+
+        Raises:
+            NBEngineError: the step before has not been sampled.
+        """
+        if self._state is not None:
+            raise NBEngineError("execute_model: the step before has not been sampled")
+        self._batch.update(plan)
+        if not plan.total_num_scheduled_tokens:
+            return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
+        inputs = self._builder.build(plan)
+        hidden = self._model.forward(inputs.input_ids, inputs.positions, self._kv_caches, inputs.attention)
+        logits = None
+        if len(inputs.sampled):
+            rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
+            logits = self._model.compute_logits(rows)
+        self._state = ExecuteModelState(inputs, logits)
+        return None
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:  # noqa: ARG002
+        """Sample the step that `execute_model` left waiting, and append its tokens to the batch.
+
+        Raises:
+            NBEngineError: there is none.
+        """
+        state, self._state = self._state, None
+        if state is None:
+            raise NBEngineError("sample_tokens: no step waits to be sampled")
+        inputs = state.inputs
+        token_ids: list[list[int]] = [[] for _ in inputs.req_ids]
+        if state.logits is not None:
+            tokens = self._sample(state.logits, inputs.sampled_rows).cpu().numpy()
+            self._batch.append(inputs.sampled_rows, tokens)
+            for position, token in zip(inputs.sampled.tolist(), tokens.tolist(), strict=True):
+                token_ids[position].append(token)
+        return ModelRunnerOutput(req_ids=inputs.req_ids, sampled_token_ids=token_ids)
+
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        """Run the largest step there can be on dummy data, for its memory use: forward pass, logits, sampling.
+
+        The KV cache takes part with one block, so that next to nothing of it is counted.
+        """
+        scheduler = self._config.scheduler
+        num_tokens = scheduler.max_num_batched_tokens
+        num_reqs = min(scheduler.max_num_seqs, num_tokens)
+        counts = np.full(num_reqs, num_tokens // num_reqs, np.int32)
+        counts[-1] += num_tokens % num_reqs
+        attention = self._dummy_attention(counts)
+        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        hidden = self._model.forward(tokens, tokens, self._new_kv_caches(1), attention)
+        logits = self._model.compute_logits(hidden[:num_reqs])
+        metadata = SamplingMetadata.build(
+            temperature=np.ones(num_reqs, np.float32),
+            top_k=np.zeros(num_reqs, np.int64),
+            top_p=np.full(num_reqs, 0.9),
+            min_p=np.zeros(num_reqs, np.float32),
+            vocab_size=self._model.config.vocab_size,
+            device=self._device,
+        )
+        uniform = torch.zeros(num_reqs, dtype=torch.float64, device=self._device)
+        self._sampler(logits, metadata, uniform).cpu()
+
+    def _dummy_attention(self, counts: NDArray[np.int32]) -> AttentionMetadata:
+        """Metadata of requests without context that all read block 0 and write nothing."""
+        block_size = self._config.cache.block_size
+        block_table = np.zeros((len(counts), -(-int(counts.max()) // block_size)), np.int32)
+        metadata = build_attention_metadata(
+            counts, counts, block_table, block_size=block_size, kernels=self._kernels, device=self._device
+        )
+        metadata.slot_mapping.fill_(-1)
+        return metadata
+
+    def _new_kv_caches(self, num_blocks: int) -> list[Tensor]:
+        model = self._model.config
+        shape = (2, num_blocks, model.num_kv_heads, self._config.cache.block_size, model.head_dim)
+        return [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)]
+
+    def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        batch = self._batch
+        metadata = self._sampling_metadata(rows)
+        uniform = None
+        if metadata.random:
+            self._uniform.array[: len(rows)] = batch.uniforms(rows)
+            uniform = self._uniform.tensor(len(rows))
+        banned = None
+        if (found := batch.banned_tokens(rows)) is not None:
+            banned = (
+                torch.from_numpy(found[0]).to(self._device),
+                torch.from_numpy(found[1]).to(self._device),
+            )
+        return self._sampler(logits, metadata, uniform, banned)
+
+    def _sampling_metadata(self, rows: NDArray[np.int64]) -> SamplingMetadata:
+        key = (self._batch.version, rows.tobytes())
+        if self._metadata is None or key != self._metadata_key:
+            self._metadata = self._batch.sampling_metadata(rows, self._device)
+            self._metadata_key = key
+        return self._metadata

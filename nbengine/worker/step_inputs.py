@@ -1,0 +1,129 @@
+"""From the scheduler's plan to the model's inputs: one flat sequence of tokens, no padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nbengine.kernels.dispatch import Kernels
+from nbengine.scheduler.output import SchedulerOutput
+from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
+from nbengine.worker.input_batch import InputBatch
+
+
+class StagingBuffer:
+    """Memory that numpy fills and the device reads: one array on a CPU, else pinned memory and its copy.
+
+    A step's copies may still be under way until its results have been waited for; only then is it filled again.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self.array: NDArray[Any] = self._host.numpy()
+
+    def tensor(self, count: int) -> Tensor:
+        """The first `count` elements, on the device."""
+        if self._device is self._host:
+            return self._host[:count]
+        return self._device[:count].copy_(self._host[:count], non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step's inputs: B requests, T tokens. Requests with one token come first, each part in row order."""
+
+    req_ids: list[str]
+    input_ids: Tensor
+    """int64 [T]"""
+    positions: Tensor
+    """int64 [T]"""
+    attention: AttentionMetadata
+    sampled: NDArray[np.int64]
+    """Which of `req_ids` get a token: those whose last token is in the step."""
+    sampled_rows: NDArray[np.int64]
+    """Their rows in the batch."""
+    logits_index: Tensor | None
+    """int64, where their last tokens are in the flat sequence; None: everywhere."""
+
+
+class StepInputBuilder:
+    """Builds `StepInputs` from the batch, with numpy operations over all tokens of a step at once.
+
+    Only here rows are read in another order than theirs: attention wants requests with a single token first.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        kernels: Kernels,
+        *,
+        max_num_tokens: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        max_num_reqs = len(batch.block_table)
+        self._batch = batch
+        self._kernels = kernels
+        self._block_size = block_size
+        self._device = device
+        self._input_ids = StagingBuffer(max_num_tokens, torch.int64, device)
+        self._positions = StagingBuffer(max_num_tokens, torch.int64, device)
+        self._logits_index = StagingBuffer(max_num_reqs, torch.int64, device)
+        self._range = np.arange(max(max_num_tokens, max_num_reqs) + 1)
+
+    def build(self, plan: SchedulerOutput) -> StepInputs:
+        """Lay out a plan of at least one token."""
+        batch = self._batch
+        total = plan.total_num_scheduled_tokens
+        rows, counts, block_table = self._order(plan)
+        computed = batch.rows["num_computed_tokens"][rows]
+        seq_lens = computed + counts
+        if total == len(rows):
+            ends = self._range[1 : total + 1]
+            token_rows, positions = rows, computed
+        else:
+            ends = counts.cumsum()
+            token_rows = rows.repeat(counts)
+            positions = self._range[:total] + (seq_lens - ends).repeat(counts)
+        self._input_ids.array[:total] = batch.token_ids[token_rows, positions]
+        self._positions.array[:total] = positions
+        sampled = np.flatnonzero(seq_lens == batch.rows["num_tokens"][rows])
+        return StepInputs(
+            req_ids=[batch.req_ids[row] for row in rows.tolist()],
+            input_ids=self._input_ids.tensor(total),
+            positions=self._positions.tensor(total),
+            attention=build_attention_metadata(
+                counts.astype(np.int32),
+                seq_lens.astype(np.int32),
+                block_table,
+                block_size=self._block_size,
+                kernels=self._kernels,
+                device=self._device,
+            ),
+            sampled=sampled,
+            sampled_rows=rows[sampled],
+            logits_index=None if len(sampled) == total else self._index(ends[sampled] - 1),
+        )
+
+    def _order(self, plan: SchedulerOutput) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """Rows, token counts and KV blocks of the plan's requests, those with one token first."""
+        batch = self._batch
+        scheduled = plan.num_scheduled_tokens
+        num_reqs = len(scheduled)
+        if num_reqs == plan.total_num_scheduled_tokens == batch.num_reqs:
+            return self._range[:num_reqs], np.ones(num_reqs, np.int64), batch.block_table[:num_reqs]
+        rows = np.fromiter(map(batch.row_of.__getitem__, scheduled), np.int64, num_reqs)
+        counts = np.fromiter(scheduled.values(), np.int64, num_reqs)
+        order = np.lexsort((rows, counts > 1))
+        rows = rows[order]
+        return rows, counts[order], batch.block_table[rows]
+
+    def _index(self, positions: NDArray[np.int64]) -> Tensor:
+        self._logits_index.array[: len(positions)] = positions
+        return self._logits_index.tensor(len(positions))

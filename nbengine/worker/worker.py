@@ -1,0 +1,174 @@
+"""One device: its model, its KV cache, and what is computed on them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import torch
+
+from nbengine.config import EngineConfig
+from nbengine.errors import EngineStartError
+from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_config import decoder_config
+from nbengine.models.hf_config import load_hf_config, max_model_len_of
+from nbengine.models.progress import ProgressCallback
+from nbengine.models.registry import load_model, resolve_device, resolve_dtype
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.worker.cgroup import ControlGroup
+from nbengine.worker.memory import (
+    GIB,
+    available_host_memory,
+    check_kv_cache_fits,
+    check_weights_fit,
+    cpu_kv_budget,
+    gpu_kv_budget,
+)
+from nbengine.worker.model_runner import ModelRunner
+
+
+class Worker:
+    """Owns a device. Calls come in this order: `init_device`, `load_model`, `determine_available_memory`,
+    `initialize_kv_cache`, then `execute_model` and `sample_tokens` in turn."""
+
+    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        self.config = config
+        self._progress = progress
+
+    def init_device(self) -> None:
+        """Choose device and dtype, and how many threads torch may use.
+
+        Raises:
+            EngineStartError: the device is not there.
+        """
+        self.hf_config = load_hf_config(self.config.model)
+        self.device = resolve_device(self.config.model)
+        self.dtype = resolve_dtype(self.config.model, self.hf_config, self.device)
+        if self.device.type == "cpu":
+            _limit_threads()
+        else:
+            torch.cuda.set_device(self.device)
+
+    def load_model(self) -> None:
+        """Load the weights.
+
+        Raises:
+            EngineStartError: they do not fit; nothing has been loaded then.
+            ModelLoadError: the files cannot be used.
+        """
+        shapes = DecoderForCausalLM(
+            decoder_config(self.hf_config), dtype=self.dtype, device=torch.device("meta")
+        )
+        name = self.config.model.model
+        check_weights_fit(name, shapes.weights_bytes, self._free_memory(), str(self.device))
+        self.model = load_model(self.config.model, self.device, self.dtype, self._progress)
+        self.model_runner = ModelRunner(self.config, self.model, self.device, self.dtype)
+
+    def model_info(self) -> dict[str, Any]:
+        """What was loaded, in plain values."""
+        return {
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "weights_bytes": self.model.weights_bytes,
+            "max_position_embeddings": max_model_len_of(self.hf_config),
+            "vocab_size": self.model.config.vocab_size,
+        }
+
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        """What a token leaves in the KV cache."""
+        model = self.model.config
+        return KVCacheSpec(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype_bytes=self.dtype.itemsize,
+            block_size=self.config.cache.block_size,
+        )
+
+    def determine_available_memory(self) -> int:
+        """Bytes that the KV cache may take; on a GPU found by running the largest step there can be.
+
+        Raises:
+            EngineStartError: nothing is left.
+        """
+        cache = self.config.cache
+        page_size = self.get_kv_cache_spec().page_size_bytes
+        if cache.num_gpu_blocks_override is not None:
+            return cache.num_gpu_blocks_override * page_size
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes
+        if self.device.type == "cuda":
+            return self._profile_gpu()
+        sequence = -(-self._max_model_len() // cache.block_size) * page_size
+        return cpu_kv_budget(
+            self._free_memory(),
+            asked_sequence=0 if self.config.model.max_model_len is None else sequence,
+            all_sequences=sequence * self.config.scheduler.max_num_seqs,
+        )
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache, all of it now: nothing grows while requests run.
+
+        Raises:
+            EngineStartError: it does not fit; the message has the numbers and what to change.
+        """
+        page_size = self.get_kv_cache_spec().page_size_bytes
+        check_kv_cache_fits(num_blocks, page_size, self._free_memory(), str(self.device))
+        max_model_len = min(self._max_model_len(), num_blocks * self.config.cache.block_size)
+        try:
+            self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
+        except (MemoryError, RuntimeError) as error:
+            raise EngineStartError(
+                f"could not allocate a KV cache of {num_blocks * page_size / GIB:.2f} GiB ({num_blocks} blocks) "
+                f"on {self.device}: {error}"
+            ) from error
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """See `ModelRunner.execute_model`."""
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:
+        """See `ModelRunner.sample_tokens`."""
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def shutdown(self) -> None:
+        """Free model and KV cache. The worker takes no calls afterwards."""
+        del self.model, self.model_runner
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _max_model_len(self) -> int:
+        configured = self.config.model.max_model_len
+        return max_model_len_of(self.hf_config) if configured is None else configured
+
+    def _free_memory(self) -> int:
+        if self.device.type == "cpu":
+            return available_host_memory()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def _profile_gpu(self) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            self.model_runner.profile_run()
+        except torch.OutOfMemoryError as error:
+            raise EngineStartError(
+                f"{self.device} has too little memory for a step of max_num_batched_tokens="
+                f"{self.config.scheduler.max_num_batched_tokens} tokens and max_num_seqs="
+                f"{self.config.scheduler.max_num_seqs} requests; lower them: {error}"
+            ) from error
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        return gpu_kv_budget(total, self.config.cache.gpu_memory_utilization, peak, others)
+
+
+def _limit_threads() -> None:
+    """Respect a container's CPU quota, which torch does not know; OMP_NUM_THREADS has the last word."""
+    limit = ControlGroup().cpu_limit()
+    if limit is not None and limit < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(limit)

@@ -1,0 +1,68 @@
+"""Fixtures for every kind of test: private directories, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TokenChecker = Callable[[list[int], list[int]], None]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_runtime_dir() -> Iterator[Path]:
+    """Keep connection files, logs and sockets of the tests apart from the user's own engines."""
+    with tempfile.TemporaryDirectory(prefix="nbt-") as directory:
+        previous = os.environ.get("NBENGINE_RUNTIME_DIR")
+        os.environ["NBENGINE_RUNTIME_DIR"] = directory
+        yield Path(directory)
+        if previous is None:
+            os.environ.pop("NBENGINE_RUNTIME_DIR")
+        else:
+            os.environ["NBENGINE_RUNTIME_DIR"] = previous
+
+
+@pytest.fixture(scope="session")
+def smollm2_oracle() -> PreTrainedModel:
+    """The default model in transformers, float32, from the same GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    from nbengine.config import ModelConfig
+    from nbengine.models.files import resolve_model
+
+    gguf = Path(resolve_model(ModelConfig("smollm2-135m")).weights[0])
+    return AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    ).eval()
+
+
+@pytest.fixture(scope="session")
+def assert_greedy(smollm2_oracle: PreTrainedModel) -> TokenChecker:
+    """Check that an output is what greedy decoding with transformers gives.
+
+    One forward pass over prompt and output: when every output token is the argmax after its predecessors then,
+    by induction, the output is the greedy one.
+    """
+    import torch
+
+    def check(prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
+        assert output_token_ids
+        ids = torch.tensor([prompt_token_ids + output_token_ids])
+        with torch.inference_mode():
+            logits = smollm2_oracle(ids).logits[0]
+        expected = logits[len(prompt_token_ids) - 1 : -1].argmax(-1).tolist()
+        assert output_token_ids == expected
+
+    return check

@@ -1,0 +1,15 @@
+"""Lines that start engines with the tests' own executor."""
+
+from __future__ import annotations
+
+import json
+
+
+def start_line(*, name: str = "", blocks: int = 256, max_model_len: int = 4096, **knobs: object) -> str:
+    """A `%engine start` of an engine that writes the alphabet at a steady pace."""
+    chosen = f"--name {name} " if name else ""
+    return (
+        f"%engine start random-tiny {chosen}--num-blocks {blocks} --max-model-len {max_model_len} "
+        "--distributed-executor-backend notebook_support.paced_executor:PacedExecutor "
+        f"--hf-overrides '{json.dumps({'max_position_embeddings': 100_000, **knobs})}'"
+    )

@@ -1,0 +1,54 @@
+"""Real processes and sockets; every test is checked for what it leaves behind."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("process_support")
+
+from process_support.engine_under_test import EngineUnderTest, fake_config
+from process_support.leaks import leftovers, take_snapshot
+
+StartEngine = Callable[..., EngineUnderTest]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_socket_dir() -> Iterator[Path]:
+    """Directory in which the engines of this session make their run directories."""
+    with (
+        tempfile.TemporaryDirectory(prefix="nbx-", dir="/tmp") as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[None]:
+    """No process, thread, socket, file or shared-memory segment outlives its test."""
+    directories = [private_runtime_dir, private_socket_dir]
+    before = take_snapshot(directories)
+    yield
+    found = leftovers(before, directories)
+    assert not found, "left behind: " + "; ".join(found)
+
+
+@pytest.fixture
+def start_engine(no_leftovers: None) -> Iterator[StartEngine]:
+    """Start an engine with the fake executor; it is ended after the test, whatever state it is in."""
+    engines: list[EngineUnderTest] = []
+
+    def start(knobs: dict | None = None, name: str | None = None, **config) -> EngineUnderTest:
+        engine = EngineUnderTest(fake_config(knobs, **config), name)
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()

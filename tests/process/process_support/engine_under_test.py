@@ -1,0 +1,135 @@
+"""An engine started for a test, with what the test needs to watch it and to harm it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+from process_support.raw_client import DEADLINE, RawClient
+
+from nbengine.client.connection import ConnectionInfo, connection_file, log_dir, new_run_dir, read_connection
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from nbengine.engine.processes import PARENT_FD_VARIABLE
+
+SUPPORT_PATH = str(Path(__file__).parent.parent)
+FAKE_EXECUTOR = "process_support.fake_executor:FakeExecutor"
+
+
+def fake_config(knobs: dict | None = None, *, max_model_len: int | None = None, **engine) -> EngineConfig:
+    """A configuration with the fake executor; unbound and quick to give clients up unless told otherwise."""
+    engine = {"bound": False, "cache": CacheConfig(num_gpu_blocks_override=64)} | engine
+    return EngineConfig(
+        model=ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
+        parallel=ParallelConfig(distributed_executor_backend=FAKE_EXECUTOR),
+        **engine,
+    )
+
+
+def wait_for(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
+    """Wait for something that nothing announces."""
+    end = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {deadline} s"
+        time.sleep(0.005)
+
+
+class EngineUnderTest:
+    """A host process and its cores, started as a launcher would."""
+
+    def __init__(self, config: EngineConfig, name: str | None = None, **popen) -> None:
+        self.name = name or f"t-{uuid.uuid4().hex[:8]}"
+        self.run_dir = new_run_dir()
+        self.log_path = log_dir() / f"{self.name}.log"
+        self.info = ConnectionInfo(
+            name=self.name,
+            run_dir=str(self.run_dir),
+            log_path=str(self.log_path),
+            host_pid=0,
+            host_create_time=0.0,
+            config=config,
+        )
+        (self.run_dir / "engine.json").write_bytes(msgspec.json.encode(self.info))
+        self.clients: list[RawClient] = []
+        popen.setdefault("env", {})
+        environment = os.environ | {"PYTHONPATH": SUPPORT_PATH} | popen.pop("env")
+        with open(self.log_path, "ab") as log:
+            self.host = subprocess.Popen(
+                [sys.executable, "-m", "nbengine.engine", "host", str(self.run_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
+                **popen,
+            )
+
+    @classmethod
+    def with_parent_pipe(cls, config: EngineConfig) -> tuple[EngineUnderTest, int]:
+        """A bound engine, and the end of its parent's pipe."""
+        theirs, ours = os.pipe()
+        engine = cls(config, env={PARENT_FD_VARIABLE: str(theirs)}, pass_fds=(theirs,))
+        os.close(theirs)
+        return engine, ours
+
+    def client(self, **kwargs) -> RawClient:
+        """A client that is not attached yet."""
+        client = RawClient(self.info, **kwargs)
+        self.clients.append(client)
+        return client
+
+    def wait_listening(self) -> None:
+        """Wait for the sockets that clients connect to."""
+        wait_for((self.run_dir / "stats.sock").exists, "the host's sockets")
+
+    def core(self) -> psutil.Process:
+        """The process of engine core 0, once it is there."""
+        host = psutil.Process(self.host.pid)
+        wait_for(host.children, "an engine core")
+        return host.children()[0]
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_gone(self, deadline: float = DEADLINE) -> None:
+        """Wait for the end of every process and file of the engine."""
+        try:
+            self.host.wait(deadline)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the host is still there; its log:\n{self.log()}") from None
+        wait_for(lambda: not self.processes(), "the end of all processes", deadline)
+        wait_for(lambda: not self.run_dir.exists(), "the end of the run directory", deadline)
+        wait_for(lambda: not connection_file(self.name).exists(), "the end of the connection file", deadline)
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs in the session of the host."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                same = os.getsid(process.pid) == self.host.pid
+                if same and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+    def read_connection(self) -> ConnectionInfo:
+        return read_connection(connection_file(self.name))
+
+    def close(self) -> None:
+        if self.host.poll() is None:
+            self.host.terminate()
+        try:
+            self.wait_gone()
+        finally:
+            for process in self.processes():
+                process.kill()
+            self.host.wait()
+            for client in self.clients:
+                client.close()

@@ -1,0 +1,87 @@
+"""An executor with a model that adds one: the next token is the last one plus 1, modulo the vocabulary.
+
+`hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
+long a step takes), `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the model).
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from nbengine.executor.base import Executor
+from nbengine.ipc.messages import Progress
+from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+VOCAB_SIZE = 1000
+
+
+class FakeExecutor(Executor):
+    def __init__(self, config, progress=None):
+        self.knobs: dict[str, Any] = config.model.hf_overrides
+        self.block_size = config.cache.block_size
+        self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
+        self.last_token: dict[str, int] = {}
+        self.prompt_length: dict[str, int] = {}
+        if progress is not None:
+            progress(Progress("load", "the model that adds one", 0.5))
+        time.sleep(self.knobs.get("load_seconds", 0))
+        if "fail_load" in self.knobs:
+            raise RuntimeError(self.knobs["fail_load"]) from ValueError("the root of it")
+
+    def collective_rpc(self, method, args=(), kwargs=None, *, timeout=None, non_block=False):
+        answers = {
+            "model_info": {
+                "device": "cpu",
+                "dtype": "float32",
+                "weights_bytes": 4,
+                "max_position_embeddings": self.knobs.get("max_position_embeddings", 512),
+                "vocab_size": self.vocab_size,
+            },
+            "determine_available_memory": 1 << 20,
+            "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "initialize_kv_cache": None,
+        }
+        return [answers[method]]
+
+    def execute_model(self, scheduler_output, *, non_block=False):
+        if scheduler_output.total_num_scheduled_tokens:
+            time.sleep(self.knobs.get("step_seconds", 0))
+        future: Future[ModelRunnerOutput | None] = Future()
+        future.set_result(self.run(scheduler_output))
+        return future if non_block else future.result()
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in plan.finished_req_ids:
+            self.last_token.pop(request_id, None)
+            self.prompt_length.pop(request_id, None)
+        computed = {}
+        for new in plan.scheduled_new_reqs:
+            self.last_token[new.req_id] = new.token_ids[-1]
+            self.prompt_length[new.req_id] = len(new.token_ids)
+            computed[new.req_id] = new.num_computed_tokens
+        cached = plan.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled = []
+        for request_id, count in plan.num_scheduled_tokens.items():
+            done = computed[request_id] + count >= self.prompt_length[request_id]
+            sampled.append([self.next_token(request_id)] if done else [])
+        return ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled)
+
+    def next_token(self, request_id: str) -> int:
+        token = (self.last_token[request_id] + 1) % self.vocab_size
+        if token == self.knobs.get("fail_at_token"):
+            raise RuntimeError(f"the model broke at token {token}")
+        self.last_token[request_id] = token
+        return token
+
+    def sample_tokens(self, grammar_output=None):
+        raise NotImplementedError
+
+    def check_health(self):
+        return
+
+    def shutdown(self):
+        return

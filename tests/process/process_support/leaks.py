@@ -1,0 +1,92 @@
+"""What a test may leave behind: nothing. A snapshot before, a comparison after."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import zmq
+from zmq.utils import garbage
+
+SHM = Path("/dev/shm")
+SETTLE_SECONDS = 5.0
+LASTING_THREADS = ("nbengine-loop", "asyncio_")
+"""Names of threads that serve the whole process and stay by design."""
+LASTING_FILES = ("nbengine-launch.lock",)
+
+Things = dict[object, str]
+"""Identity and description of what there is."""
+
+
+def take_snapshot(directories: Iterable[Path]) -> Things:
+    """Threads, child processes, engines, shared memory, ZMQ contexts, sockets and files that there are now."""
+    directories = list(directories)
+    things: Things = {}
+    for thread in threading.enumerate():
+        if not _lasting(thread):
+            things["thread", id(thread)] = f"thread {thread.name}"
+    for child in psutil.Process().children(recursive=True):
+        things["process", child.pid] = f"process {child}"
+    for pid in _engine_processes(directories):
+        things["process", pid] = f"process {pid}, which writes to an engine's log"
+    for name in _shared_memory():
+        things["segment", name] = f"shared memory {name}"
+    for item in _open_zmq_objects():
+        things["zmq", id(item)] = f"open {item!r}"
+    for directory in directories:
+        for path in directory.rglob("*"):
+            if path.suffix != ".log" and path.name not in LASTING_FILES and not path.is_dir():
+                things["file", str(path)] = f"file {path}"
+    return things
+
+
+def leftovers(before: Things, directories: Iterable[Path]) -> list[str]:
+    """Descriptions of what has appeared since `before` and does not go away."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        now = take_snapshot(directories)
+        found = [description for key, description in now.items() if key not in before]
+        if not found or time.monotonic() > end:
+            return found
+        gc.collect()
+        time.sleep(0.02)
+
+
+def _shared_memory() -> list[str]:
+    if not SHM.is_dir():
+        return []
+    return [path.name for path in SHM.iterdir() if path.name.startswith("nbe")]
+
+
+def _open_zmq_objects() -> list[zmq.Context | zmq.Socket]:
+    own = garbage.gc._context
+    return [
+        item
+        for item in gc.get_objects()
+        if isinstance(item, (zmq.Context, zmq.Socket))
+        and not item.closed
+        and item is not own
+        and getattr(item, "context", None) is not own
+    ]
+
+
+def _lasting(thread: threading.Thread) -> bool:
+    return isinstance(thread, garbage.GarbageCollectorThread) or thread.name.startswith(LASTING_THREADS)
+
+
+def _engine_processes(directories: list[Path]) -> list[int]:
+    """Processes of any session whose stderr is a file of the directories."""
+    found = []
+    for pid in psutil.pids():
+        try:
+            path = os.readlink(f"/proc/{pid}/fd/2")
+        except OSError:
+            continue
+        if pid != os.getpid() and any(path.startswith(f"{directory}/") for directory in directories):
+            found.append(pid)
+    return found

@@ -1,0 +1,195 @@
+"""A client that speaks the protocol with bare sockets, as an oracle for the engine side."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+
+import psutil
+import zmq
+
+from nbengine.client.connection import ConnectionInfo
+from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    Attach,
+    Attached,
+    Detach,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineReady,
+    Heartbeat,
+    HostToClient,
+    LeaseLost,
+    UtilityRequest,
+    engine_identity,
+)
+from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
+from nbengine.metrics.stats import EngineStats
+from nbengine.sampling_params import SamplingParams
+
+DEADLINE = 10.0
+
+
+class RawClient:
+    """Sockets of one client. Everything that waits gives up after `DEADLINE` seconds with an AssertionError."""
+
+    def __init__(self, info: ConnectionInfo, session: str | None = None, pid: int | None = None) -> None:
+        self.info = info
+        self.session = session or uuid.uuid4().hex
+        self.process = psutil.Process(pid or os.getpid())
+        self.context = zmq.Context()
+        self.sockets: list[zmq.Socket] = []
+        self.client_index = -1
+        self.ready: EngineReady | None = None
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        self.utility: dict[int, object] = {}
+        self.dead_frames = 0
+        self.host = self._socket(zmq.DEALER)
+        self.host.connect(info.address("host.sock"))
+        name = f"c-{uuid.uuid4().hex[:8]}"
+        self.input_address, self.output_address = info.address(f"{name}.in"), info.address(f"{name}.out")
+        self.input = self._socket(zmq.ROUTER)
+        self.input.router_mandatory = True
+        self.input.bind(self.input_address)
+        self.output = self._socket(zmq.PULL)
+        self.output.bind(self.output_address)
+        self.encoder = MsgpackEncoder()
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.control_decoder = ControlDecoder(HostToClient)
+
+    def _socket(self, kind: int) -> zmq.Socket:
+        socket = self.context.socket(kind)
+        socket.linger = 0
+        socket.set_hwm(0)
+        self.sockets.append(socket)
+        return socket
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    def leave(self) -> None:
+        """Give the lease back, then close."""
+        self.tell(Detach())
+        assert self.hear(LeaseLost).reason == "detached"
+        self.close()
+
+    # The host.
+
+    def tell(self, message) -> None:
+        self.host.send(encode_control(message))
+
+    def hear(self, kind: type | None = None, deadline: float = DEADLINE):
+        """The next message of the host, or the next of one kind."""
+        end = time.monotonic() + deadline
+        while True:
+            left = max(0, int((end - time.monotonic()) * 1000))
+            assert self.host.poll(left), f"the host did not send {kind} within {deadline} s"
+            message = self.control_decoder.decode(self.host.recv())
+            if kind is None or isinstance(message, kind):
+                return message
+
+    def attach(self, deadline: float = DEADLINE) -> RawClient:
+        """Attach and wait until the engine takes requests."""
+        self.tell(self.attach_message())
+        attached = self.hear(Attached)
+        self.client_index = attached.client_index
+        for _ in attached.engine_ranks:
+            self.ready = self.hear(EngineReady, deadline)
+        for _ in attached.engine_ranks:
+            assert self.input.poll(int(deadline * 1000)), "the core did not announce itself"
+            assert self.input.recv_multipart()[1:] == [b""]
+        return self
+
+    def attach_message(self) -> Attach:
+        return Attach(
+            self.session,
+            self.process.pid,
+            self.process.create_time(),
+            self.input_address,
+            self.output_address,
+        )
+
+    def heartbeat(self) -> None:
+        self.tell(Heartbeat())
+
+    # The core.
+
+    def send(self, request_type: EngineCoreRequestType, payload) -> None:
+        self.send_frames(request_type.value, *self.encoder.encode(payload))
+
+    def send_frames(self, *frames) -> None:
+        self.input.send_multipart([engine_identity(0), *frames])
+
+    def add(self, request_id: str, prompt: list[int], **params) -> None:
+        params = {"max_tokens": 8, "temperature": 0.0} | params
+        request = EngineCoreRequest(request_id, prompt, SamplingParams(**params))
+        self.send(EngineCoreRequestType.ADD, request)
+
+    def abort(self, *request_ids: str) -> None:
+        self.send(EngineCoreRequestType.ABORT, list(request_ids))
+
+    def call(self, method: str, *args, call_id: int = 1):
+        """The answer to a utility call, as (failure message, result)."""
+        self.send(EngineCoreRequestType.UTILITY, UtilityRequest(0, call_id, method, list(args)))
+        self.read_until(lambda: call_id in self.utility)
+        answer = self.utility.pop(call_id)
+        return answer.failure_message, answer.result
+
+    def read_until(self, condition, deadline: float = DEADLINE) -> None:
+        """Read outputs until the condition holds."""
+        end = time.monotonic() + deadline
+        while not condition():
+            left = int((end - time.monotonic()) * 1000)
+            assert left > 0, f"not within {deadline} s; outputs so far: {list(self.outputs)[-5:]}"
+            if self.output.poll(left):
+                self.read_one()
+
+    def read_one(self) -> None:
+        frames = self.output.recv_multipart()
+        if frames == [ENGINE_CORE_DEAD]:
+            self.dead_frames += 1
+            return
+        outputs = self.decoder.decode(frames)
+        if outputs.utility_output is not None:
+            self.utility[outputs.utility_output.call_id] = outputs.utility_output
+        for output in outputs.outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+
+    def finished(self, *request_ids: str) -> bool:
+        return all(r in self.outputs and self.outputs[r][-1].finished for r in request_ids)
+
+    def wait_finished(self, *request_ids: str, deadline: float = DEADLINE) -> None:
+        self.read_until(lambda: self.finished(*request_ids), deadline)
+
+    def wait_dead(self, deadline: float = DEADLINE) -> None:
+        self.read_until(lambda: self.dead_frames > 0, deadline)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs.get(request_id, []) for token in output.new_token_ids]
+
+    def finish_reason(self, request_id: str):
+        return self.outputs[request_id][-1].finish_reason
+
+    # The coordinator.
+
+    def subscribe(self) -> zmq.Socket:
+        socket = self._socket(zmq.SUB)
+        socket.subscribe(b"")
+        socket.connect(self.info.address("stats.sock"))
+        return socket
+
+    @staticmethod
+    def read_stats(socket: zmq.Socket, condition=lambda stats: True) -> EngineStats:
+        """The next statistics for which the condition holds."""
+        decoder = MsgpackDecoder(EngineStats)
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            if socket.poll(100):
+                stats = decoder.decode(socket.recv_multipart())
+                if condition(stats):
+                    return stats
+        raise AssertionError("no such statistics came")

@@ -1,0 +1,120 @@
+"""Greedy float32 output of the default model is transformers' output, whatever the engine's circumstances."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
+
+CheckTokens = Callable[[list[int], list[int]], None]
+
+TOPICS = ["the sea", "a clock", "bread", "the moon", "an old map", "rain", "a bicycle", "glass"]
+RAW_PROMPTS = [
+    f"{opening} {topic}"
+    for opening in ("Once upon a time there was a story about", "def main():\n    # a function about")
+    for topic in TOPICS
+]
+CHATS = [[{"role": "user", "content": f"Write two sentences about {topic}."}] for topic in TOPICS]
+MAX_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def check_all(outputs: list[RequestOutput], check: CheckTokens) -> None:
+    for output in outputs:
+        assert output.finished
+        assert output.prompt_token_ids is not None
+        check(output.prompt_token_ids, output.outputs[0].token_ids)
+
+
+@pytest.fixture(params=[16, 2048], ids=["chunks-of-16", "whole-prompts"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(
+        "smollm2-135m",
+        dtype="float32",
+        max_num_batched_tokens=request.param,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=256 << 20,
+    ) as engine:
+        yield engine
+
+
+def test_alone_together_raw_chat_cold_and_warm(llm: LLM, assert_greedy: CheckTokens) -> None:
+    alone = llm.generate(RAW_PROMPTS[0], GREEDY, use_tqdm=False)
+    check_all(alone, assert_greedy)
+    cold = llm.generate(RAW_PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in cold] == RAW_PROMPTS
+    check_all(cold, assert_greedy)
+    chats = llm.chat(CHATS, GREEDY, use_tqdm=False)
+    check_all(chats, assert_greedy)
+    warm = llm.chat(CHATS, GREEDY, use_tqdm=False)
+    assert all(output.num_cached_tokens > 0 for output in warm)
+    assert [o.outputs[0].token_ids for o in warm] == [o.outputs[0].token_ids for o in chats]
+    assert llm.reset_prefix_cache()
+    cold_again = llm.chat(CHATS[:2], GREEDY, use_tqdm=False)
+    assert cold_again[0].num_cached_tokens == 0
+    assert [o.outputs[0].token_ids for o in cold_again] == [o.outputs[0].token_ids for o in chats[:2]]
+    stats = llm.stats().engines[0]
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def small_pool(**arguments: Any) -> dict[str, Any]:
+    return {
+        "model": "smollm2-135m",
+        "dtype": "float32",
+        "max_model_len": 160,
+        "num_gpu_blocks_override": 24,
+        "max_num_seqs": 16,
+        **arguments,
+    }
+
+
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_with_preemption(budget: int, assert_greedy: CheckTokens) -> None:
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    with LLM(**small_pool(max_num_batched_tokens=budget)) as engine:
+        outputs = engine.generate(RAW_PROMPTS, params, use_tqdm=False)
+        stats = engine.stats().engines[0]
+    check_all(outputs, assert_greedy)
+    assert stats.num_preemptions > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_after_random_aborts_of_neighbours(assert_greedy: CheckTokens) -> None:
+    chooser = random.Random(7)
+    engine = AsyncLLM(**small_pool(max_num_batched_tokens=64, num_gpu_blocks_override=48))
+    try:
+
+        async def keep(prompt: str) -> RequestOutput:
+            async for output in engine.generate(prompt, GREEDY):
+                last = output
+            return last
+
+        async def abandon(prompt: str) -> int:
+            seen = 0
+            stop_after = chooser.randrange(1, MAX_TOKENS)
+            async with contextlib.aclosing(engine.generate(prompt + " which", GREEDY)) as stream:
+                async for _ in stream:
+                    seen += 1
+                    if seen >= stop_after:
+                        break
+            return seen
+
+        kept = [asyncio.create_task(keep(prompt)) for prompt in RAW_PROMPTS]
+        left = [asyncio.create_task(abandon(prompt)) for prompt in RAW_PROMPTS]
+        check_all(await asyncio.gather(*kept), assert_greedy)
+        assert all(await asyncio.gather(*left))
+        again = await asyncio.gather(*(keep(prompt) for prompt in RAW_PROMPTS[:4]))
+        check_all(list(again), assert_greedy)
+        stats = (await engine.stats()).engines[0]
+        assert stats.num_running_reqs == 0
+        assert stats.num_free_blocks == stats.num_blocks
+    finally:
+        engine.shutdown()

@@ -1,0 +1,137 @@
+"""The in-process executor, with a worker that records its calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError, NotSupportedError
+from nbengine.executor.base import Executor
+from nbengine.executor.uniproc import UniProcExecutor
+from nbengine.ipc.messages import Progress
+from nbengine.models.tiny import random_tiny
+from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from nbengine.worker import worker as worker_module
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = random_tiny(tmp_path_factory.mktemp("models"), seed=0)
+    return EngineConfig(
+        model=ModelConfig(
+            "random-tiny",
+            device="cpu",
+            directory=str(directory),
+            weights=(str(directory / "model.safetensors"),),
+        ),
+        cache=CacheConfig(block_size=16, num_gpu_blocks_override=8),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
+    )
+
+
+@pytest.fixture
+def executor(config: EngineConfig) -> Iterator[UniProcExecutor]:
+    made = UniProcExecutor(config)
+    yield made
+    made.shutdown()
+
+
+def one_request(token_ids: list[int], block_ids: list[int] | None = None) -> SchedulerOutput:
+    new = NewRequestData("a", token_ids, SamplingParams(temperature=0), block_ids or [0], 0)
+    return SchedulerOutput([new], CachedRequestData(), {"a": len(token_ids)}, len(token_ids), set())
+
+
+def test_is_what_a_configuration_without_backend_gets(config: EngineConfig) -> None:
+    assert Executor.get_class(config) is UniProcExecutor
+    assert Executor.get_class(replace(config, parallel=ParallelConfig(distributed_executor_backend="uni")))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(distributed_executor_backend="mp"), "distributed_executor_backend='mp'"),
+        (ParallelConfig(distributed_executor_backend="ray"), "distributed_executor_backend='ray'"),
+        (ParallelConfig(tensor_parallel_size=2), "tensor_parallel_size=2"),
+        (ParallelConfig(pipeline_parallel_size=3), "pipeline_parallel_size=3"),
+    ],
+)
+def test_backends_that_are_missing_are_named(
+    config: EngineConfig, parallel: ParallelConfig, message: str
+) -> None:
+    with pytest.raises(NotSupportedError, match=message):
+        Executor.get_class(replace(config, parallel=parallel))
+
+
+def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> None:
+    spec = executor.get_kv_cache_spec()
+    assert executor.determine_available_memory() == 8 * spec.page_size_bytes
+    executor.initialize_kv_cache(8)
+    assert executor.max_concurrent_batches == 1
+    assert executor.execute_model(one_request([1, 2, 3])) is None
+    first = executor.sample_tokens()
+    assert first.req_ids == ["a"]
+    again = CachedRequestData(["a"], set(), [None], [3])
+    future = executor.execute_model(SchedulerOutput([], again, {"a": 1}, 1, set()), non_block=True)
+    assert isinstance(future, Future)
+    assert future.done()
+    assert future.result() is None
+    assert len(executor.sample_tokens(None).sampled_token_ids[0]) == 1
+
+
+def test_calls_workers_by_name(executor: UniProcExecutor) -> None:
+    assert executor.collective_rpc("model_info") == [executor.model_info()]
+    future = executor.collective_rpc("model_info", non_block=True)
+    assert future.result() == [executor.model_info()]
+    for name in ("no_such_method", "_free_memory", "device"):
+        with pytest.raises(NBEngineError, match=f"no method '{name}'"):
+            executor.collective_rpc(name)
+
+
+def test_failures_reach_the_caller_as_they_were(executor: UniProcExecutor) -> None:
+    executor.initialize_kv_cache(8)
+    bad = one_request([1, 2, 3], block_ids=[10**6])
+    bad.num_scheduled_tokens = {"unknown": 3}
+    with pytest.raises(KeyError, match="unknown"):
+        executor.execute_model(bad)
+    future = executor.execute_model(bad, non_block=True)
+    assert isinstance(future.exception(), KeyError)
+    with pytest.raises(NBEngineError, match="no step waits"):
+        executor.collective_rpc("sample_tokens")
+
+
+def test_shutdown_frees_model_and_cache_and_may_be_repeated(config: EngineConfig) -> None:
+    executor = UniProcExecutor(config)
+    executor.initialize_kv_cache(8)
+    executor.execute_model(one_request([1, 2, 3]))
+    executor.sample_tokens()
+    executor.check_health()
+    runner = executor._worker.model_runner
+    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens)]
+    del runner
+    executor.shutdown()
+    executor.shutdown()
+    assert [tensor() for tensor in tensors] == [None, None]
+    for call in (executor.check_health, executor.sample_tokens, executor.model_info):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            call()
+
+
+def test_a_model_that_does_not_fit_is_an_error_of_the_start(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "available_host_memory", lambda: 1000)
+    with pytest.raises(EngineStartError, match="does not fit"):
+        UniProcExecutor(config)
+
+
+def test_reports_progress_of_loading(config: EngineConfig) -> None:
+    messages: list[Progress] = []
+    UniProcExecutor(config, messages.append).shutdown()
+    assert [message.stage for message in messages] == ["load"] * len(messages)
+    assert messages[-1].fraction == 1

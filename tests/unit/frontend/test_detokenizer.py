@@ -1,0 +1,196 @@
+"""Incremental detokenization against decoding everything at once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from nbengine.frontend.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
+from nbengine.ipc.messages import FinishReason
+from nbengine.sampling_params import SamplingParams
+
+LENGTH = FinishReason.LENGTH
+STOP = FinishReason.STOP
+
+
+def stream(
+    tokenizer: Tokenizer, steps: list[list[int]], params: SamplingParams, finish: FinishReason = LENGTH
+) -> tuple[list[str], str | None, IncrementalDetokenizer]:
+    """The deltas of a request whose engine core returned `steps`, the stop string, and the detokenizer."""
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, params)
+    deltas = []
+    for index, new_ids in enumerate(steps):
+        reason = finish if index == len(steps) - 1 else None
+        stop = detokenizer.update(new_ids, reason)
+        deltas.append(detokenizer.get_next_output_text(reason is not None or stop is not None, True))
+        if stop is not None:
+            return deltas, stop, detokenizer
+    return deltas, None, detokenizer
+
+
+def random_steps(rng: random.Random, vocabulary: int) -> list[list[int]]:
+    ids = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 30))]
+    steps = []
+    while ids:
+        size = rng.choice((1, 1, 1, 2, 5))
+        steps.append(ids[:size])
+        ids = ids[size:]
+    return steps
+
+
+def never_rewrites(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -> bool:
+    """Whether the decoder keeps to what it has said: byte fallback makes a whole run of bytes invalid, the valid
+    ones at its beginning included, when one that comes later is."""
+    final = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    beginnings = (
+        tokenizer.decode(ids[:count], skip_special_tokens=skip_special_tokens) for count in range(1, len(ids))
+    )
+    return all(final.startswith(text.rstrip("\ufffd")) for text in beginnings)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_deltas_of_random_tokens_join_to_the_text_of_all_tokens(
+    kind: str, skip_special_tokens: bool, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    params = SamplingParams(skip_special_tokens=skip_special_tokens)
+    rng = random.Random(7)
+    compared = 0
+    for _ in range(400):
+        steps = random_steps(rng, tokenizer.get_vocab_size())
+        deltas, _, detokenizer = stream(tokenizer, steps, params)
+        ids = [token_id for step in steps for token_id in step]
+        assert detokenizer.token_ids == ids
+        if kind == "byte_level" or never_rewrites(tokenizer, ids, skip_special_tokens):
+            compared += 1
+            assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    assert compared > 50
+
+
+@given(text=st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30))
+def test_valid_text_in_byte_fallback_tokens_streams_exactly(byte_fallback: Tokenizer, text: str) -> None:
+    ids = byte_fallback.encode(text).ids
+    deltas, _, _ = stream(byte_fallback, [[token_id] for token_id in ids], SamplingParams())
+    assert "".join(deltas) == byte_fallback.decode(ids)
+
+
+@given(text=st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40))
+def test_no_delta_of_valid_text_shows_a_replacement_character(byte_level: Tokenizer, text: str) -> None:
+    ids = byte_level.encode(text).ids
+    deltas, _, _ = stream(
+        byte_level, [[token_id] for token_id in ids], SamplingParams(skip_special_tokens=False)
+    )
+    assert "".join(deltas) == text
+    assert "\ufffd" in text or not any("\ufffd" in delta for delta in deltas)
+
+
+def test_a_character_of_several_tokens_is_held_until_it_is_complete(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("𓀀").ids
+    assert len(ids) == 4
+    deltas, _, _ = stream(byte_level, [[token_id] for token_id in ids], SamplingParams())
+    assert deltas == ["", "", "", "𓀀"]
+
+
+def test_an_incomplete_character_is_flushed_at_the_end(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a𓀀").ids[:-1]
+    deltas, _, _ = stream(byte_level, [[token_id] for token_id in ids], SamplingParams())
+    assert "".join(deltas) == byte_level.decode(ids) == "a\ufffd"
+
+
+def test_cumulative_text_grows_and_ends_complete(byte_level: Tokenizer) -> None:
+    detokenizer = FastIncrementalDetokenizer(byte_level, SamplingParams())
+    ids = byte_level.encode("naïve café 東京").ids
+    seen = []
+    for index, token_id in enumerate(ids):
+        finish = LENGTH if index == len(ids) - 1 else None
+        detokenizer.update([token_id], finish)
+        seen.append(detokenizer.get_next_output_text(finish is not None, False))
+    assert all(after.startswith(before) for before, after in itertools.pairwise(seen))
+    assert seen[-1] == "naïve café 東京"
+
+
+def test_a_stream_goes_on_after_its_decoder_has_rewritten_what_it_had_given_out(
+    byte_fallback: Tokenizer,
+) -> None:
+    # "]" is given out, then turned into a replacement character by the invalid byte behind it.
+    pieces = ["<0x5D>", "<0x81>", "<0x34>", "<0x7E>", "a", "<0x68>", "▁the", "▁fox", "s", "<0xC3>", "<0xA9>"]
+    ids = [byte_fallback.token_to_id(piece) for piece in pieces]
+    deltas, _, detokenizer = stream(byte_fallback, [[token_id] for token_id in ids], SamplingParams())
+    assert byte_fallback.decode(ids).startswith("\ufffd")
+    assert deltas[0] == "]"
+    assert "".join(deltas).endswith("ah the foxsé")
+    assert isinstance(detokenizer, FastIncrementalDetokenizer)
+    assert detokenizer._stream is None
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_stop_strings_give_the_same_text_for_every_split_of_the_tokens(
+    byte_level: Tokenizer, seed: int, include: bool
+) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices(["fox", " ", "é", "🙂", "the", "o", "\n"], k=14))
+    begin = rng.randrange(len(text) - 3)
+    params = SamplingParams(
+        stop=[text[begin : begin + rng.randint(1, 3)]], include_stop_str_in_output=include
+    )
+    ids = byte_level.encode(text).ids
+    end = text.index(params.stop[0]) + (len(params.stop[0]) if include else 0)
+    for _ in range(20):
+        remaining, steps = ids, []
+        while remaining:
+            size = rng.randint(1, 4)
+            steps.append(remaining[:size])
+            remaining = remaining[size:]
+        deltas, stop, _ = stream(byte_level, steps, params)
+        assert stop == params.stop[0]
+        assert "".join(deltas) == text[:end]
+
+
+def test_text_that_may_become_a_stop_string_is_held_back_and_released_when_it_does_not(
+    byte_level: Tokenizer,
+) -> None:
+    params = SamplingParams(stop=["fog"])
+    ids = [byte_level.encode(character).ids[0] for character in "a fox"]
+    deltas, stop, _ = stream(byte_level, [[token_id] for token_id in ids], params)
+    assert stop is None
+    assert deltas == ["a", " ", "", "", "fox"]
+
+
+def test_the_token_that_stops_a_request_has_no_text_unless_it_is_asked_for(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("the fox").ids
+    for include, expected in ((False, byte_level.decode(ids[:-1])), (True, byte_level.decode(ids))):
+        params = SamplingParams(stop_token_ids=[ids[-1]], include_stop_str_in_output=include)
+        deltas, _, detokenizer = stream(byte_level, [[token_id] for token_id in ids], params, STOP)
+        assert "".join(deltas) == expected
+        assert detokenizer.token_ids == ids
+
+
+def test_no_stop_string_counts_before_min_tokens(byte_level: Tokenizer) -> None:
+    ids = [byte_level.encode(character).ids[0] for character in "aXbXcX"]
+    deltas, stop, detokenizer = stream(
+        byte_level, [[token_id] for token_id in ids], SamplingParams(stop=["X"], min_tokens=4)
+    )
+    assert stop == "X"
+    assert "".join(deltas) == "aXb"
+    assert len(detokenizer.token_ids) == 4
+
+
+def test_an_abort_releases_what_was_held_back(byte_level: Tokenizer) -> None:
+    detokenizer = FastIncrementalDetokenizer(byte_level, SamplingParams(stop=["fog"]))
+    detokenizer.update([byte_level.encode("f").ids[0]], None)
+    assert detokenizer.get_next_output_text(False, True) == ""
+    detokenizer.update([], FinishReason.ABORT)
+    assert detokenizer.get_next_output_text(True, True) == "f"
+
+
+def test_without_detokenization_there_are_only_token_ids(byte_level: Tokenizer) -> None:
+    deltas, _, detokenizer = stream(byte_level, [[5], [6, 7]], SamplingParams(detokenize=False))
+    assert deltas == ["", ""]
+    assert detokenizer.token_ids == [5, 6, 7]

@@ -1,0 +1,73 @@
+"""What importing costs, and what is exported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbengine
+
+PUBLIC = {
+    "LLM",
+    "AsyncLLM",
+    "LLMEngine",
+    "SamplingParams",
+    "PoolingParams",
+    "RequestOutputKind",
+    "StructuredOutputsParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "RequestMetrics",
+    "EngineStats",
+    "SchedulerStats",
+    "NBEngineError",
+    "InvalidArgumentError",
+    "InvalidTypeError",
+    "NotSupportedError",
+    "ModelNotFoundError",
+    "ModelLoadError",
+    "RequestError",
+    "UtilityError",
+    "EngineStartError",
+    "EngineDeadError",
+    "LeaseExpiredError",
+    "load_ipython_extension",
+    "unload_ipython_extension",
+}
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_the_exported_names_are_the_documented_ones() -> None:
+    assert set(nbengine.__all__) == PUBLIC
+    assert all(hasattr(nbengine, name) for name in PUBLIC)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "zmq", "IPython", "numpy", "msgspec", "asyncio")
+    code = f"import nbengine, sys; print([m for m in {heavy} if m in sys.modules])"
+    assert run_python(code) == "[]"
+
+
+def test_the_whole_frontend_is_free_of_torch(model_directory: Path) -> None:
+    code = f"""
+import sys
+from nbengine import LLM, AsyncLLM, LLMEngine, SamplingParams
+import nbengine.client.sync_mp, nbengine.client.async_mp, nbengine.client.directory, nbengine.cli
+from nbengine.config import EngineConfig, ModelConfig
+from nbengine.frontend.chat import render_chat
+from nbengine.frontend.input_processor import InputProcessor
+from nbengine.frontend.tokenizer import load_tokenizer
+model = ModelConfig(model="x", directory={str(model_directory)!r})
+tokenizer = load_tokenizer(model)
+processor = InputProcessor(EngineConfig(model=model), tokenizer, 64)
+prompt = render_chat(tokenizer, [{{"role": "user", "content": "hi"}}])
+processor.process_inputs("r", prompt, SamplingParams())
+print("torch" in sys.modules)
+"""
+    assert run_python(code) == "False"

@@ -1,0 +1,42 @@
+"""The shared loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from nbengine.errors import NBEngineError
+from nbengine.frontend.loop_thread import LoopThread
+
+
+def test_there_is_one_for_the_process_and_it_is_a_daemon() -> None:
+    assert LoopThread.shared() is LoopThread.shared()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "nbengine-loop"]
+    assert thread.daemon
+
+
+async def test_a_coroutine_runs_there_while_the_callers_own_loop_is_running() -> None:
+    async def where() -> tuple[str, asyncio.AbstractEventLoop]:
+        return threading.current_thread().name, asyncio.get_running_loop()
+
+    name, loop = LoopThread.shared().run(where())
+    assert name == "nbengine-loop"
+    assert loop is not asyncio.get_running_loop()
+
+
+def test_a_blocking_call_on_its_own_thread_is_refused() -> None:
+    loop_thread = LoopThread.shared()
+
+    async def inner() -> None:
+        loop_thread.run(asyncio.sleep(0))
+
+    with pytest.raises(NBEngineError, match="never return"):
+        loop_thread.run(inner())
+
+
+def test_stopping_ends_the_thread_and_closes_the_loop() -> None:
+    own = LoopThread()
+    own.stop()
+    assert own.loop.is_closed()

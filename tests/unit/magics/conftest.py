@@ -1,0 +1,244 @@
+"""A real IPython shell, isolated, and engines that answer from a script."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from nbengine.client.connection import (
+    ConnectionInfo,
+    connection_file,
+    log_dir,
+    read_connection,
+    write_connection,
+)
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.errors import NBEngineError
+from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.ipc.messages import EngineReady, Progress
+from nbengine.magics.extension import load, unload
+from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+
+class FakeClient:
+    """An engine in this process: each request is answered by `words`, or by hand through `collectors`."""
+
+    def __init__(self, name: str, config: EngineConfig, session: str) -> None:
+        log = log_dir() / f"{name}.log"
+        log.write_text("line one\nline two\nline three\n")
+        self.ready = EngineReady(
+            rank=0,
+            num_blocks=64,
+            block_size=16,
+            max_model_len=1024,
+            kv_cache_bytes=1 << 20,
+            weights_bytes=1 << 20,
+            device="cpu",
+            dtype="float32",
+            supported_tasks=["generate"],
+            pid=os.getpid(),
+        )
+        self.connection = ConnectionInfo(
+            name=name,
+            run_dir=str(log.parent / name),
+            log_path=str(log),
+            host_pid=os.getpid(),
+            host_create_time=psutil.Process().create_time(),
+            config=config,
+            ready=[self.ready],
+        )
+        write_connection(self.connection)
+        self.name = name
+        self.config = config
+        self.session = session
+        self.has_chat_template = True
+        self.words: list[str] | None = ["Hello", " wor", "ld"]
+        self.defaults: dict[str, Any] = {"temperature": 0.5}
+        self.refusal: NBEngineError | None = None
+        self.requests: list[tuple[Any, SamplingParams]] = []
+        self.collectors: list[RequestOutputCollector] = []
+        self.aborted: list[str] = []
+        self.calls: list[str] = []
+
+    def submit(self, prompt: Any, sampling_params: SamplingParams) -> RequestOutputCollector:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append((prompt, sampling_params))
+        request_id = f"{self.name}-{len(self.requests)}"
+        collector = RequestOutputCollector(RequestOutputKind.DELTA, request_id, request_id)
+        self.collectors.append(collector)
+        if self.words is not None:
+            for index, word in enumerate(self.words):
+                self.emit(word, "stop" if index == len(self.words) - 1 else None)
+        return collector
+
+    def emit(self, word: str, finish_reason: str | None = None, index: int = -1) -> None:
+        """Let a request produce one token."""
+        now = time.monotonic()
+        metrics = RequestMetrics(now - 1, None, now - 0.5, now, None, 0, 3)
+        completion = CompletionOutput(0, word, [len(word)], finish_reason=finish_reason)
+        collector = self.collectors[index]
+        collector.put(
+            RequestOutput(
+                collector.request_id,
+                None,
+                [1, 2, 3, 4],
+                [completion],
+                finish_reason is not None,
+                None,
+                2,
+                metrics,
+            )
+        )
+
+    def abort_soon(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
+        return {"prompt": "".join(f"<{m['role']}>{m['content']}" for m in messages)}
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        return dict(self.defaults)
+
+    def stats_blocking(self) -> EngineStats:
+        return EngineStats(
+            engines=[
+                SchedulerStats(
+                    num_running_reqs=2,
+                    num_waiting_reqs=1,
+                    num_blocks=64,
+                    num_free_blocks=48,
+                    num_cached_blocks=7,
+                    prefix_cache_queries=200,
+                    prefix_cache_hits=50,
+                    step_counter=1234,
+                )
+            ]
+        )
+
+    def detach(self) -> None:
+        self.calls.append("detach")
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        self.calls.append(f"shutdown drain={drain}")
+        connection_file(self.name).unlink(missing_ok=True)
+
+    def die(self) -> None:
+        """Make the engine look dead."""
+        self.connection.host_create_time -= 1000
+        write_connection(self.connection)
+
+
+class FakeBackend:
+    """Starts `FakeClient`s and keeps them; `on_start` runs inside each start."""
+
+    def __init__(self) -> None:
+        self.clients: dict[str, FakeClient] = {}
+        self.attached: list[str] = []
+        self.on_start: Callable[[], None] = lambda: None
+
+    def start(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        name: str | None,
+        session: str,
+        progress: Callable[[Progress], None],
+    ) -> FakeClient:
+        for stage in ("fetch", "load", "profile", "kv", "ready"):
+            progress(Progress(stage, detail=f"{stage} detail", seconds=0.1))
+        self.on_start()
+        config = EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
+        client = FakeClient(name or arguments["model"], config, session)
+        self.clients[client.name] = client
+        return client
+
+    def attach(
+        self, name_or_file: str | Path, *, session: str, progress: Callable[[Progress], None]
+    ) -> FakeClient:
+        name = read_connection(connection_file(str(name_or_file))).name
+        self.attached.append(name)
+        return self.clients[name]
+
+
+class RecordingPublisher(DisplayPublisher):
+    """Keeps what a frontend would have received."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[tuple[bool, dict[str, Any], str | None]] = []
+        self.changed = threading.Condition()
+
+    def publish(
+        self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
+    ) -> None:
+        with self.changed:
+            self.messages.append((update, dict(data), (transient or {}).get("display_id")))
+            self.changed.notify_all()
+
+    def outputs(self) -> list[dict[str, Any]]:
+        """The outputs of the cell as they stand in the end."""
+        shown: dict[object, dict[str, Any]] = {}
+        for _, data, display_id in self.messages:
+            shown[display_id or object()] = data
+        return list(shown.values())
+
+    def wait_for(self, text: str, timeout: float = 5.0) -> None:
+        """Wait until some output holds `text`."""
+        with self.changed:
+            found = self.changed.wait_for(
+                lambda: any(text in data.get("text/plain", "") for _, data, _ in self.messages), timeout
+            )
+        assert found, f"{text!r} never appeared"
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+def shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend
+) -> Iterator[InteractiveShell]:
+    """A terminal-like shell with the extension loaded."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("NBENGINE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    shell = InteractiveShell.instance(config=config)
+    load(shell, backend)
+    yield shell
+    unload(shell)
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def kernel_shell(shell: InteractiveShell) -> InteractiveShell:
+    """The same shell, taken for a kernel's: it publishes to a `RecordingPublisher` and cells can await."""
+    shell.kernel = object()
+    shell.display_pub = RecordingPublisher()
+    return shell
+
+
+@pytest.fixture
+def engine(shell: InteractiveShell, backend: FakeBackend, capsys: pytest.CaptureFixture[str]) -> FakeClient:
+    """A started engine, the default one."""
+    shell.run_cell("%engine start random-tiny").raise_error()
+    capsys.readouterr()
+    if isinstance(shell.display_pub, RecordingPublisher):
+        shell.display_pub.messages.clear()
+    return backend.clients["random-tiny"]

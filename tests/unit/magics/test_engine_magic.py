@@ -1,0 +1,337 @@
+"""`%engine`, against engines that only pretend."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.client.connection import log_dir, runtime_dir
+from nbengine.client.directory import ReapReport
+from nbengine.errors import EngineDeadError, EngineStartError
+from nbengine.magics.ledger import Ledger
+from nbengine.magics.session import NotebookSession
+from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
+
+Capture = pytest.CaptureFixture[str]
+
+
+def error_line(shell: InteractiveShell, code: str, capsys: Capture) -> str:
+    """Run code that must fail with a usage error, and return what is shown."""
+    capsys.readouterr()
+    assert isinstance(shell.run_cell(code).error_in_exec, UsageError)
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "Traceback" not in printed.out
+    return printed.err
+
+
+def test_start_shows_each_stage_with_its_seconds_and_what_it_got(
+    shell: InteractiveShell, backend: FakeBackend, capsys: Capture
+) -> None:
+    shell.run_cell("%engine start random-tiny --num-blocks 64 --seed 3 -o llm").raise_error()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "starting random-tiny"
+    assert [line.split()[1] for line in lines[1:6]] == ["fetch", "load", "profile", "kv", "ready"]
+    assert all(line.startswith("  ✓") and " 0.1 s  " in line for line in lines[1:6])
+    assert "engine 'random-tiny' is ready after" in lines[6]
+    assert "KV cache 64 blocks of 16 tokens (1 MiB), context 1,024 tokens" in lines[6]
+    client = backend.clients["random-tiny"]
+    assert shell.user_ns["llm"] is client
+    assert client.config.model.seed == 3
+    assert client.config.cache.num_gpu_blocks_override == 64
+    assert not client.config.bound
+    assert client.session == f"ipython-{os.getpid()}"
+
+
+def test_start_replaces_one_output_in_a_notebook(
+    kernel_shell: InteractiveShell, backend: FakeBackend, capsys: Capture
+) -> None:
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    backend.on_start = lambda: publisher.wait_for("▸ ready")
+    kernel_shell.run_cell("%engine start random-tiny").raise_error()
+    (output,) = publisher.outputs()
+    assert "✓ profile" in output["text/plain"]
+    assert output["text/plain"].endswith("context 1,024 tokens")
+    assert "✓ profile" in output["text/html"]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_default_model_and_values_from_variables(shell: InteractiveShell, backend: FakeBackend) -> None:
+    shell.user_ns.update(size=128, overrides='{"rope_theta": 1}')
+    shell.run_cell("%engine start --max-model-len {size} --hf-overrides {overrides}").raise_error()
+    config = backend.clients["smollm2-135m"].config
+    assert config.model.max_model_len == 128
+    assert config.model.hf_overrides == {"rope_theta": 1}
+
+
+def test_a_second_start_is_refused_unless_named(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend, capsys: Capture
+) -> None:
+    line = error_line(shell, "%engine start", capsys)
+    assert "engine 'random-tiny' is running already" in line
+    assert "--name" in line
+    assert "choose another" in error_line(shell, "%engine start --name random-tiny", capsys)
+    shell.run_cell("%engine start --name second").raise_error()
+    assert set(backend.clients) == {"random-tiny", "second"}
+
+
+def test_the_name_of_somebody_elses_engine_is_refused(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%engine detach")
+    line = error_line(shell, "%engine start --name random-tiny", capsys)
+    assert "`%engine attach random-tiny` joins it" in line
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%engine strat", "no command 'strat'; did you mean start?"),
+        ("%engine start --max-modl-len 3", "did you mean --max-model-len?"),
+        ("%engine start --max-model-len 0", "max_model_len must be at least 1, got 0"),
+        ("%engine start --tp 2", "tensor_parallel_size=2 is not available yet"),
+        ("%engine start --quantization awq", "quantization='awq' is not available yet"),
+        ("%engine start --seed 1.5", "invalid int value"),
+        ("%engine start --set seed=1.5", "seed must be int"),
+        ("%engine load other", "%engine load is not available yet"),
+        ("%engine fit other", "%engine fit is not available yet"),
+        ("%engine stop", "no engine is running here"),
+        ("%engine stop nobody", "there is no engine 'nobody'"),
+        ("%engine status", "no engine is running here"),
+        ("%engine restart", "no engine is running here"),
+        ("%engine detach", "no engine is running here"),
+        ("%engine attach", "no engine runs on this machine"),
+        ("%engine attach nobody", "no engine is called 'nobody'"),
+        ("%engine logs nobody", "no engine 'nobody' and no log of one"),
+        ("%engine ps now", "unexpected 'now'"),
+        ("%engine help strat", "no command 'strat'; did you mean start?"),
+    ],
+)
+def test_a_usage_error_is_one_line(shell: InteractiveShell, capsys: Capture, line: str, message: str) -> None:
+    assert message in error_line(shell, line, capsys)
+
+
+def test_a_failed_start_raises_with_its_cause(
+    shell: InteractiveShell, backend: FakeBackend, capsys: Capture
+) -> None:
+    def fail() -> None:
+        raise EngineStartError("out of memory", "the last log line")
+
+    backend.on_start = fail
+    outcome = shell.run_cell("%engine start random-tiny")
+    assert isinstance(outcome.error_in_exec, EngineStartError)
+    printed = capsys.readouterr().out
+    assert "✗ ready" in printed
+    assert "the last log line" in printed
+    assert "out of memory" in printed
+    backend.on_start = lambda: None
+    shell.run_cell("%engine start random-tiny").raise_error()
+
+
+def test_an_interrupted_start_says_so(shell: InteractiveShell, backend: FakeBackend, capsys: Capture) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    backend.on_start = interrupt
+    assert isinstance(shell.run_cell("%engine start random-tiny").error_in_exec, KeyboardInterrupt)
+    printed = capsys.readouterr().out
+    assert "KeyboardInterrupt: start interrupted" in printed
+    assert "Traceback" not in printed
+
+
+def test_stop_waits_and_says_what_came_back(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%engine stop --drain").raise_error()
+    assert engine.calls == ["shutdown drain=True"]
+    assert "engine 'random-tiny' stopped in" in (printed := capsys.readouterr().out)
+    assert "of memory came back" in printed
+    assert "no engine is running" in error_line(shell, "%generate hi", capsys)
+
+
+def test_restart_keeps_name_and_arguments(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
+) -> None:
+    shell.run_cell("%engine start random-tiny --name second --num-blocks 9 --seed 4").raise_error()
+    shell.run_cell("%engine restart --seed 5").raise_error()
+    config = backend.clients["second"].config
+    assert (config.cache.num_gpu_blocks_override, config.model.seed) == (9, 5)
+    assert engine.calls == []
+
+
+def test_a_restart_with_wrong_arguments_leaves_the_engine_running(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    error_line(shell, "%engine restart --max-model-len 0", capsys)
+    assert engine.calls == []
+
+
+def test_status_shows_topology_requests_blocks_and_reuse(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%engine status").raise_error()
+    printed = capsys.readouterr().out
+    for expected in (
+        "random-tiny (default)",
+        "TP 1 × PP 1 × DP 1",
+        "2 running, 1 waiting",
+        "16 of 64 in use (25%), 7 cached",
+        "50 of 200 prompt tokens reused (25%)",
+        "1,234, 0 preemptions",
+        engine.connection.log_path,
+    ):
+        assert expected in printed
+
+
+def test_tables_have_an_html_form_in_a_notebook(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    kernel_shell.run_cell("%engine status").raise_error()
+    kernel_shell.run_cell("%engine ps").raise_error()
+    status, ps = publisher.outputs()
+    assert "<th" in status["text/html"]
+    assert "2 running" in status["text/html"]
+    assert "random-tiny" in ps["text/html"]
+    assert "random-tiny" in ps["text/plain"]
+
+
+def test_ps_lists_all_engines_and_says_which_are_dead(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend, capsys: Capture
+) -> None:
+    shell.run_cell("%engine start random-tiny --name second")
+    shell.run_cell("%engine detach second")
+    backend.clients["second"].die()
+    capsys.readouterr()
+    shell.run_cell("%engine ps").raise_error()
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "ready" in rows["random-tiny"]
+    assert rows["random-tiny"].endswith("default")
+    assert " dead " in rows["second"]
+
+
+def test_detach_leaves_the_engine_running(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%engine detach").raise_error()
+    assert engine.calls == ["detach"]
+    assert "goes on without this notebook" in capsys.readouterr().out
+    line = error_line(shell, "%generate hi", capsys)
+    assert "`%engine attach` joins one that runs already (random-tiny)" in line
+    line = error_line(shell, "%generate --engine random-tiny hi", capsys)
+    assert "`%engine attach random-tiny` does that" in line
+
+
+def test_attach_joins_the_only_engine(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
+) -> None:
+    shell.run_cell("%engine detach")
+    shell.run_cell("%engine attach").raise_error()
+    assert backend.attached == ["random-tiny"]
+    shell.run_cell("%generate hi").raise_error()
+
+
+def test_attach_prefers_the_notebooks_own_engines_and_asks_otherwise(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend, capsys: Capture
+) -> None:
+    for name in ("second", "third"):
+        shell.run_cell(f"%engine start random-tiny --name {name}").raise_error()
+    own = Ledger(f"ipython-{os.getpid()}")
+    assert own.read() == ["random-tiny", "second", "third"]
+    # What a kernel finds that was restarted after it had attached to two of three.
+    fresh = NotebookSession(shell, backend)
+    own.write(["third", "second"])
+    assert fresh.ledger.read() == ["third", "second"]
+    for name in ("random-tiny", "second", "third"):
+        shell.run_cell(f"%engine detach {name}").raise_error()
+    assert "which one? These run: random-tiny, second, third" in error_line(shell, "%engine attach", capsys)
+    own.write(["third", "second"])
+    shell.run_cell("%engine attach").raise_error()
+    assert backend.attached == ["third", "second"]
+    shell.run_cell("%generate hi")
+    assert len(backend.clients["second"].requests) == 1
+
+
+def test_attaching_again_makes_it_the_default(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
+) -> None:
+    shell.run_cell("%engine start random-tiny --name second")
+    shell.run_cell("%engine attach random-tiny").raise_error()
+    assert backend.attached == []
+    shell.run_cell("%generate hi")
+    assert len(engine.requests) == 1
+
+
+def test_a_dead_engine_does_not_stand_in_the_way(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
+) -> None:
+    engine.die()
+    shell.run_cell("%engine start random-tiny").raise_error()
+    assert backend.clients["random-tiny"] is not engine
+    assert engine.calls == ["shutdown drain=False"]
+
+
+def test_an_engine_found_dead_by_status_leaves_the_session(
+    shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead() -> None:
+        raise EngineDeadError("gone")
+
+    monkeypatch.setattr(engine, "stats_blocking", dead)
+    with pytest.raises(EngineDeadError):
+        shell.run_cell("%engine status").raise_error()
+    shell.run_cell("%engine start random-tiny").raise_error()
+
+
+def test_logs_show_the_last_lines(shell: InteractiveShell, engine: FakeClient, capsys: Capture) -> None:
+    shell.run_cell("%engine logs -n 2").raise_error()
+    assert capsys.readouterr().out == "line two\nline three\n"
+    (log_dir() / "gone-20260101-000000-1.log").write_text("old")
+    (log_dir() / "gone-2-20270101-000000-1.log").write_text("another engine's")
+    shell.run_cell("%engine logs gone").raise_error()
+    assert capsys.readouterr().out == "old\n"
+
+
+def test_reap_says_what_it_did(
+    shell: InteractiveShell, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def fake_reap(*, end_unattached: bool) -> ReapReport:
+        asked.append(end_unattached)
+        return ReapReport(["a"], ["b"], [1, 2], ["/x"]) if end_unattached else ReapReport()
+
+    monkeypatch.setattr("nbengine.magics.engine.reap", fake_reap)
+    shell.run_cell("%engine reap").raise_error()
+    assert capsys.readouterr().out == "nothing to reap\n"
+    shell.run_cell("%engine reap --all").raise_error()
+    assert capsys.readouterr().out == (
+        "cleaned up after engine 'a', which had died\n"
+        "ended engine 'b', which nobody was attached to\n"
+        "killed 2 processes without a host\n"
+        "removed 1 directory of sockets\n"
+    )
+    assert asked == [False, True]
+
+
+def test_help_explains_every_command(shell: InteractiveShell, capsys: Capture) -> None:
+    for code in ("%engine", "%engine help", "%engine -h"):
+        shell.run_cell(code).raise_error()
+        printed = capsys.readouterr().out
+        for command in ["start", "stop", "restart", "status", "ps", "attach", "detach", "logs", "reap"]:
+            assert f"%engine {command}" in printed
+    for code in ("%engine start -h", "%engine help start"):
+        shell.run_cell(code).raise_error()
+        assert "--max-model-len" in capsys.readouterr().out
+    shell.run_cell("%engine help attach").raise_error()
+    assert "restart of its kernel" in capsys.readouterr().out
+
+
+def test_the_ledger_forgets_engines_that_have_gone(shell: InteractiveShell, engine: FakeClient) -> None:
+    directory = runtime_dir() / "nbengine-sessions"
+    (directory / "other-kernel.json").write_text('["gone"]')
+    shell.run_cell("%engine detach")
+    assert list(directory.iterdir()) == []

@@ -1,0 +1,275 @@
+"""`%%generate` as a kernel runs it: awaited, into one output that is replaced in place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+
+from nbengine.errors import EngineDeadError
+from nbengine.magics.interrupts import Interrupted, ticking
+from nbengine.magics.result import GenerationResult
+from nbengine.magics.view import UPDATE_SECONDS, CellView
+from tests.unit.magics.conftest import FakeClient, RecordingPublisher
+
+
+async def run(shell: InteractiveShell, code: str) -> ExecutionResult:
+    """Run a cell as ipykernel does."""
+    cell = shell.transform_cell(code)
+    assert shell.should_run_async(code, transformed_cell=cell)
+    try:
+        return await shell.run_cell_async(code, transformed_cell=cell, store_history=True)
+    finally:
+        shell.events.trigger("post_execute")
+
+
+def publisher(shell: InteractiveShell) -> RecordingPublisher:
+    found = shell.display_pub
+    assert isinstance(found, RecordingPublisher)
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_the_cell_ends_with_one_output_in_plain_text_and_html(
+    kernel_shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (await run(kernel_shell, "%%generate -o answer\nhi & <bye>\n")).raise_error()
+    outputs = publisher(kernel_shell).outputs()
+    assert len(outputs) == 1
+    assert outputs[0]["text/plain"].startswith("Hello world\n\n[3 tokens")
+    assert "Hello world" in outputs[0]["text/html"]
+    assert capsys.readouterr().out == ""
+    assert kernel_shell.user_ns["_"] is kernel_shell.user_ns["answer"]
+    assert engine.requests[0][0] == {"prompt": "<user>hi & <bye>"}
+
+
+async def test_text_appears_while_it_is_written_and_html_in_it_is_dead(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    cell = asyncio.create_task(run(kernel_shell, "%%generate\nhi\n"))
+    await until(lambda: bool(engine.collectors))
+    engine.emit("<script>")
+    await until(lambda: bool(publisher(kernel_shell).messages))
+    update, data, _ = publisher(kernel_shell).messages[0]
+    assert not update
+    assert data["text/plain"] == "<script>"
+    assert "&lt;script&gt;" in data["text/html"]
+    assert "<script>" not in data["text/html"]
+    engine.emit("!", "stop")
+    (await cell).raise_error()
+    assert all(update for update, _, _ in publisher(kernel_shell).messages[1:])
+
+
+async def test_a_fast_stream_is_batched(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
+    engine.words = None
+    cell = asyncio.create_task(run(kernel_shell, "%%generate\nhi\n"))
+    await until(lambda: bool(engine.collectors))
+    started = asyncio.get_running_loop().time()
+    for _ in range(300):
+        engine.emit("x")
+        await asyncio.sleep(0.0005)
+    engine.emit("", "length")
+    (await cell).raise_error()
+    elapsed = asyncio.get_running_loop().time() - started
+    assert len(publisher(kernel_shell).messages) <= elapsed / UPDATE_SECONDS + 3
+    assert kernel_shell.user_ns["_"].text == "x" * 300
+
+
+async def test_cancelling_keeps_the_text_and_the_result(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    cell = asyncio.create_task(run(kernel_shell, "%%generate -o answer\nhi\n"))
+    await until(lambda: bool(engine.collectors))
+    engine.emit("half an answer")
+    await until(lambda: bool(publisher(kernel_shell).messages))
+    engine.emit(", drained")
+    cell.cancel()
+    outcome = await cell
+    assert isinstance(outcome.error_in_exec, KeyboardInterrupt)
+    answer = kernel_shell.user_ns["answer"]
+    assert answer is kernel_shell.user_ns["_"]
+    assert (answer.text, answer.finish_reason) == ("half an answer, drained", "abort")
+    assert engine.aborted == [answer.request_id]
+    assert "half an answer, drained\n\n[ended early" in publisher(kernel_shell).outputs()[0]["text/plain"]
+    engine.words = ["again"]
+    (await run(kernel_shell, "%%generate\nhi\n")).raise_error()
+    assert kernel_shell.user_ns["_"].text == "again"
+
+
+async def test_an_engine_that_dies_raises_with_its_log(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    cell = asyncio.create_task(run(kernel_shell, "%%generate\nhi\n"))
+    await until(lambda: bool(engine.collectors))
+    engine.emit("before")
+    engine.collectors[0].put_error(EngineDeadError("core 0 was killed", "the last line"))
+    error = (await cell).error_in_exec
+    assert isinstance(error, EngineDeadError)
+    assert "the last line" in str(error)
+    assert kernel_shell.user_ns["_"].text == "before"
+
+
+async def test_assignments_loops_and_functions(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
+    code = (
+        "import asyncio\n"
+        "answers = []\n"
+        "for word in ['a', 'b']:\n"
+        "    if word:\n"
+        "        answer = %generate --raw {word}?\n"
+        "    answers.append(answer)\n"
+        "def later():\n"
+        "    return get_ipython().run_line_magic('generate', '--raw c')\n"
+        "answers.append(later())\n"
+        "await asyncio.sleep(0)\n"
+        "%generate --raw d\n"
+    )
+    (await run(kernel_shell, code)).raise_error()
+    assert [prompt for prompt, _ in engine.requests] == ["a?", "b?", "c", "d"]
+    assert [type(answer) for answer in kernel_shell.user_ns["answers"]] == [GenerationResult] * 3
+
+
+async def test_a_line_magic_shows_its_text_once(
+    kernel_shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (await run(kernel_shell, "%generate hi")).raise_error()
+    assert len(publisher(kernel_shell).outputs()) == 1
+    assert "GenerationResult" not in capsys.readouterr().out
+    assert kernel_shell.user_ns["_"].text == "Hello world"
+    kernel_shell.run_cell("_")
+    assert "GenerationResult('random-tiny-1', 3 tokens" in capsys.readouterr().out
+
+
+async def test_a_cell_inside_a_cell_blocks_and_still_works(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    (
+        await run(kernel_shell, "await __import__('asyncio').sleep(0)\n%time answer = %generate hi")
+    ).raise_error()
+    inner = "await __import__('asyncio').sleep(0)\nget_ipython().run_cell('%%generate --raw\\nnested\\n')"
+    (await run(kernel_shell, inner)).raise_error()
+    assert kernel_shell.user_ns["answer"].text == "Hello world"
+    assert [prompt for prompt, _ in engine.requests] == [{"prompt": "<user>hi"}, "nested"]
+
+
+async def test_background_text_goes_on_after_the_cell(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    (await run(kernel_shell, "%%generate -a -o later\nhi\n")).raise_error()
+    assert publisher(kernel_shell).outputs()[0]["text/plain"] == "\n\n[in the background …]"
+    engine.emit("streamed ")
+    await asyncio.to_thread(publisher(kernel_shell).wait_for, "streamed ")
+    engine.emit("later", "stop")
+    result = await kernel_shell.user_ns["later"]
+    assert result.text == "streamed later"
+    outputs = publisher(kernel_shell).outputs()
+    assert len(outputs) == 1
+    assert outputs[0]["text/plain"].startswith("streamed later\n\n[2 tokens")
+
+
+async def test_capture_captures_every_update(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
+    await asyncio.to_thread(
+        kernel_shell.run_cell, "%%capture out\nget_ipython().run_cell_magic('generate', '', 'hi')"
+    )
+    assert publisher(kernel_shell).messages == []
+    assert "Hello world" in kernel_shell.user_ns["out"].outputs[0].data["text/plain"]
+
+
+@pytest.mark.parametrize(
+    ("output_format", "mime", "content"),
+    [
+        ("text", "text/html", '<div style="white-space:pre-wrap'),
+        ("markdown", "text/markdown", '{"a": 1}'),
+        ("json", "text/html", "{\n  &quot;a&quot;: 1\n}"),
+        ("code", "text/markdown", '```\n{"a": 1}\n```'),
+    ],
+)
+async def test_formats(
+    kernel_shell: InteractiveShell, engine: FakeClient, output_format: str, mime: str, content: str
+) -> None:
+    engine.words = [json.dumps({"a": 1})]
+    (await run(kernel_shell, f"%%generate -f {output_format}\nhi\n")).raise_error()
+    (output,) = publisher(kernel_shell).outputs()
+    assert set(output) == {"text/plain", mime}
+    assert content in output[mime]
+    assert "[1 token" in output["text/plain"]
+
+
+async def test_without_a_footer_only_the_text_is_shown(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    kernel_shell.run_cell("%config NBEngine.footer = False")
+    (await run(kernel_shell, "%%generate --no-stream\nhi\n")).raise_error()
+    assert [data["text/plain"] for _, data, _ in publisher(kernel_shell).messages] == ["Hello world"]
+
+
+def test_long_answers_are_updated_less_often(kernel_shell: InteractiveShell) -> None:
+    result = GenerationResult("r", "prompt")
+    view = CellView(kernel_shell, "text", stream=True, footer=True)
+    result.text = "short"
+    view.update(result)
+    assert view.interval < 2 * UPDATE_SECONDS
+    result.text = "x" * 100_000
+    view.update(result)
+    assert 200_000 / view.interval < 300_000
+
+
+async def test_ticking_wakes_an_idle_loop() -> None:
+    woken = threading.Event()
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def from_a_signal_handler() -> None:
+        # Like ipykernel's handler, this only appends to the loop's queue, without waking its selector.
+        loop.call_soon(waiter.set_result, None)
+        woken.set()
+
+    timer = threading.Timer(0.1, from_a_signal_handler)
+    async with asyncio.timeout(5), ticking():
+        timer.start()
+        await waiter
+    timer.join()
+    assert woken.is_set()
+
+
+def test_an_interrupt_is_shown_as_one_line(
+    kernel_shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        raise Interrupted("generation interrupted")
+    except Interrupted:
+        kernel_shell.showtraceback(sys.exc_info())  # type: ignore[arg-type]
+    assert capsys.readouterr().out.strip() == "KeyboardInterrupt: generation interrupted"
+
+
+def test_a_shell_without_a_running_loop_keeps_the_blocking_call(kernel_shell: InteractiveShell) -> None:
+    assert "await" not in kernel_shell.transform_cell("%%generate\nhi\n")
+
+
+async def test_code_that_only_mentions_the_magic_is_left_alone(kernel_shell: InteractiveShell) -> None:
+    for code in (
+        "text = \"get_ipython().run_line_magic('generate', 'x')\"\n",
+        "def f():\n    return get_ipython().run_line_magic('generate', 'x')\n",
+        "class A:\n    x = get_ipython().run_line_magic('generate', 'x')\n",
+        "x = [get_ipython().run_line_magic('generate', 'x')]\n",
+    ):
+        assert kernel_shell.transform_cell(code) == code
+
+
+async def test_no_autoawait_keeps_the_blocking_call(kernel_shell: InteractiveShell, engine: Any) -> None:
+    kernel_shell.autoawait = False
+    assert "await" not in kernel_shell.transform_cell("%%generate\nhi\n")

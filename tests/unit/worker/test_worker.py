@@ -1,0 +1,118 @@
+"""The worker: what it loads, what memory it asks for, and what it refuses before it is too late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nbengine.config import EngineConfig
+from nbengine.errors import EngineStartError
+from nbengine.ipc.messages import Progress
+from nbengine.worker import worker as worker_module
+from nbengine.worker.memory import GIB
+from nbengine.worker.worker import Worker
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Free bytes of the host as the worker sees them: change element 0."""
+    free = [8 * GIB]
+    monkeypatch.setattr(worker_module, "available_host_memory", lambda: free[0])
+    return free
+
+
+def loaded(config: EngineConfig) -> Worker:
+    worker = Worker(config)
+    worker.init_device()
+    worker.load_model()
+    return worker
+
+
+def test_reports_what_it_loaded(tiny_config: EngineConfig) -> None:
+    messages: list[Progress] = []
+    worker = Worker(tiny_config, messages.append)
+    worker.init_device()
+    worker.load_model()
+    # Llama with the dimensions of random-tiny, counted by hand.
+    attention = 64 * 64 * 2 + 64 * 32 * 2
+    parameters = 2 * 258 * 64 + 2 * (attention + 3 * 64 * 176 + 2 * 64) + 64
+    assert worker.model_info() == {
+        "device": "cpu",
+        "dtype": "float32",
+        "weights_bytes": 4 * parameters,
+        "max_position_embeddings": 2048,
+        "vocab_size": 258,
+    }
+    assert {message.stage for message in messages} == {"load"}
+    assert messages[-1].fraction == 1
+    # 2 layers of keys and values, 2 heads of 16 float32 numbers, 4 tokens.
+    assert worker.get_kv_cache_spec().page_size_bytes == 2 * 2 * 2 * 16 * 4 * 4
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    tiny_config: EngineConfig, free_memory: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_memory[0] = 100_000
+    monkeypatch.setattr(worker_module, "load_model", lambda *args: pytest.fail("read the weights"))
+    with pytest.raises(EngineStartError, match="model 'random-tiny' does not fit on cpu"):
+        loaded(tiny_config)
+
+
+def test_the_cache_budget_follows_the_arguments(tiny_config: EngineConfig, free_memory: list[int]) -> None:
+    def budget(**cache: int) -> int:
+        return loaded(
+            replace(tiny_config, cache=replace(tiny_config.cache, **cache))
+        ).determine_available_memory()
+
+    assert budget(kv_cache_memory_bytes=12345) == 12345
+    assert budget(num_gpu_blocks_override=7) == 7 * 2048
+    # Nothing asked for: no more than all requests can fill at the greatest length (8 requests of 96 tokens).
+    assert budget() == 8 * 24 * 2048
+    free_memory[0] = 8 * 10**5
+    assert budget() == 2 * 10**5
+
+
+def test_a_cache_that_does_not_fit_is_refused_instead_of_allocated(
+    tiny_config: EngineConfig, free_memory: list[int]
+) -> None:
+    worker = loaded(tiny_config)
+    free_memory[0] = 10 * 2048 - 1
+    with pytest.raises(EngineStartError, match=r"10 blocks of 2048 bytes .* lower kv_cache_memory_bytes"):
+        worker.initialize_kv_cache(10)
+
+
+def test_a_failing_allocation_names_the_numbers(
+    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = loaded(tiny_config)
+
+    def out_of_memory(*shape: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "zeros", out_of_memory)
+    with pytest.raises(EngineStartError, match=r"\(50 blocks\) on cpu: DefaultCPUAllocator") as raised:
+        worker.initialize_kv_cache(50)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_small_cache_bounds_the_sequence_length(tiny_config: EngineConfig) -> None:
+    worker = loaded(replace(tiny_config, model=replace(tiny_config.model, max_model_len=None)))
+    worker.initialize_kv_cache(3)
+    assert worker.model_runner._batch.token_ids.shape[1] == 12
+
+
+def test_a_container_quota_limits_the_threads(
+    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(worker_module.ControlGroup, "cpu_limit", lambda self: 3)
+    Worker(tiny_config).init_device()
+    assert chosen == [3]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    Worker(tiny_config).init_device()
+    assert chosen == [3]
