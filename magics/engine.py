@@ -200,13 +200,13 @@ class EngineMagics(Magics):
                 return [find_engine(name).name]
             except NBEngineError as error:
                 raise UsageError(f"%engine attach: {error}") from None
-        alive = [info.name for info in live_engines()]
-        own = [name for name in self._session.ledger.read() if name in alive]
+        alive = live_engines()
+        own = self._session.ledger.among(alive)
         if own or len(alive) == 1:
-            return own or alive
+            return [info.name for info in own or alive]
         if not alive:
             raise UsageError("%engine attach: no engine runs on this machine; `%engine start` starts one")
-        raise UsageError(f"%engine attach: which one? These run: {', '.join(alive)}")
+        raise UsageError(f"%engine attach: which one? These run: {', '.join(info.name for info in alive)}")
 
     def _detach(self, words: Sequence[str]) -> None:
         parser = _parser("detach", "Leave an engine running without this notebook.")

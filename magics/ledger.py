@@ -1,51 +1,42 @@
-"""What a kernel remembers of its engines across a restart: their names, in a file of its own."""
+"""What a notebook remembers of its engines across a restart of its kernel.
+
+The memory is a marker in each engine's run directory, which goes when the engine goes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
-from nbengine.client.connection import list_connections, runtime_dir
+from nbengine.client.connection import ConnectionInfo
 
 
 class Ledger:
-    """The names of one notebook's engines, the default last."""
+    """The engines that the notebook called `key` is attached to, in the order in which they came."""
 
     def __init__(self, key: str) -> None:
-        self._key = key
+        self._marker = f"notebook-{key}"
 
-    @property
-    def path(self) -> Path:
-        """The file, in the directory of the connection files."""
-        return runtime_dir() / "nbengine-sessions" / f"{self._key}.json"
+    def add(self, engine: ConnectionInfo) -> None:
+        """Remember an engine, as the last one; one that is just ending has no directory any more."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path(engine).write_text(str(time.time_ns()))
 
-    def read(self) -> list[str]:
-        """The names, empty if nothing is remembered."""
-        try:
-            return msgspec.json.decode(self.path.read_bytes(), type=list[str])
-        except (FileNotFoundError, msgspec.MsgspecError):
-            return []
+    def remove(self, engine: ConnectionInfo) -> None:
+        """Forget an engine."""
+        self._path(engine).unlink(missing_ok=True)
 
-    def write(self, names: list[str]) -> None:
-        """Replace the names. Without any the file goes, and so do files whose engines have all gone."""
-        path = self.path
-        if not names:
-            path.unlink(missing_ok=True)
-            _remove_stale(path.parent)
-            return
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(msgspec.json.encode(names))
-        os.replace(temporary, path)
-        _remove_stale(path.parent)
+    def among(self, engines: Iterable[ConnectionInfo]) -> list[ConnectionInfo]:
+        """Those of `engines` that are remembered, the last one last."""
+        remembered = {}
+        for engine in engines:
+            try:
+                remembered[int(self._path(engine).read_text())] = engine
+            except (FileNotFoundError, ValueError):
+                continue
+        return [remembered[when] for when in sorted(remembered)]
 
-
-def _remove_stale(directory: Path) -> None:
-    alive = {info.name for info in list_connections() if info.host_alive}
-    for path in directory.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
-            if not alive.intersection(msgspec.json.decode(path.read_bytes(), type=list[str])):
-                path.unlink(missing_ok=True)
+    def _path(self, engine: ConnectionInfo) -> Path:
+        return Path(engine.run_dir) / self._marker

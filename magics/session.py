@@ -160,7 +160,7 @@ class NotebookSession:
         """Take an engine in, as the default."""
         self._engines.pop(engine.name, None)
         self._engines[engine.name] = engine
-        self._save()
+        self.ledger.add(engine.client.connection)
 
     def drop(self, engine: AttachedEngine) -> None:
         """Forget an engine that has died, or that somebody else ended; `bury` waits for the rest of it."""
@@ -196,10 +196,7 @@ class NotebookSession:
     def _remove(self, engine: AttachedEngine) -> None:
         if self._engines.get(engine.name) is engine:
             del self._engines[engine.name]
-            self._save()
-
-    def _save(self) -> None:
-        self.ledger.write(list(self._engines))
+            self.ledger.remove(engine.client.connection)
 
 
 def live_engines() -> list[ConnectionInfo]:

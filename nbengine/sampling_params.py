@@ -103,8 +103,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 setattr(self, name, list(value))
         if self.top_k == -1:
             self.top_k = 0
-        if isinstance(self.output_kind, int) and not isinstance(self.output_kind, RequestOutputKind):
-            self.output_kind = _checked_output_kind(self.output_kind)
+        self.output_kind = _checked_output_kind(self.output_kind)
 
     def _check_types(self) -> None:
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
@@ -173,7 +172,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def _checked_output_kind(value: int) -> RequestOutputKind:
+def _checked_output_kind(value: Any) -> RequestOutputKind:
     try:
         return RequestOutputKind(value)
     except ValueError:

@@ -52,7 +52,8 @@ def process_alive(pid: int, create_time: float) -> bool:
     """Whether the process with this pid and start time runs (a zombie does not)."""
     try:
         process = psutil.Process(pid)
-        return abs(process.create_time() - create_time) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        same = abs(process.create_time() - create_time) < 1.0
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -27,10 +27,10 @@ class InprocClient(EngineCoreClient):
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         from nbengine.engine.core import EngineCore
-        from nbengine.executor.base import Executor
+        from nbengine.engine.core_proc import executor_class
 
         self.config = config
-        self.engine_core = EngineCore(config, Executor.get_class(config), progress)
+        self.engine_core = EngineCore(config, executor_class(config), progress)
         self._refused: list[EngineCoreOutput] = []
         self._dead: EngineDeadError | None = None
 

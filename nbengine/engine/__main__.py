@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
 import os
 import signal
 import sys
+from typing import NoReturn
 
 import setproctitle
 
@@ -32,7 +34,7 @@ def main() -> int:
     faulthandler.enable()
     if arguments.role == "host":
         return _host(arguments.run_dir)
-    return _core(arguments.run_dir, arguments.rank)
+    _core(arguments.run_dir, arguments.rank)
 
 
 def _host(run_dir: str) -> int:
@@ -43,7 +45,7 @@ def _host(run_dir: str) -> int:
     return run_host(info)
 
 
-def _core(run_dir: str, rank: int) -> int:
+def _core(run_dir: str, rank: int) -> NoReturn:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     info = read_connection(os.path.join(run_dir, "engine.json"))
     setproctitle.setproctitle(f"nbengine: core {rank} {info.name}")
@@ -53,7 +55,13 @@ def _core(run_dir: str, rank: int) -> int:
     # Only now what takes seconds: it imports torch.
     from nbengine.engine.core_proc import run_engine_core
 
-    return run_engine_core(info, rank, lifeline)
+    status = run_engine_core(info, rank, lifeline)
+    # All of ours is closed. What an interpreter's exit would add is the teardown of large libraries, which takes
+    # time, can wait for their threads, and ends the log with their complaints.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,8 @@ from nbengine.ipc.messages import (
 
 FIRST_ATTACH_GRACE = 60.0
 """Seconds that an engine waits at least for its first client, however short its `keep_alive`."""
-STOP_GRACE = 5.0
-"""Seconds that an engine core gets to end once it need not finish its requests."""
-CRASH_GRACE = 2.0
-"""Seconds that the cores get to end when one of them has failed, or before they are ready."""
+STOP_GRACE = 2.0
+"""Seconds that an engine core gets to end once it need not finish its requests; then it is killed."""
 
 
 class HostPhase(enum.Enum):
@@ -272,7 +270,7 @@ class HostState:
         self.phase = HostPhase.STOPPING
         self._draining = drain and orderly
         self._idle_deadline = math.inf
-        self._kill_at = math.inf if self._draining else now + (STOP_GRACE if orderly else CRASH_GRACE)
+        self._kill_at = math.inf if self._draining else now + STOP_GRACE
         ranks = sorted(self._running - self._leaving)
         if orderly:
             return [ToCore(rank, ShutdownEngine(drain)) for rank in ranks]
@@ -311,8 +309,7 @@ class HostState:
             return []
         self.phase = HostPhase.ENDED
         attached = [lease.identity for lease in self.leases.leases]
-        askers = [identity for identity in self._askers if identity not in attached]
-        return [End(self._notice, attached + askers)]
+        return [End(self._notice, list(dict.fromkeys(attached + self._askers)))]
 
 
 def _introduction(lease: Lease) -> AttachClient:

@@ -210,7 +210,9 @@ def _dec_hook(expected: type, value: Any) -> Any:
 
 def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
     torch = sys.modules["torch"]
-    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
+    contiguous = tensor.detach().resolve_neg().cpu().contiguous()
+    # Tensors of up to one element count as contiguous whatever their strides are.
+    flat = contiguous.as_strided((contiguous.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

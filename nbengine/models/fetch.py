@@ -86,7 +86,7 @@ def is_checked_copy(path: Path, file: PinnedFile) -> bool:
     try:
         stat = path.stat()
         stamp = json.loads(_stamp_path(path).read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return False
     return stat.st_size == file.size and stamp == _stamp(stat)
 

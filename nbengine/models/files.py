@@ -82,9 +82,13 @@ _ALIASES = {
 
 def _find(config: ModelConfig, report: Reporter) -> ModelFiles:
     name = config.model
-    path = Path(name).expanduser()
     alias = _ALIASES.get(name)
-    if path.is_dir() and (alias is None or (path / "config.json").is_file()):
+    try:
+        path = Path(name).expanduser()
+        is_directory = path.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise ModelNotFoundError(f"no model {name!r}: {error}") from error
+    if is_directory and (alias is None or (path / "config.json").is_file()):
         return _in_directory(path, config.load_format, report)
     if path.suffix.lower() == ".gguf":
         return _gguf_file(path, config.load_format, report)

@@ -61,16 +61,19 @@ def new_directory(destination: Path) -> Iterator[Path]:
     """A directory to fill that appears as `destination`, complete, when the block ends without an error.
 
     When another process has put `destination` there meanwhile, that one stays.
+
+    Raises:
+        ModelLoadError: the block or the move failed to write.
     """
     with staging_directory(destination.parent) as staging:
         content = staging / "content"
-        content.mkdir()
-        yield content
         try:
+            content.mkdir()
+            yield content
             content.rename(destination)
-        except OSError:
+        except OSError as error:
             if not destination.is_dir():
-                raise
+                raise ModelLoadError(_unusable(destination.parent, str(error))) from error
 
 
 @contextlib.contextmanager

@@ -90,17 +90,15 @@ def test_an_interrupt_ends_the_request_and_keeps_the_text(notebook: Kernel) -> N
         assert reason == "abort"
         assert texts(cell)[-1] == text == (ALPHABET * 200)[:tokens]
         wait_until_idle(notebook)
-        assert notebook.value("_ is answer") or True
         assert "3 tokens" in notebook.run("%%generate --max-tokens 3\nhi\n").text
     assert sorted(latencies)[len(latencies) // 2] < 0.3
     assert max(latencies) < 2
 
 
-def test_an_interrupt_arrives_before_the_first_token(notebook: Kernel) -> None:
+def test_an_interrupt_of_a_cell_that_awaits_a_handle_leaves_the_generation_alone(notebook: Kernel) -> None:
     notebook.run("%generate -a -o other --max-tokens 3000 hi")
-    cell = notebook.start("while not other.text: await __import__('asyncio').sleep(0.01)\nawait other")
-    notebook.pump(lambda: notebook.cells is not None, "nothing", 0.1)
-    time.sleep(0.3)
+    cell = notebook.start("print('waiting')\nawait other")
+    notebook.wait_for_text(cell, "waiting")
     notebook.interrupt()
     notebook.finish(cell)
     assert cell.status == "error"
@@ -132,7 +130,7 @@ def test_the_background_goes_on_while_other_cells_run(notebook: Kernel) -> None:
 
 def test_variables_from_the_notebook_reach_the_prompt(notebook: Kernel) -> None:
     notebook.run("topic = 'bees'\nrow = {'k': [1, 2]}")
-    notebook.run("%%generate -o answer --raw --max-tokens 2\n{topic} {row[\"k\"][1]} {\"json\": {}} {{topic}}\n")
+    notebook.run('%%generate -o answer --raw --max-tokens 2\n{topic} {row["k"][1]} {"json": {}} {{topic}}\n')
     assert notebook.value("answer.prompt") == 'bees 2 {"json": {}} {topic}'
 
 

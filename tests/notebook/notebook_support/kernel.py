@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def status(self) -> str:
-        """"ok" or "error", once it has ended."""
+        """ "ok" or "error", once it has ended."""
         return self.reply["content"]["status"]
 
     def take(self, message: dict[str, Any], displays: dict[str, list[dict[str, Any]]]) -> None:

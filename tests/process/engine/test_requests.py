@@ -22,7 +22,7 @@ from nbengine.ipc.messages import (
 @pytest.fixture(scope="module")
 def shared_engine(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[EngineUnderTest]:
     engine = EngineUnderTest(fake_config())
-    engine.wait_listening()
+    engine.wait_ready()
     yield engine
     engine.close()
 

@@ -84,9 +84,10 @@ class EngineUnderTest:
         self.clients.append(client)
         return client
 
-    def wait_listening(self) -> None:
-        """Wait for the sockets that clients connect to."""
-        wait_for((self.run_dir / "stats.sock").exists, "the host's sockets")
+    def wait_ready(self, deadline: float = DEADLINE) -> None:
+        """Wait until the connection file says that the engine takes requests."""
+        path = connection_file(self.name)
+        wait_for(lambda: path.exists() and self.read_connection().ready, "readiness", deadline)
 
     def core(self) -> psutil.Process:
         """The process of engine core 0, once it is there."""

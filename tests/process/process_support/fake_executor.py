@@ -6,6 +6,7 @@ long a step takes), `fail_load` (a message), `load_seconds`, `fail_at_token` (a 
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +15,8 @@ from nbengine.executor.base import Executor
 from nbengine.ipc.messages import Progress
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 VOCAB_SIZE = 1000
 
@@ -48,7 +51,10 @@ class FakeExecutor(Executor):
 
     def execute_model(self, scheduler_output, *, non_block=False):
         if scheduler_output.total_num_scheduled_tokens:
-            time.sleep(self.knobs.get("step_seconds", 0))
+            seconds = self.knobs.get("step_seconds", 0)
+            if seconds > 60:
+                logger.warning("an endless step begins")
+            time.sleep(seconds)
         future: Future[ModelRunnerOutput | None] = Future()
         future.set_result(self.run(scheduler_output))
         return future if non_block else future.result()

@@ -38,9 +38,7 @@ PUBLIC = {
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    return subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip()
 
 
 def test_the_exported_names_are_the_documented_ones() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import signal
 import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
@@ -111,56 +114,73 @@ def test_a_blocking_reader_misses_nothing_that_another_thread_puts() -> None:
     assert seen == list(range(count))
 
 
-def test_an_interrupt_ends_the_wait_at_once_and_loses_nothing() -> None:
+def test_an_interrupt_ends_the_wait_at_once_and_loses_nothing(interrupt_when_armed: threading.Event) -> None:
     queue = collector()
-    waiting = threading.Event()
-
-    def interrupt() -> None:
-        waiting.wait(5)
-        _thread.interrupt_main()
-
-    interrupter = threading.Thread(target=interrupt)
-    interrupter.start()
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        waiting.set()
-        queue.get_blocking(timeout=20)
-    interrupter.join()
+        get_armed(queue, interrupt_when_armed)
+    assert time.monotonic() - start < 5
     queue.put(output("kept", [1]))
     assert queue.get_blocking(timeout=1).outputs[0].text == "kept"
 
 
-def test_interrupts_at_any_moment_lose_no_output() -> None:
+def test_an_interrupt_just_before_the_return_loses_no_output() -> None:
     queue = collector()
-    count = 400
-    proceed = threading.Event()
+    queue.put(output("a", [1]))
+    queue._changed = InterruptedOnExit(queue._changed)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        queue.get_blocking(timeout=1)
+    queue.put(output("b", [2], finished=True))
+    merged = queue.get_blocking(timeout=1)
+    assert (merged.outputs[0].text, merged.finished) == ("ab", True)
 
-    def produce() -> None:
-        for index in range(count):
-            queue.put(output("x", [index], finished=index == count - 1))
-            if index % 20 == 0:
-                _thread.interrupt_main()
-            proceed.wait(0.0002)
 
-    producer = threading.Thread(target=produce)
-    seen: list[int] = []
-    interrupts = 0
-    finished = False
-    item = None
-    producer.start()
-    while not finished:
-        try:
-            item = queue.get_blocking(timeout=10)
-            seen += item.outputs[0].token_ids
-            finished = item.finished
-        except KeyboardInterrupt:
-            interrupts += 1
-            # The interrupt may hit this loop between the call's return and the line after it.
-            if item is not None and item.outputs[0].token_ids[-1] not in seen:
-                seen += item.outputs[0].token_ids
-                finished = item.finished
-    producer.join()
-    assert interrupts
-    assert seen == list(range(count))
+class InterruptedOnExit:
+    """A condition whose first release is followed by an interrupt."""
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        self._interrupts = iter([KeyboardInterrupt()])
+        self.notify = condition.notify
+        self.wait = condition.wait
+
+    def __enter__(self) -> None:
+        self._condition.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._condition.release()
+        for interrupt in self._interrupts:
+            raise interrupt
+
+
+def get_armed(queue: RequestOutputCollector, armed: threading.Event) -> None:
+    armed.set()
+    queue.get_blocking(timeout=20)
+
+
+@pytest.fixture
+def interrupt_when_armed() -> Iterator[threading.Event]:
+    """An event; once it is set, the main thread gets one interrupt, and only then."""
+    armed, done = threading.Event(), threading.Event()
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if armed.is_set():
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        armed.wait(10)
+        while not done.wait(0.05):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    yield armed
+    armed.clear()
+    done.set()
+    interrupter.join()
+    signal.signal(signal.SIGUSR1, previous)
 
 
 async def test_a_cancelled_wait_leaves_the_collector_usable() -> None:

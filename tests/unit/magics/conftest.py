@@ -20,6 +20,7 @@ from nbengine.client.connection import (
     connection_file,
     log_dir,
     read_connection,
+    runtime_dir,
     write_connection,
 )
 from nbengine.config import EngineArgs, EngineConfig
@@ -52,13 +53,14 @@ class FakeClient:
         )
         self.connection = ConnectionInfo(
             name=name,
-            run_dir=str(log.parent / name),
+            run_dir=str(runtime_dir() / f"run-{name}"),
             log_path=str(log),
             host_pid=os.getpid(),
             host_create_time=psutil.Process().create_time(),
             config=config,
             ready=[self.ready],
         )
+        Path(self.connection.run_dir).mkdir(exist_ok=True)
         write_connection(self.connection)
         self.name = name
         self.config = config

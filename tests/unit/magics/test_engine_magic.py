@@ -8,11 +8,10 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import log_dir, runtime_dir
+from nbengine.client.connection import log_dir
 from nbengine.client.directory import ReapReport
 from nbengine.errors import EngineDeadError, EngineStartError
 from nbengine.magics.ledger import Ledger
-from nbengine.magics.session import NotebookSession
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 
 Capture = pytest.CaptureFixture[str]
@@ -239,16 +238,12 @@ def test_attach_prefers_the_notebooks_own_engines_and_asks_otherwise(
 ) -> None:
     for name in ("second", "third"):
         shell.run_cell(f"%engine start random-tiny --name {name}").raise_error()
-    own = Ledger(f"ipython-{os.getpid()}")
-    assert own.read() == ["random-tiny", "second", "third"]
-    # What a kernel finds that was restarted after it had attached to two of three.
-    fresh = NotebookSession(shell, backend)
-    own.write(["third", "second"])
-    assert fresh.ledger.read() == ["third", "second"]
     for name in ("random-tiny", "second", "third"):
         shell.run_cell(f"%engine detach {name}").raise_error()
     assert "which one? These run: random-tiny, second, third" in error_line(shell, "%engine attach", capsys)
-    own.write(["third", "second"])
+    # What a kernel finds that was restarted while it was attached to two of three.
+    for name in ("third", "second"):
+        Ledger(f"ipython-{os.getpid()}").add(backend.clients[name].connection)
     shell.run_cell("%engine attach").raise_error()
     assert backend.attached == ["third", "second"]
     shell.run_cell("%generate hi")
@@ -330,8 +325,10 @@ def test_help_explains_every_command(shell: InteractiveShell, capsys: Capture) -
     assert "restart of its kernel" in capsys.readouterr().out
 
 
-def test_the_ledger_forgets_engines_that_have_gone(shell: InteractiveShell, engine: FakeClient) -> None:
-    directory = runtime_dir() / "nbengine-sessions"
-    (directory / "other-kernel.json").write_text('["gone"]')
+def test_detaching_forgets_the_engine(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
+) -> None:
+    ledger = Ledger(f"ipython-{os.getpid()}")
+    assert ledger.among([engine.connection]) == [engine.connection]
     shell.run_cell("%engine detach")
-    assert list(directory.iterdir()) == []
+    assert ledger.among([engine.connection]) == []

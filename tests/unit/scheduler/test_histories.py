@@ -1,7 +1,7 @@
 """Random histories of the scheduler, checked after each event against a brute-force reference, and through a
 paged memory whose contents would betray any wrong sharing, reuse or recomputation.
 
-`HYPOTHESIS_PROFILE=thorough` runs about twenty times as many.
+`HYPOTHESIS_PROFILE=thorough` runs more than ten times as many.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.simulation import Simulation
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
 BASES = [[(7 * base + 3 * i + i * i) % VOCAB_SIZE for i in range(40)] for base in range(2)]
 """Prompts start with parts of these, so that they share prefixes."""
 

@@ -18,7 +18,7 @@ ABORTED = RequestStatus.FINISHED_ABORTED
 
 
 def make_scheduler(
-    num_blocks: int = 64, max_model_len: int = 128, caching: bool = True, **config: Any
+    num_blocks: int = 64, max_model_len: int = 128, caching: bool = True, lookahead: int = 0, **config: Any
 ) -> Scheduler:
     ticks = iter(range(10**6))
     return Scheduler(
@@ -27,6 +27,7 @@ def make_scheduler(
         num_blocks,
         max_model_len,
         engine_index=3,
+        num_lookahead_tokens=lookahead,
         clock=lambda: float(next(ticks)),
     )
 
@@ -250,6 +251,21 @@ def test_a_waiting_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
     add(scheduler, "b", 28, max_tokens=2)
     assert step(scheduler)[0] == {"a": 1}
     assert step(scheduler)[0] == {"b": 8}
+
+
+def test_lookahead_keeps_room_for_drafts_after_every_step_up_to_the_model_length() -> None:
+    scheduler = make_scheduler(max_model_len=14, lookahead=3)
+    request = add(scheduler, "r", 4, max_tokens=None)
+    while scheduler.has_unfinished_requests():
+        plan = scheduler.schedule()
+        assert len(request.block_ids) == -(-min(request.num_computed_tokens + 3, 14) // 4)
+        answer(scheduler, plan)
+
+
+def test_room_for_drafts_counts_when_a_request_is_checked_against_the_pool() -> None:
+    add(make_scheduler(num_blocks=2, max_model_len=30), "r", 4, max_tokens=5)
+    with pytest.raises(RequestError, match="needs 3 KV blocks, and there are 2"):
+        add(make_scheduler(num_blocks=2, max_model_len=30, lookahead=1), "r", 4, max_tokens=5)
 
 
 # Ends.
