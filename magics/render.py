@@ -29,7 +29,7 @@ def answer_bundle(
         rich = {"text/markdown": harmless_markdown(fenced(text, language)) + _markdown_footer(footer)}
     elif output_format == "json":
         text, note = pretty_json(text) if complete else (text, "")
-        footer = " · ".join(part for part in (footer, note) if part)
+        footer = joined(footer, note)
         rich = {"text/html": f'<pre style="{_CODE}">{escape(text)}</pre>{_html_footer(footer)}'}
     else:
         rich = {"text/html": f'<div style="{_PROSE}">{escape(text)}</div>{_html_footer(footer)}'}
@@ -61,6 +61,11 @@ def footer_of(result: GenerationResult) -> str:
         parts.append(f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens reused")
     if metrics.num_preemptions:
         parts.append(f"preempted {count(metrics.num_preemptions, 'time')}")
+    return joined(*parts)
+
+
+def joined(*parts: str) -> str:
+    """The parts of a footer that are not empty, in one line."""
     return " · ".join(part for part in parts if part)
 
 

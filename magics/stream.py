@@ -98,9 +98,10 @@ class Generation:
                 self._cancelled.wait(self._view.interval)
             self._end()
         except NBEngineError as error:
-            self._end()
+            # Nobody may ever ask the handle: the cell says what happened, too.
+            self._end(note=f"{type(error).__name__}: {getattr(error, 'cause', error)}")
             on_error(error)
-            handle.settle(None if self._cancelled.is_set() else error)
+            handle.settle(error)
         except BaseException as error:
             handle.settle(error)
             raise
@@ -126,11 +127,11 @@ class Generation:
         self._abort(self.result.request_id)
         return Interrupted("generation interrupted; what had been written is kept")
 
-    def _end(self) -> None:
+    def _end(self, note: str = "") -> None:
         if not self.result.finished:
             self._drain()
             self.result.abort()
-        self._view.finish(self.result)
+        self._view.finish(self.result, note)
 
     def _drain(self) -> None:
         """Keep what has arrived but was not shown yet."""

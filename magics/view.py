@@ -8,7 +8,7 @@ from typing import Protocol
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.render import answer_bundle, footer_of
+from nbengine.magics.render import answer_bundle, footer_of, joined
 from nbengine.magics.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
 
@@ -28,8 +28,8 @@ class View(Protocol):
     def update(self, result: GenerationResult) -> None:
         """Show what there is."""
 
-    def finish(self, result: GenerationResult) -> None:
-        """Show the final state, once."""
+    def finish(self, result: GenerationResult, note: str = "") -> None:
+        """Show the final state, once; `note` is what else there is to say."""
 
 
 class CellView:
@@ -61,9 +61,9 @@ class CellView:
         cost = time.perf_counter() - started
         self.interval = max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / _DUTY)
 
-    def finish(self, result: GenerationResult) -> None:
+    def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
-        footer = footer_of(result) if self._footer else ""
+        footer = joined(footer_of(result) if self._footer else "", note)
         if result.text or footer or self._live.shown:
             self._live.show(answer_bundle(result.text, self._format, footer))
 
@@ -84,12 +84,12 @@ class TerminalView:
             print(result.text[self._printed :], end="", flush=True)
             self._printed = len(result.text)
 
-    def finish(self, result: GenerationResult) -> None:
+    def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the rest and the footer."""
         print(result.text[self._printed :])
-        if self._footer and footer_of(result):
-            footer = f"[{footer_of(result)}]"
-            print(f"\x1b[2m{footer}\x1b[0m" if sys.stdout.isatty() else footer)
+        footer = joined(footer_of(result) if self._footer else "", note)
+        if footer:
+            print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")
 
 
 class SilentView:
@@ -100,7 +100,7 @@ class SilentView:
     def update(self, result: GenerationResult) -> None:
         """Show nothing."""
 
-    def finish(self, result: GenerationResult) -> None:
+    def finish(self, result: GenerationResult, note: str = "") -> None:
         """Show nothing."""
 
 

@@ -158,6 +158,9 @@ class HostLink:
                 self._send_outbox()
                 self._receive()
                 self._look_at_clock(time.monotonic())
+        except Exception as error:
+            logger.exception("the link to the host of engine %s failed", self.info.name)
+            self._listener.on_dead(EngineDeadError(f"the link to the engine's host failed: {error!r}"))
         finally:
             self._socket.close()
             self._context.term()

@@ -12,6 +12,7 @@ from typing import Any
 
 from nbengine.client.base import EngineCoreClient, ProgressCallback
 from nbengine.config import EngineConfig
+from nbengine.engine.logs import describe_exception
 from nbengine.errors import EngineDeadError, NBEngineError, RequestError, UtilityError
 from nbengine.ipc.messages import (
     EngineCoreOutput,
@@ -44,14 +45,22 @@ class InprocClient(EngineCoreClient):
 
         An interrupt takes effect after the step: between scheduling and taking in the result it would leave
         the scheduler and the model apart.
+
+        Raises:
+            EngineDeadError: the step failed, or the engine was shut down.
         """
         self.check_alive()
         if self._refused:
             refused, self._refused = self._refused, []
             return EngineCoreOutputs(outputs=refused)
-        with _interrupt_deferred():
-            outputs, model_executed = self.engine_core.step_fn()
-            self.engine_core.post_step(model_executed)
+        try:
+            with _interrupt_deferred():
+                outputs, model_executed = self.engine_core.step_fn()
+                self.engine_core.post_step(model_executed)
+        except Exception as error:
+            death = EngineDeadError(f"the engine failed: {describe_exception(error)}")
+            self._end(death)
+            raise death from error
         return outputs.get(0) or EngineCoreOutputs()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -99,8 +108,11 @@ class InprocClient(EngineCoreClient):
         """Release the model; calling it again does nothing."""
         while drain and self._dead is None and self.engine_core.scheduler.has_unfinished_requests():
             self.get_output()
+        self._end(EngineDeadError("the engine was shut down"))
+
+    def _end(self, reason: EngineDeadError) -> None:
         if self._dead is None:
-            self._dead = EngineDeadError("the engine was shut down")
+            self._dead = reason
             self.engine_core.shutdown()
 
 

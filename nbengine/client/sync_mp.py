@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from queue import SimpleQueue
@@ -12,8 +13,10 @@ import zmq
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.mp import MPClient
 from nbengine.client.wake import WakePipe
-from nbengine.errors import NBEngineError
+from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 5.0
 
@@ -89,20 +92,26 @@ class SyncMPClient(MPClient):
         for source in (self._output_socket, self._input_socket, self._wake):
             poller.register(source, zmq.POLLIN)
         try:
-            closing = False
-            while not closing:
-                for source, _ in poller.poll():
-                    if source is self._output_socket:
-                        self._on_output(self._output_socket.recv_multipart())
-                    elif source is self._input_socket:
-                        self._on_input(self._input_socket.recv_multipart())
-                    else:
-                        closing = self._send_outbox()
+            self._serve(poller)
+        except Exception as error:
+            logger.exception("the sockets of engine %s failed", self.info.name)
+            self._fail(EngineDeadError(f"the connection to the engine failed: {error!r}"), dead=True)
         finally:
             self._input_socket.close()
             self._output_socket.close()
             self._context.term()
             self._wake.close()
+
+    def _serve(self, poller: zmq.Poller) -> None:
+        closing = False
+        while not closing:
+            for source, _ in poller.poll():
+                if source is self._output_socket:
+                    self._on_output(self._output_socket.recv_multipart())
+                elif source is self._input_socket:
+                    self._on_input(self._input_socket.recv_multipart())
+                else:
+                    closing = self._send_outbox()
 
     def _send_outbox(self) -> bool:
         self._wake.drain()

@@ -20,10 +20,13 @@ class UniProcExecutor(Executor):
     """Calls its worker directly: a call is done when it returns, so that no timeout ever passes."""
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
-        worker = Worker(config, progress)
-        worker.init_device()
-        worker.load_model()
-        self._worker: Worker | None = worker
+        self._worker: Worker | None = Worker(config, progress)
+        try:
+            self._worker.init_device()
+            self._worker.load_model()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def collective_rpc(
         self,

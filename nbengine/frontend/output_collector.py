@@ -30,6 +30,7 @@ class RequestOutputCollector:
         self._error: Exception | None = None
         self._exhausted = False
         self._waiter: asyncio.Future[None] | None = None
+        self._num_blocked = 0
 
     def put(self, output: RequestOutput) -> None:
         """Hand over an output."""
@@ -82,7 +83,7 @@ class RequestOutputCollector:
                     remaining = None if deadline is None else deadline - time.monotonic()
                     if remaining is not None and remaining <= 0:
                         raise TimeoutError(f"request {self.request_id} gave no output within {timeout:g} s")
-                    self._changed.wait(remaining)
+                    self._wait(remaining)
         except KeyboardInterrupt:
             if output is not None:
                 self._put_back(output)
@@ -106,8 +107,16 @@ class RequestOutputCollector:
             raise NBEngineError(f"request {self.request_id} is finished, nothing more will come")
         return None
 
+    def _wait(self, timeout: float | None) -> None:
+        self._num_blocked += 1
+        try:
+            self._changed.wait(timeout)
+        finally:
+            self._num_blocked -= 1
+
     def _wake(self) -> None:
-        self._changed.notify()
+        if self._num_blocked:
+            self._changed.notify_all()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             # A closed loop has no reader left to wake.

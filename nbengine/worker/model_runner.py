@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.config import EngineConfig
-from nbengine.errors import NBEngineError
+from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.sampling.metadata import SamplingMetadata
@@ -18,6 +19,7 @@ from nbengine.sampling.sampler import Sampler
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.memory import GIB
 from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
 
 
@@ -56,7 +58,11 @@ class ModelRunner:
         self._metadata_key: tuple[int, bytes] = (0, b"")
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate `num_blocks` KV blocks, and the batch for requests of up to `max_model_len` tokens."""
+        """Allocate `num_blocks` KV blocks, and the batch for requests of up to `max_model_len` tokens.
+
+        Raises:
+            EngineStartError: the allocation failed.
+        """
         scheduler = self._config.scheduler
         block_size = self._config.cache.block_size
         self._kv_caches = self._new_kv_caches(num_blocks)
@@ -154,7 +160,16 @@ class ModelRunner:
     def _new_kv_caches(self, num_blocks: int) -> list[Tensor]:
         model = self._model.config
         shape = (2, num_blocks, model.num_kv_heads, self._config.cache.block_size, model.head_dim)
-        return [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)]
+        try:
+            return [
+                torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)
+            ]
+        except (MemoryError, RuntimeError) as error:
+            size = model.num_layers * math.prod(shape) * self._dtype.itemsize
+            raise EngineStartError(
+                f"could not allocate a KV cache of {size / GIB:.2f} GiB ({num_blocks} blocks) on {self._device}; "
+                f"lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization: {error}"
+            ) from error
 
     def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
         batch = self._batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ from nbengine.models.hf_config import load_hf_config, max_model_len_of
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.registry import load_model, resolve_device, resolve_dtype
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from nbengine.worker.cgroup import ControlGroup
 from nbengine.worker.memory import (
-    GIB,
     available_host_memory,
     check_kv_cache_fits,
     check_weights_fit,
@@ -27,6 +24,7 @@ from nbengine.worker.memory import (
     gpu_kv_budget,
 )
 from nbengine.worker.model_runner import ModelRunner
+from nbengine.worker.threads import TorchThreads
 
 
 class Worker:
@@ -36,20 +34,17 @@ class Worker:
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         self.config = config
         self._progress = progress
+        self._threads = TorchThreads()
 
     def init_device(self) -> None:
-        """Choose device and dtype, and how many threads torch may use.
+        """Choose device and dtype.
 
         Raises:
-            EngineStartError: the device is not there.
+            InvalidArgumentError: the device that was asked for is not there.
         """
         self.hf_config = load_hf_config(self.config.model)
         self.device = resolve_device(self.config.model)
         self.dtype = resolve_dtype(self.config.model, self.hf_config, self.device)
-        if self.device.type == "cpu":
-            _limit_threads()
-        else:
-            torch.cuda.set_device(self.device)
 
     def load_model(self) -> None:
         """Load the weights.
@@ -59,10 +54,12 @@ class Worker:
             ModelLoadError: the files cannot be used.
         """
         shapes = DecoderForCausalLM(
-            decoder_config(self.hf_config), dtype=self.dtype, device=torch.device("meta")
+            decoder_config(self.hf_config), dtype=self.dtype, device=torch.device("meta"), max_positions=1
         )
         name = self.config.model.model
         check_weights_fit(name, shapes.weights_bytes, self._free_memory(), str(self.device))
+        if self.device.type == "cpu":
+            self._threads.limit(shapes.weights_bytes)
         self.model = load_model(self.config.model, self.device, self.dtype, self._progress)
         self.model_runner = ModelRunner(self.config, self.model, self.device, self.dtype)
 
@@ -117,13 +114,7 @@ class Worker:
         page_size = self.get_kv_cache_spec().page_size_bytes
         check_kv_cache_fits(num_blocks, page_size, self._free_memory(), str(self.device))
         max_model_len = min(self._max_model_len(), num_blocks * self.config.cache.block_size)
-        try:
-            self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
-        except (MemoryError, RuntimeError) as error:
-            raise EngineStartError(
-                f"could not allocate a KV cache of {num_blocks * page_size / GIB:.2f} GiB ({num_blocks} blocks) "
-                f"on {self.device}: {error}"
-            ) from error
+        self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See `ModelRunner.execute_model`."""
@@ -134,11 +125,12 @@ class Worker:
         return self.model_runner.sample_tokens(grammar_output)
 
     def shutdown(self) -> None:
-        """Free model and KV cache. The worker takes no calls afterwards."""
-        del self.model, self.model_runner
+        """Free what has been loaded and allocated. The worker takes no calls afterwards."""
+        for name in ("model", "model_runner"):
+            vars(self).pop(name, None)
+        self._threads.restore()
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
@@ -165,10 +157,3 @@ class Worker:
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         return gpu_kv_budget(total, self.config.cache.gpu_memory_utilization, peak, others)
-
-
-def _limit_threads() -> None:
-    """Respect a container's CPU quota, which torch does not know; OMP_NUM_THREADS has the last word."""
-    limit = ControlGroup().cpu_limit()
-    if limit is not None and limit < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(limit)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("notebook_support")
 
 from notebook_support.kernel import Kernel
-from notebook_support.leaks import wait_until_clean
+from notebook_support.leaks import end_engines, wait_until_clean
 
 StartKernel = Callable[[], Kernel]
 
@@ -34,6 +34,7 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
             for name, value in own.items():
                 patch.setenv(name, value)
             yield dict(os.environ)
+            end_engines()
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def start_kernel(notebook_environment: dict[str, str]) -> Iterator[StartKernel]:
     yield start
     for kernel in kernels:
         kernel.close()
-    wait_until_clean(Path(notebook_environment["XDG_RUNTIME_DIR"]))
+    wait_until_clean(directory_of(notebook_environment))
 
 
 @pytest.fixture(scope="module")
@@ -57,4 +58,16 @@ def kernel(notebook_environment: dict[str, str]) -> Iterator[Kernel]:
     kernel = Kernel(notebook_environment)
     yield kernel
     kernel.close()
-    wait_until_clean(Path(notebook_environment["XDG_RUNTIME_DIR"]))
+    wait_until_clean(directory_of(notebook_environment))
+
+
+@pytest.fixture
+def clean_afterwards(notebook_environment: dict[str, str]) -> Iterator[None]:
+    """Nothing may be left of the engines that the test starts."""
+    yield
+    wait_until_clean(directory_of(notebook_environment))
+
+
+def directory_of(environment: dict[str, str]) -> Path:
+    """The directory of everything that kernels and engines write."""
+    return Path(environment["XDG_RUNTIME_DIR"])

@@ -16,7 +16,7 @@ LASTING_FILES = ("nbengine-launch.lock",)
 
 
 def engine_remains(directory: Path) -> list[str]:
-    """Processes that use a directory for their engine, and the files of engines and sessions in it."""
+    """Processes of engines whose log lies in a directory, and the files of engines in it."""
     remains = [
         f"file {path}"
         for path in directory.rglob("*")
@@ -25,12 +25,17 @@ def engine_remains(directory: Path) -> list[str]:
         and path.suffix != ".log"
         and path.name not in LASTING_FILES
     ]
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            uses = process.environ().get("XDG_RUNTIME_DIR") == str(directory)
-            if uses and process.pid != os.getpid():
-                remains.append(f"process {process.pid} {process.cmdline()}")
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/2").startswith(f"{directory}/"):
+                remains.append(f"process {pid}, which writes to an engine's log")
     return remains
+
+
+def end_engines() -> None:
+    """End every engine that has a connection file."""
+    for engine in list_engines():
+        stop_engine(engine.info)
 
 
 def wait_until_clean(directory: Path) -> None:
@@ -38,7 +43,6 @@ def wait_until_clean(directory: Path) -> None:
     end = time.monotonic() + SETTLE_SECONDS
     while remains := engine_remains(directory):
         if time.monotonic() > end:
-            for engine in list_engines():
-                stop_engine(engine.info)
+            end_engines()
             raise AssertionError("left behind: " + "; ".join(remains))
         time.sleep(0.02)

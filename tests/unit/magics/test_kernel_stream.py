@@ -181,6 +181,21 @@ async def test_background_text_goes_on_after_the_cell(
     assert outputs[0]["text/plain"].startswith("streamed later\n\n[2 tokens")
 
 
+async def test_a_background_failure_is_told_in_its_cell(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    (await run(kernel_shell, "%%generate -a -o later\nhi\n")).raise_error()
+    engine.emit("before")
+    engine.collectors[0].put_error(EngineDeadError("core 0 was killed", "log"))
+    with pytest.raises(EngineDeadError):
+        await kernel_shell.user_ns["later"]
+    assert kernel_shell.user_ns["later"].text == "before"
+    (output,) = publisher(kernel_shell).outputs()
+    assert "[ended early · 1 token" in output["text/plain"]
+    assert output["text/plain"].endswith("EngineDeadError: core 0 was killed]")
+
+
 async def test_capture_captures_every_update(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
     await asyncio.to_thread(
         kernel_shell.run_cell, "%%capture out\nget_ipython().run_cell_magic('generate', '', 'hi')"

@@ -28,9 +28,9 @@ Logits = Callable[[list[int]], Tensor]
 Runner = Callable[..., ModelRunner]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """More threads than free cores make steps of a tiny model a thousand times slower."""
+    """The model is tiny, and other processes may want the cores."""
     previous = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from nbengine.config import EngineConfig
-from nbengine.errors import EngineStartError
+from nbengine.errors import EngineStartError, ModelLoadError
+from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import Progress
 from nbengine.worker import worker as worker_module
+from nbengine.worker.cgroup import ControlGroup
 from nbengine.worker.memory import GIB
+from nbengine.worker.threads import TorchThreads
 from nbengine.worker.worker import Worker
 
 
@@ -21,6 +24,16 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     free = [8 * GIB]
     monkeypatch.setattr(worker_module, "available_host_memory", lambda: free[0])
     return free
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """torch's number of threads and what it is set to, on a machine with 8 cores."""
+    history = [8]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: history[-1])
+    monkeypatch.setattr(torch, "set_num_threads", history.append)
+    return history
 
 
 def loaded(config: EngineConfig) -> Worker:
@@ -92,7 +105,7 @@ def test_a_failing_allocation_names_the_numbers(
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "zeros", out_of_memory)
-    with pytest.raises(EngineStartError, match=r"\(50 blocks\) on cpu: DefaultCPUAllocator") as raised:
+    with pytest.raises(EngineStartError, match=r"\(50 blocks\) on cpu; lower kv_cache.*DefaultCPU") as raised:
         worker.initialize_kv_cache(50)
     assert isinstance(raised.value.__cause__, RuntimeError)
 
@@ -103,16 +116,38 @@ def test_a_small_cache_bounds_the_sequence_length(tiny_config: EngineConfig) -> 
     assert worker.model_runner._batch.token_ids.shape[1] == 12
 
 
-def test_a_container_quota_limits_the_threads(
-    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_failing_load_gives_the_threads_back(
+    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch, threads: list[int]
 ) -> None:
-    chosen: list[int] = []
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(worker_module.ControlGroup, "cpu_limit", lambda self: 3)
-    Worker(tiny_config).init_device()
-    assert chosen == [3]
+    def fail(*args: object) -> None:
+        raise ModelLoadError("corrupt")
+
+    monkeypatch.setattr(worker_module, "load_model", fail)
+    with pytest.raises(ModelLoadError, match="corrupt"):
+        UniProcExecutor(tiny_config)
+    assert threads == [8, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("weights_bytes", "quota", "expected"),
+    [(GIB, None, [8]), (GIB, 3, [8, 3, 8]), (GIB, 99, [8]), (1 << 20, None, [8, 1, 8])],
+)
+def test_threads_are_limited_by_quota_and_by_what_pays(
+    weights_bytes: int,
+    quota: int | None,
+    expected: list[int],
+    threads: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ControlGroup, "cpu_limit", lambda self: quota)
+    limiter = TorchThreads()
+    limiter.limit(weights_bytes)
+    limiter.restore()
+    limiter.restore()
+    assert threads == expected
+
+
+def test_the_users_number_of_threads_stays(threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    Worker(tiny_config).init_device()
-    assert chosen == [3]
+    TorchThreads().limit(1)
+    assert threads == [8]

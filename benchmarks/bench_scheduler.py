@@ -1,0 +1,158 @@
+"""What the scheduler and the KV cache cost a step, without a model.
+
+    python benchmarks/bench_scheduler.py [--json PATH]
+
+Decoding: schedule() and update_from_output() of one step in which every request computes one token; prompts of
+128 tokens and up, so that block boundaries spread over the steps. New requests: 256 prompts of 1,000 tokens, the
+first 800 of them shared, admitted in one step: making and hashing the request, add_request(), schedule() and
+update_from_output(), a request each. Medians, in microseconds, prefix caching and statistics on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter_ns
+
+from nbengine.config import CacheConfig, SchedulerConfig
+from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.request import Request
+from nbengine.scheduler.scheduler import Scheduler
+
+NUM_BLOCKS = 40_000
+MAX_MODEL_LEN = 8192
+VOCAB_SIZE = 49_000
+WARMUP_STEPS = 20
+PROMPT, SHARED = 1000, 800
+
+
+def make_scheduler(max_num_seqs: int, budget: int) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    return Scheduler(config, CacheConfig(), NUM_BLOCKS, MAX_MODEL_LEN)
+
+
+def make_request(name: str, prompt: list[int], params: SamplingParams, scheduler: Scheduler) -> Request:
+    return Request(name, prompt, params, block_hasher=scheduler.kv_cache_manager.block_hasher)
+
+
+def sample(scheduler: Scheduler, plan: SchedulerOutput, rng: random.Random) -> ModelRunnerOutput:
+    names = list(plan.num_scheduled_tokens)
+    requests = [scheduler.requests[name] for name in names]
+    tokens = [
+        [rng.randrange(3, VOCAB_SIZE)] if r.num_computed_tokens >= r.num_tokens else [] for r in requests
+    ]
+    return ModelRunnerOutput(names, tokens)
+
+
+def settle() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def decode(num_requests: int, num_waiting: int, steps: int, repeats: int) -> dict[str, float]:
+    """Microseconds a decoding step of `num_requests`, with `num_waiting` more that are not admitted."""
+    rng = random.Random(7)
+    params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True)
+    schedule, update, both = [], [], []
+    for _ in range(repeats):
+        scheduler = make_scheduler(num_requests, 8192)
+        for i in range(num_requests + num_waiting):
+            prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(128 + i % 16)]
+            scheduler.add_request(make_request(f"r{i}", prompt, params, scheduler))
+        while any(request.num_output_tokens == 0 for request in scheduler.running) or not scheduler.running:
+            plan = scheduler.schedule()
+            scheduler.update_from_output(plan, sample(scheduler, plan, rng))
+        settle()
+        for number in range(WARMUP_STEPS + steps):
+            t0 = perf_counter_ns()
+            plan = scheduler.schedule()
+            t1 = perf_counter_ns()
+            output = sample(scheduler, plan, rng)
+            t2 = perf_counter_ns()
+            scheduler.update_from_output(plan, output)
+            t3 = perf_counter_ns()
+            if number >= WARMUP_STEPS:
+                schedule.append(t1 - t0)
+                update.append(t3 - t2)
+                both.append(t1 - t0 + t3 - t2)
+        gc.unfreeze()
+    return {"schedule": _median_us(schedule), "update": _median_us(update), "total": _median_us(both)}
+
+
+def new_requests(count: int, repeats: int) -> dict[str, float]:
+    """Microseconds a new request, from its tokens to its first output."""
+    rng = random.Random(7)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    init: list[float] = []
+    add, schedule, update = [], [], []
+    for _ in range(repeats):
+        scheduler = make_scheduler(count, count * PROMPT)
+        shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(SHARED)]
+        own = [[rng.randrange(3, VOCAB_SIZE) for _ in range(PROMPT - SHARED)] for _ in range(count)]
+        prompts = [shared + tokens for tokens in own]
+        settle()
+        requests = []
+        for i, prompt in enumerate(prompts):
+            t0 = perf_counter_ns()
+            requests.append(make_request(f"p{i}", prompt, params, scheduler))
+            init.append(perf_counter_ns() - t0)
+        t0 = perf_counter_ns()
+        for request in requests:
+            scheduler.add_request(request)
+        t1 = perf_counter_ns()
+        plan = scheduler.schedule()
+        t2 = perf_counter_ns()
+        output = sample(scheduler, plan, rng)
+        t3 = perf_counter_ns()
+        scheduler.update_from_output(plan, output)
+        update.append((perf_counter_ns() - t3) / count)
+        add.append((t1 - t0) / count)
+        schedule.append((t2 - t1) / count)
+        found = scheduler.make_stats().prefix_cache_hits
+        if found != (count - 1) * SHARED:
+            raise SystemExit(f"{found} tokens found in the prefix cache, {(count - 1) * SHARED} expected")
+        gc.unfreeze()
+    parts: dict[str, list[float]] = {
+        "init_and_hash": init,
+        "add": add,
+        "schedule": schedule,
+        "update": update,
+    }
+    row = {name: _median_us(samples) for name, samples in parts.items()}
+    return row | {"total": round(sum(row.values()), 2)}
+
+
+def _median_us(samples: Sequence[float]) -> float:
+    return round(statistics.median(samples) / 1e3, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Scheduler and KV cache, microseconds a step.")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    rows = {}
+    for num_requests, num_waiting in ((1, 0), (32, 0), (256, 0), (256, 10_000)):
+        name = f"decode {num_requests}" + (f", {num_waiting} waiting" if num_waiting else "")
+        repeats = 1 if num_waiting else args.repeats
+        rows[name] = decode(num_requests, num_waiting, args.steps, repeats)
+    rows[f"new request of {PROMPT} tokens, {SHARED} shared"] = new_requests(256, args.repeats)
+    print(f"{'µs, median':44}{'total':>10}  parts")
+    for name, row in rows.items():
+        parts = ", ".join(f"{part} {value:g}" for part, value in row.items() if part != "total")
+        print(f"{name:44}{row['total']:>10g}  {parts}")
+    if args.json:
+        record = {"bench": "scheduler", "python": platform.python_version(), "unit": "us", "rows": rows}
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The command `nbengine`: models in the cache, and the engines that run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from nbengine.errors import NBEngineError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0, 1 for an error, 130 for an interrupt."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except NBEngineError as error:
+        print(f"nbengine: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe has had enough; nothing more can be written, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nbengine", description="Models and engines of nbengine.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    fetch = commands.add_parser("fetch", help="put a model into the cache")
+    fetch.add_argument(
+        "model", nargs="?", default="smollm2-135m", help="alias, hub id, directory or .gguf file"
+    )
+    fetch.add_argument("--revision", help="branch, tag or commit on the hub")
+    fetch.set_defaults(run=_fetch)
+    ps = commands.add_parser("ps", help="list the engines")
+    ps.set_defaults(run=_ps)
+    stop = commands.add_parser("stop", help="end an engine and wait until it is gone")
+    stop.add_argument("name")
+    stop.add_argument("--drain", action="store_true", help="let it finish what runs")
+    stop.add_argument(
+        "--timeout", type=float, default=None, metavar="S", help="seconds before it is made to end"
+    )
+    stop.set_defaults(run=_stop)
+    reap = commands.add_parser("reap", help="remove what dead engines have left")
+    reap.add_argument("--unattached", action="store_true", help="also end engines that nobody is attached to")
+    reap.set_defaults(run=_reap)
+    logs = commands.add_parser("logs", help="show an engine's log")
+    logs.add_argument("name")
+    logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="how many lines (default 50)")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the engine ends")
+    logs.set_defaults(run=_logs)
+    return parser
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from nbengine.config import ModelConfig
+    from nbengine.ipc.messages import Progress
+    from nbengine.models.files import resolve_model
+
+    shown = ""
+
+    def show(progress: Progress) -> None:
+        nonlocal shown
+        share = "" if progress.fraction is None else f" {progress.fraction:4.0%}"
+        line = f"{progress.detail}{share}"
+        if line != shown:
+            shown = line
+            print(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, end="", file=sys.stderr, flush=True)
+            if not sys.stderr.isatty():
+                print(file=sys.stderr)
+
+    config = resolve_model(ModelConfig(model=options.model, revision=options.revision), show)
+    if shown and sys.stderr.isatty():
+        print(file=sys.stderr)
+    size = sum(os.path.getsize(path) for path in config.weights)
+    print(f"{options.model}: {config.directory} ({_bytes(size)} of weights)")
+    return 0
+
+
+def _ps(options: argparse.Namespace) -> int:
+    del options
+    from nbengine.client.directory import list_engines
+
+    rows = [("NAME", "STATE", "PID", "CLIENTS", "MEMORY", "UP", "MODEL")]
+    for engine in list_engines():
+        info = engine.info
+        up = _duration(time.time() - info.created) if engine.pids else "-"
+        pid, model = str(info.host_pid), info.config.model.model
+        memory = _bytes(engine.memory_bytes)
+        rows.append((info.name, engine.state, pid, str(engine.num_clients), memory, up, model))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from nbengine.client.directory import STOP_TIMEOUT, find_engine, stop_engine
+
+    info = find_engine(options.name)
+    timeout = STOP_TIMEOUT if options.timeout is None else options.timeout
+    stop_engine(info, drain=options.drain, timeout=timeout)
+    print(f"{info.name} has ended")
+    return 0
+
+
+def _reap(options: argparse.Namespace) -> int:
+    from nbengine.client.directory import reap
+
+    report = reap(end_unattached=options.unattached)
+    lines = [f"removed what was left of {name}" for name in report.dead]
+    lines += [f"ended {name}" for name in report.ended]
+    lines += [f"killed process {pid}" for pid in report.killed_pids]
+    lines += [f"removed {path}" for path in report.removed_dirs]
+    print("\n".join(lines) or "nothing to remove")
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from nbengine.client.logs import find_log, follow_log
+    from nbengine.engine.logs import log_tail
+
+    path, info = find_log(options.name)
+    tail = log_tail(path, options.lines)
+    if tail:
+        print(tail, flush=True)
+    if options.follow:
+        for text in follow_log(path, info):
+            print(text, end="", flush=True)
+    return 0
+
+
+def _bytes(count: float) -> str:
+    for unit in _UNITS[:-1]:
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {_UNITS[-1]}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(max(0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

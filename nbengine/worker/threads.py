@@ -1,0 +1,41 @@
+"""How many threads torch computes with on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from nbengine.worker.cgroup import ControlGroup
+
+SINGLE_THREAD_BYTES = 4 << 20
+"""Weights up to this size stay in one core's cache, and handing work to other threads costs more than it gains:
+a step of random-tiny (0.4 MiB) takes 0.4 ms on one thread, and up to a hundred times that on two when other
+processes want the cores."""
+
+
+class TorchThreads:
+    """torch's number of threads, a setting of the whole process: lowered for a model, and put back."""
+
+    def __init__(self) -> None:
+        self._original: int | None = None
+
+    def limit(self, weights_bytes: int) -> None:
+        """Lower the number to what pays for a model of this size, and to a container's CPU quota.
+
+        A number that the user has chosen (OMP_NUM_THREADS) stays.
+        """
+        if "OMP_NUM_THREADS" in os.environ:
+            return
+        current = torch.get_num_threads()
+        quota = ControlGroup().cpu_limit() or current
+        wanted = 1 if weights_bytes <= SINGLE_THREAD_BYTES else min(current, quota)
+        if wanted < current:
+            self._original = current
+            torch.set_num_threads(wanted)
+
+    def restore(self) -> None:
+        """Undo `limit`."""
+        if self._original is not None:
+            torch.set_num_threads(self._original)
+            self._original = None

@@ -1,0 +1,72 @@
+"""A terminal, where cells block: IPython in a pseudo-terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pexpect
+import pytest
+from notebook_support.paced import start_line
+
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Terminal:
+    """IPython with a plain prompt."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.child = pexpect.spawn(
+            sys.executable,
+            ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=nocolor", "--no-confirm-exit"],
+            env=environment | {"TERM": "dumb", "COLUMNS": "200"},
+            encoding="utf-8",
+            echo=False,
+            timeout=30,
+        )
+        self.expect(r"In \[1\]: ")
+
+    def expect(self, pattern: str) -> str:
+        """Wait for a pattern; returns what came before it."""
+        self.child.expect(pattern)
+        return self.child.before or ""
+
+    def run(self, line: str) -> str:
+        """Run a line and return what it shows."""
+        self.child.sendline(line)
+        return self.expect(r"In \[\d+\]: ")
+
+
+@pytest.fixture
+def terminal(notebook_environment: dict[str, str], clean_afterwards: None) -> Iterator[Terminal]:
+    terminal = Terminal(notebook_environment)
+    yield terminal
+    terminal.child.sendeof()
+    terminal.child.close(force=True)
+
+
+def test_a_session_in_a_terminal(terminal: Terminal) -> None:
+    terminal.run("%load_ext nbengine")
+    started = terminal.run(start_line(tokens_per_second=200))
+    assert "✓ load" in started
+    assert "engine 'random-tiny' is ready" in started
+    shown = terminal.run("answer = %generate --max-tokens 30 What is this?")
+    assert (ALPHABET * 2)[:30] in shown
+    assert "30 tokens" in shown
+    assert "(30, 'length')" in terminal.run("len(answer.token_ids), answer.finish_reason")
+    terminal.child.sendline("%%generate -o other --max-tokens 3000")
+    for line in ("hi", "", ""):
+        terminal.child.sendline(line)
+    terminal.expect(ALPHABET)
+    terminal.child.sendintr()
+    interrupted = terminal.expect(r"In \[\d+\]: ")
+    assert "ended early" in interrupted
+    assert "KeyboardInterrupt: generation interrupted" in interrupted
+    assert "Traceback" not in interrupted
+    assert "('abort', True)" in terminal.run(
+        "other.finish_reason, other.text in 'ABCDEFGHIJKLMNOPQRSTUVWXYZ' * 200"
+    )
+    assert "ABC" in terminal.run("%generate --max-tokens 3 again")
+    assert "0 running, 0 waiting" in terminal.run("%engine status")
+    assert "2 processes are gone" in terminal.run("%engine stop")
+    assert "UsageError: no engine is running here" in terminal.run("%generate hi")

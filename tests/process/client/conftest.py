@@ -1,0 +1,97 @@
+"""Engines with the fake executor (the next token is the last one plus 1), through the public frontends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH
+
+from nbengine import LLM, AsyncLLM
+from nbengine.client.connection import ConnectionInfo
+from nbengine.client.directory import stop_engine
+
+VOCAB_SIZE = 260
+"""Of random-tiny, whose tokenizer these engines have: a token a byte, and 4 special ones."""
+
+StartAsync = Callable[..., AsyncLLM]
+StartLLM = Callable[..., LLM]
+
+
+def fake_options(**options: Any) -> dict[str, Any]:
+    """Engine arguments for the fake executor; `knobs` are its own, see `FakeExecutor`."""
+    knobs = {"vocab_size": VOCAB_SIZE, **options.pop("knobs", {})}
+    defaults = {"distributed_executor_backend": FAKE_EXECUTOR, "num_gpu_blocks_override": 64, "lease": 10.0}
+    return {"model": "random-tiny", "hf_overrides": knobs, **defaults, **options}
+
+
+@pytest.fixture(autouse=True)
+def fake_executor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine's processes find the fake executor."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
+
+
+@pytest.fixture
+def start_async(no_leftovers: None) -> Iterator[StartAsync]:
+    """Start an `AsyncLLM`; it is shut down after the test."""
+    started: list[AsyncLLM] = []
+
+    def start(**options: Any) -> AsyncLLM:
+        llm = AsyncLLM(**fake_options(**options))
+        started.append(llm)
+        return llm
+
+    yield start
+    for llm in started:
+        info: ConnectionInfo = llm.connection
+        llm.shutdown()
+        if info.host_alive:
+            stop_engine(info)
+
+
+@pytest.fixture
+def started_llms() -> list[LLM]:
+    """What `start_llm` has started; a test that clears it gives up the last references."""
+    return []
+
+
+@pytest.fixture
+def start_llm(no_leftovers: None, started_llms: list[LLM]) -> Iterator[StartLLM]:
+    """Start an `LLM`; it is shut down after the test."""
+
+    def start(**options: Any) -> LLM:
+        started_llms.append(LLM(**fake_options(**options)))
+        return started_llms[-1]
+
+    yield start
+    for llm in started_llms:
+        llm.shutdown()
+
+
+@pytest.fixture
+def script(tmp_path: Path, no_leftovers: None) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Run a script in a process of its own, its output piped; it is killed after the test if it still runs."""
+    running: list[subprocess.Popen[str]] = []
+
+    def run(text: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"script_{len(running)}.py"
+        path.write_text(f"OPTIONS = {fake_options()!r}\n{text}")
+        process = subprocess.Popen(
+            [sys.executable, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        running.append(process)
+        return process
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()

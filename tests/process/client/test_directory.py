@@ -1,0 +1,189 @@
+"""Listing, stopping and reaping engines, from Python and from the shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from process_support.engine_under_test import wait_for
+
+from nbengine import AsyncLLM
+from nbengine.cli import main
+from nbengine.client.connection import ConnectionInfo, connection_file, new_run_dir, write_connection
+from nbengine.client.directory import count_clients, list_engines, reap, stop_engine
+from nbengine.client.processes import session_processes
+
+StartAsync = Callable[..., AsyncLLM]
+
+
+def kill_all(info: ConnectionInfo) -> None:
+    """SIGKILL every process of an engine at once, so that none can clean up."""
+    processes = session_processes(info)
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    for process in processes:
+        process.kill()
+    wait_for(lambda: not session_processes(info), "the end of the killed processes")
+
+
+def unwatched(start_async: StartAsync, name: str, **options: object) -> ConnectionInfo:
+    """An engine that this process is not attached to any more."""
+    llm = start_async(name=name, bound=False, **options)
+    llm.detach()
+    wait_for(lambda: count_clients(llm.connection) == 0, "the end of the client's sockets")
+    return llm.connection
+
+
+def test_ps_shows_state_clients_and_memory(
+    start_async: StartAsync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = start_async(name="shown")
+    (listing,) = list_engines()
+    assert (listing.info.name, listing.state, listing.num_clients) == ("shown", "ready", 1)
+    assert listing.pids == [llm.connection.host_pid, llm.ready.pid]
+    assert listing.memory_bytes > 10 << 20
+    assert main(["ps"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["NAME", "STATE", "PID", "CLIENTS", "MEMORY", "UP", "MODEL"]
+    assert row.split()[:4] == ["shown", "ready", str(llm.connection.host_pid), "1"]
+    assert row.endswith("random-tiny")
+
+
+def test_an_engine_is_stopped_by_name(start_async: StartAsync, capsys: pytest.CaptureFixture[str]) -> None:
+    info = unwatched(start_async, "named")
+    assert main(["stop", "named"]) == 0
+    assert capsys.readouterr().out == "named has ended\n"
+    assert not session_processes(info)
+    assert not Path(info.run_dir).exists()
+    assert main(["stop", "named"]) == 1
+    assert "no engine is called 'named'; running: none" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_react_is_made_to_end(
+    start_async: StartAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nbengine.client.directory.TERMINATE_TIMEOUT", 0.3)
+    info = unwatched(start_async, "stuck")
+    os.kill(info.host_pid, signal.SIGSTOP)
+    stop_engine(info, timeout=0.3)
+    assert not session_processes(info)
+    assert not connection_file("stuck").exists()
+
+
+def test_reaping_removes_what_a_killed_engine_left_and_spares_the_living(
+    start_async: StartAsync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    living = start_async(name="living")
+    info = unwatched(start_async, "killed")
+    kill_all(info)
+    assert Path(info.run_dir).is_dir()
+    assert {listing.info.name: listing.state for listing in list_engines()} == {
+        "living": "ready",
+        "killed": "dead",
+    }
+    assert main(["reap"]) == 0
+    assert capsys.readouterr().out == "removed what was left of killed\n"
+    assert not Path(info.run_dir).exists()
+    assert not connection_file("killed").exists()
+    assert living.call_utility_blocking("ping", timeout=5) == "pong"
+    assert main(["reap"]) == 0
+    assert capsys.readouterr().out == "nothing to remove\n"
+
+
+def test_reaping_kills_a_core_that_could_not_follow_its_host(start_async: StartAsync) -> None:
+    info = unwatched(start_async, "orphaned")
+    core = session_processes(info)[1]
+    core.send_signal(signal.SIGSTOP)
+    os.kill(info.host_pid, signal.SIGKILL)
+    wait_for(lambda: not info.host_alive, "the end of the host")
+    report = reap()
+    assert report.dead == ["orphaned"]
+    assert report.killed_pids == [core.pid]
+    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_core_without_any_file_is_found_too(start_async: StartAsync) -> None:
+    info = unwatched(start_async, "fileless")
+    core = session_processes(info)[1]
+    core.send_signal(signal.SIGSTOP)
+    connection_file("fileless").unlink()
+    os.kill(info.host_pid, signal.SIGKILL)
+    wait_for(lambda: not info.host_alive, "the end of the host")
+    report = reap()
+    assert report.killed_pids == [core.pid]
+    wait_for(lambda: not session_processes(info), "the end of the core")
+    old = time.time() - 3600
+    os.utime(info.run_dir, (old, old))
+    assert reap().removed_dirs == [info.run_dir]
+
+
+def test_reaping_ends_engines_that_nobody_is_attached_to_only_when_asked(start_async: StartAsync) -> None:
+    attached = start_async(name="attached", bound=False)
+    lonely = unwatched(start_async, "lonely")
+    assert reap().ended == []
+    assert lonely.host_alive
+    assert reap(end_unattached=True).ended == ["lonely"]
+    assert not lonely.host_alive
+    assert attached.connection.host_alive
+
+
+def test_directories_of_others_and_of_starting_engines_are_left_alone(private_socket_dir: Path) -> None:
+    young, foreign = new_run_dir(), private_socket_dir / "nbe-not-ours"
+    foreign.mkdir()
+    (young / "engine.json").write_text("{}")
+    assert reap().removed_dirs == []
+    assert young.exists()
+    assert foreign.exists()
+    foreign.rmdir()
+    (young / "engine.json").unlink()
+    young.rmdir()
+
+
+def test_a_reused_session_number_protects_its_new_owner(start_async: StartAsync) -> None:
+    import msgspec
+
+    llm = start_async(name="owner")
+    stale = msgspec.structs.replace(
+        llm.connection,
+        name="stale",
+        host_create_time=llm.connection.host_create_time - 100,
+        run_dir="/tmp/nbe-stale000",
+    )
+    write_connection(stale)
+    assert reap().dead == ["stale"]
+    assert llm.call_utility_blocking("ping", timeout=5) == "pong"
+
+
+def test_logs_show_the_end_of_the_log_and_follow_it(
+    start_async: StartAsync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = unwatched(start_async, "logged")
+    assert main(["logs", "logged", "-n", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "client 1 detached" in shown
+    assert len(shown.splitlines()) == 5
+    follower = threading.Thread(target=main, args=(["logs", "-f", "logged"],))
+    follower.start()
+    stop_engine(info)
+    follower.join(10)
+    assert not follower.is_alive()
+    assert "the engine was shut down" in capsys.readouterr().out
+    assert main(["logs", "logged"]) == 0
+    assert "the engine was shut down" in capsys.readouterr().out
+
+
+def test_fetch_puts_a_model_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NBENGINE_CACHE_DIR", str(tmp_path))
+    assert main(["fetch", "random-tiny"]) == 0
+    assert str(tmp_path) in capsys.readouterr().out
+    assert list(tmp_path.rglob("model.safetensors"))
+    assert main(["fetch", "no-such-model"]) == 1
+    assert "no-such-model" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""Names, files and environment of an engine that is to be started; no process is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from nbengine.client import launch
+from nbengine.client.connection import ConnectionInfo, connection_file, log_dir, new_run_dir, write_connection
+from nbengine.client.directory import find_engine
+from nbengine.client.logs import find_log, follow_log
+from nbengine.client.processes import create_time_of
+from nbengine.config import EngineConfig
+from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBENGINE_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
+
+
+def running_engine(name: str) -> ConnectionInfo:
+    """A connection file whose host is this very process."""
+    created = create_time_of(os.getpid())
+    assert created is not None
+    info = ConnectionInfo(
+        name=name,
+        run_dir="/tmp/nbe-none",
+        log_path=str(log_dir() / f"{name}.log"),
+        host_pid=os.getpid(),
+        host_create_time=created,
+        config=EngineConfig(),
+    )
+    write_connection(info)
+    return info
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("smollm2-135m", "smollm2-135m"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
+        ("/models/My Model/", "my-model"),
+        ("~/x/Model.Q4_1.gguf", "model.q4_1"),
+        ("///", "engine"),
+        ("é", "engine"),
+        ("a" * 99, "a" * 48),
+    ],
+)
+def test_an_engine_is_named_after_its_model(model: str, name: str) -> None:
+    assert launch.slug(model) == name
+
+
+def test_names_of_running_engines_are_numbered_past() -> None:
+    assert launch._choose_name(None, "some/Model") == "model"
+    running_engine("model")
+    assert launch._choose_name(None, "some/Model") == "model-2"
+    running_engine("model-2")
+    assert launch._choose_name(None, "some/Model") == "model-3"
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    running_engine("mine")
+    with pytest.raises(InvalidArgumentError, match="'mine'"):
+        launch._choose_name("mine", "x")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "-a", "x" * 65, ".hidden"])
+def test_a_name_is_safe_in_a_path(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="name must be"):
+        launch._choose_name(name, "x")
+
+
+def test_the_name_of_a_dead_engine_is_free_and_its_files_are_removed() -> None:
+    run_dir = new_run_dir()
+    info = msgspec.structs.replace(running_engine("dead"), run_dir=str(run_dir), host_create_time=1.0)
+    write_connection(info)
+    assert launch._choose_name("dead", "x") == "dead"
+    assert not run_dir.exists()
+    assert not connection_file("dead").exists()
+
+
+def test_a_file_that_is_no_connection_file_takes_no_name() -> None:
+    connection_file("odd").write_text("{")
+    assert launch._choose_name("odd", "x") == "odd"
+
+
+def test_old_logs_go_and_those_of_running_engines_stay() -> None:
+    kept = Path(running_engine("old").log_path)
+    kept.touch()
+    os.utime(kept, (1, 1))
+    others = [log_dir() / f"e{index}-20260101-000000-1.log" for index in range(30)]
+    for age, path in enumerate(others):
+        path.touch()
+        os.utime(path, (time.time() - age, time.time() - age))
+    created = launch._new_log_file("new")
+    remaining = set(log_dir().glob("*.log"))
+    assert {kept, created, others[0]} <= remaining
+    assert others[-1] not in remaining
+    assert len(remaining - {kept}) == launch.KEPT_LOGS
+    assert created.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_host_that_cannot_be_started_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    socket_dir = tmp_path / "s"
+    socket_dir.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(EngineStartError, match="cannot be started"):
+        launch.launch_engine(EngineConfig(), name="never")
+    assert list(socket_dir.iterdir()) == []
+    assert not connection_file("never").exists()
+    assert launch._children == {}
+
+
+def test_the_child_finds_this_package_also_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import PackageNotFoundError
+
+    assert "PYTHONPATH" not in launch._with_package({})
+
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
+    path = launch._with_package({"PYTHONPATH": "/x"})["PYTHONPATH"].split(os.pathsep)
+    assert (Path(path[0]) / "nbengine" / "__init__.py").is_file()
+    assert path[1:] == ["/x"]
+
+
+def test_an_unknown_engine_is_answered_with_those_that_run() -> None:
+    running_engine("alpha")
+    with pytest.raises(NBEngineError, match="no engine is called 'beta'; running: alpha"):
+        find_engine("beta")
+    assert find_engine("alpha").name == "alpha"
+    assert find_engine(connection_file("alpha")).name == "alpha"
+
+
+def test_a_dead_engine_is_not_found() -> None:
+    write_connection(msgspec.structs.replace(running_engine("gone"), host_create_time=1.0))
+    with pytest.raises(NBEngineError, match="gone is dead"):
+        find_engine("gone")
+
+
+def test_the_log_of_an_engine_that_has_ended_is_found_by_name() -> None:
+    for name in ("e-20260101-000000-1.log", "e-20260102-000000-1.log", "e-2-20260103-000000-1.log"):
+        (log_dir() / name).write_text(name)
+    os.utime(log_dir() / "e-20260101-000000-1.log", (1, 1))
+    path, info = find_log("e")
+    assert path.name == "e-20260102-000000-1.log"
+    assert info is None
+    assert list(follow_log(path, info)) == []
+    with pytest.raises(NBEngineError, match="has left a log"):
+        find_log("f")

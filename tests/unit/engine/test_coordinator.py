@@ -1,0 +1,140 @@
+"""The coordinator publishes the freshest statistics: at most every 100 ms, and at once when an engine goes idle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbengine.engine.coordinator import PUBLISH_INTERVAL, CoordinatorState, DPCoordinatorProc
+from nbengine.errors import WireError
+from nbengine.ipc.messages import EngineCoreOutputs
+from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
+from nbengine.metrics.stats import EngineStats, SchedulerStats
+
+
+def report(step: int, running: int, rank: int = 0, wave: int = 0, waiting: int = 0) -> EngineCoreOutputs:
+    stats = SchedulerStats(
+        engine_index=rank,
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        step_counter=step,
+        current_wave=wave,
+    )
+    return EngineCoreOutputs(engine_index=rank, scheduler_stats=stats)
+
+
+def test_the_first_report_is_due_at_once_and_later_ones_wait_for_the_interval() -> None:
+    state = CoordinatorState(1)
+    assert state.due is None
+    state.observe(report(1, 1), 5.0)
+    assert state.due == 5.0
+    state.publish(5.0, 0.0)
+    assert state.due is None
+    state.observe(report(2, 1), 5.01)
+    state.observe(report(3, 1), 5.02)
+    assert state.due == 5.0 + PUBLISH_INTERVAL
+    assert state.publish(5.1, 0.0).engines[0].step_counter == 3
+
+
+def test_going_idle_is_due_at_once() -> None:
+    state = CoordinatorState(1)
+    state.observe(report(1, 1), 5.0)
+    state.publish(5.0, 0.0)
+    state.observe(report(2, 0), 5.01)
+    assert state.due == 5.01
+    snapshot = state.publish(5.01, 17.0)
+    assert (snapshot.engines_running, snapshot.timestamp) == (False, 17.0)
+
+
+def test_a_waiting_request_keeps_an_engine_from_being_idle() -> None:
+    state = CoordinatorState(1)
+    state.observe(report(1, 0, waiting=1), 0.0)
+    assert state.snapshot(0.0).engines_running
+
+
+def test_stale_reports_are_dropped_rank_by_rank() -> None:
+    state = CoordinatorState(2)
+    state.observe(report(9, 5, rank=0), 0.0)
+    state.observe(report(3, 1, rank=0), 0.0)
+    state.observe(report(4, 2, rank=1), 0.0)
+    state.observe(report(1, 7, rank=0, wave=1), 0.0)
+    state.observe(report(10, 1, rank=0, wave=0), 0.0)
+    snapshot = state.snapshot(0.0)
+    assert [e.num_running_reqs for e in snapshot.engines] == [7, 2]
+    assert snapshot.current_wave == 1
+
+
+def test_news_of_the_same_step_counts() -> None:
+    state = CoordinatorState(1)
+    state.observe(report(4, 1), 0.0)
+    state.observe(report(4, 0), 0.0)
+    assert state.snapshot(0.0).engines[0].num_running_reqs == 0
+
+
+def test_outputs_without_statistics_and_unknown_engines() -> None:
+    state = CoordinatorState(1)
+    state.observe(EngineCoreOutputs(), 0.0)
+    assert state.due is None
+    with pytest.raises(WireError, match="engine 1, there are 1"):
+        state.observe(report(1, 1, rank=1), 0.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.05), st.integers(0, 1)), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_whatever_happens_the_last_word_is_published_and_busy_engines_do_not_flood(history) -> None:
+    state = CoordinatorState(1)
+    now, published, busy = 0.0, [], []
+    for step, (pause, running) in enumerate(history):
+        now += pause
+        state.observe(report(step, running), now)
+        while state.due is not None and state.due <= now:
+            published.append(state.publish(now, now))
+            if published[-1].engines_running:
+                busy.append(now)
+    if state.due is not None:
+        published.append(state.publish(state.due, now))
+    assert published[-1].engines[0].step_counter == len(history) - 1
+    assert all(later - earlier >= PUBLISH_INTERVAL * 0.999 for earlier, later in itertools.pairwise(busy))
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_a_subscriber_gets_the_state_at_once_and_garbage_is_dropped(context, tmp_path: Path, caplog) -> None:
+    front, back = f"ipc://{tmp_path}/front", f"ipc://{tmp_path}/back"
+    coordinator = DPCoordinatorProc(context, 1, front, back, f"ipc://{tmp_path}/publish")
+    engine, subscriber = context.socket(zmq.PUSH), context.socket(zmq.SUB)
+    try:
+        engine.connect(back)
+        for frame in (
+            b"garbage",
+            *MsgpackEncoder().encode(report(7, 1)),
+            *MsgpackEncoder().encode(report(1, 1, rank=5)),
+        ):
+            engine.send(frame)
+        while coordinator.state.due is None:
+            assert coordinator.output_back.poll(5000)
+            coordinator.process_input_socket(coordinator.output_back, 0.0)
+        coordinator.publish_if_due(0.0)
+        subscriber.connect(front)
+        subscriber.subscribe(b"")
+        assert coordinator.publish_front.poll(5000)
+        coordinator.process_input_socket(coordinator.publish_front, 0.0)
+        assert subscriber.poll(5000)
+        stats = MsgpackDecoder(EngineStats).decode(subscriber.recv_multipart())
+        assert stats.engines[0].step_counter == 7
+        assert "dropped a message to the coordinator" in caplog.text
+    finally:
+        for socket in (engine, subscriber):
+            socket.close(linger=0)
+        coordinator.close()

@@ -1,0 +1,206 @@
+"""EngineCore with a model that adds one: start, steps, aborts, refusals, utilities."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from nbengine.engine.core import EngineCore
+from nbengine.errors import EngineStartError, RequestError, UtilityError
+from nbengine.ipc.messages import EngineCoreRequest, FinishReason
+from nbengine.sampling_params import SamplingParams
+from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
+
+
+def make_config(knobs=None, *, max_model_len=None, cache=None, scheduler=None) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
+        cache=cache or CacheConfig(num_gpu_blocks_override=32),
+        scheduler=scheduler or SchedulerConfig(),
+    )
+
+
+def make_core(*args, **kwargs) -> EngineCore:
+    return EngineCore(make_config(*args, **kwargs), FakeExecutor)
+
+
+def add(core: EngineCore, request_id: str, prompt: list[int], client_index: int = 0, **params) -> None:
+    params = {"temperature": 0.0, "max_tokens": 4} | params
+    request = EngineCoreRequest(request_id, prompt, SamplingParams(**params), client_index=client_index)
+    core.add_request(*core.preprocess_add_request(request))
+
+
+def run(core: EngineCore) -> dict[str, list[int]]:
+    """Step until idle; the tokens of every request."""
+    tokens: dict[str, list[int]] = {}
+    while core.scheduler.has_requests():
+        outputs, executed = core.step_fn()
+        core.post_step(executed)
+        for batch in outputs.values():
+            for output in batch.outputs:
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def test_requests_are_batched_and_finish() -> None:
+    core = make_core()
+    add(core, "a", [10])
+    add(core, "b", [20, 30], max_tokens=2)
+    outputs, executed = core.step()
+    assert executed
+    assert [output.request_id for output in outputs[0].outputs] == ["a", "b"]
+    assert outputs[0].timestamp > 0
+    assert run(core) == {"a": [12, 13, 14], "b": [32]}
+    assert core.step() == ({}, False)
+    core.scheduler.check_integrity()
+
+
+def test_a_request_aborted_while_the_model_runs_gets_no_token_of_that_step() -> None:
+    core = make_core()
+    add(core, "gone", [1])
+    add(core, "kept", [1])
+    add(core, "other client", [1], client_index=7)
+    execute = core.model_executor.execute_model
+
+    def abort_meanwhile(plan, *, non_block=False):
+        core.aborts_queue.put((0, ["gone", "other client", "unknown"]))
+        return execute(plan, non_block=non_block)
+
+    core.model_executor.execute_model = abort_meanwhile
+    outputs, _ = core.step()
+    assert [output.request_id for output in outputs[0].outputs] == ["kept"]
+    assert [output.request_id for output in outputs[7].outputs] == ["other client"]
+    assert set(core.scheduler.requests) == {"kept", "other client"}
+
+
+def test_all_requests_of_a_client_can_be_aborted() -> None:
+    core = make_core()
+    for client_index in (1, 2):
+        for number in range(3):
+            add(core, f"{client_index}.{number}", [number], client_index=client_index)
+    core.abort_for_client(1, None)
+    assert all(request_id.startswith("2") for request_id in core.scheduler.requests)
+    run(core)
+    assert core.stats().num_free_blocks == 32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "reason"),
+    [
+        ([], {}, "no tokens"),
+        ([-1], {}, "prompt_token_ids has the token id -1"),
+        ([VOCAB_SIZE], {}, f"vocabulary is 0 to {VOCAB_SIZE - 1}"),
+        ([2**70], {}, "token id"),
+        ([1] * 512, {}, "max_model_len=512"),
+        ([1], {"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids"),
+        ([1], {"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ([1], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(prompt, params, reason) -> None:
+    core = make_core()
+    with pytest.raises(RequestError, match=reason):
+        add(core, "r", prompt, **params)
+    assert not core.scheduler.has_requests()
+
+
+def test_a_prompt_that_can_never_be_scheduled_is_refused() -> None:
+    core = make_core(scheduler=SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=8))
+    with pytest.raises(RequestError, match="max_num_batched_tokens=8"):
+        add(core, "r", [1] * 9)
+
+
+def test_requests_without_tokens_or_for_pooling_are_refused() -> None:
+    core = make_core()
+    for request in (
+        EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=[[0.0]]),
+        EngineCoreRequest("r", [1], None),
+    ):
+        with pytest.raises(RequestError, match="not available"):
+            core.preprocess_add_request(request)
+
+
+def test_prefix_caching_can_be_switched_off() -> None:
+    for enabled, hits in ((True, 48), (False, 0)):
+        cache = CacheConfig(num_gpu_blocks_override=32, enable_prefix_caching=enabled)
+        core = make_core(cache=cache)
+        for request_id in ("cold", "warm"):
+            add(core, request_id, list(range(50)), max_tokens=1)
+            run(core)
+        assert core.stats().prefix_cache_hits == hits
+
+
+def test_a_failing_step_raises_and_is_described_in_the_log(caplog) -> None:
+    core = make_core({"fail_at_token": 2})
+    add(core, "r", [1])
+    with pytest.raises(RuntimeError, match="broke at token 2"):
+        core.step()
+    assert "step 0 (1 tokens of 1 requests: r: 1) failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"max_model_len": 513}, r"max_model_len=513 exceeds the 512 positions .* hf_overrides"),
+        (
+            {"max_model_len": 400, "cache": CacheConfig(num_gpu_blocks_override=8)},
+            "num_gpu_blocks_override to at least 25",
+        ),
+        ({"cache": CacheConfig(kv_cache_memory_bytes=10)}, "raise kv_cache_memory_bytes"),
+    ],
+)
+def test_a_cache_that_does_not_fit_ends_the_start_and_releases_the_executor(config, reason) -> None:
+    shut_down = []
+
+    class Watched(FakeExecutor):
+        def shutdown(self) -> None:
+            shut_down.append(self)
+
+    with pytest.raises(EngineStartError, match=reason):
+        EngineCore(make_config(**config), Watched)
+    assert len(shut_down) == 1
+
+
+def test_an_unspecified_max_model_len_is_the_models_or_what_fits(caplog) -> None:
+    assert make_core().max_model_len == 512
+    assert "max_model_len" not in caplog.text
+    core = make_core(cache=CacheConfig(num_gpu_blocks_override=8))
+    assert core.max_model_len == 128
+    assert "could take 512 tokens, the KV cache has room for 128" in caplog.text
+    assert make_core(max_model_len=100).max_model_len == 100
+
+
+def test_the_pool_is_sized_from_the_memory_that_the_executor_finds() -> None:
+    core = make_core(cache=CacheConfig())
+    ready = core.ready_message(0)
+    assert ready.num_blocks == (1 << 20) // (2 * 4 * 4 * 16)
+    assert ready.kv_cache_bytes == 1 << 20
+    assert (ready.device, ready.dtype, ready.weights_bytes) == ("cpu", "float32", 4)
+
+
+def test_utilities_are_those_of_the_table_and_no_others() -> None:
+    core = make_core()
+    assert core.call_utility("get_supported_tasks", []) == ["generate"]
+    assert core.call_utility("ping", []) == "pong"
+    assert core.call_utility("stats", []) == core.stats()
+    assert core.call_utility("reset_prefix_cache", []) is True
+    assert core.call_utility("check_health", []) is None
+    for name in ("shutdown", "step", "__init__", "_utilities", ""):
+        with pytest.raises(UtilityError, match="there are get_supported_tasks"):
+            core.call_utility(name, [])
+
+
+def test_progress_is_reported_in_order() -> None:
+    stages = []
+    EngineCore(make_config(), FakeExecutor, lambda progress: stages.append(progress.stage))
+    assert stages == ["load", "profile", "kv"]
+
+
+def test_finish_reasons_reach_the_client() -> None:
+    core = make_core()
+    add(core, "r", [1], stop_token_ids=[3], max_tokens=50)
+    reasons = []
+    while core.scheduler.has_requests():
+        outputs, _ = core.step()
+        reasons += [o.finish_reason for batch in outputs.values() for o in batch.outputs]
+    assert reasons == [None, FinishReason.STOP]

@@ -1,0 +1,176 @@
+"""How processes' ends, causes and logs are described, and what the light processes load."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbengine.client.connection import ConnectionInfo, connection_file, write_connection
+from nbengine.config import EngineConfig, ParallelConfig
+from nbengine.engine.core_proc import executor_class
+from nbengine.engine.logs import configure_logging, describe_exception, log_tail
+from nbengine.engine.processes import child_environment, describe_status
+from nbengine.engine.supervisor import claim_name
+from nbengine.errors import EngineStartError, InvalidArgumentError, RequestError
+from nbengine.executor.base import Executor
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (0, "exited with status 0"),
+        (3, "exited with status 3"),
+        (-signal.SIGSEGV, "was killed by signal 11 (SIGSEGV)"),
+        (
+            -signal.SIGKILL,
+            "was killed by signal 9 (SIGKILL); the kernel's out-of-memory killer ends processes so",
+        ),
+        (-255, "was killed by signal 255 (unknown)"),
+    ],
+)
+def test_an_exit_status_is_put_into_words(status, text) -> None:
+    assert describe_status(status) == text
+
+
+def raise_chain() -> None:
+    try:
+        try:
+            raise KeyError("root")
+        except KeyError as error:
+            raise RequestError("middle") from error
+    except RequestError:
+        raise ValueError("outer")  # noqa: B904
+
+
+def test_a_cause_ends_with_its_root() -> None:
+    with pytest.raises(ValueError, match="outer") as caught:
+        raise_chain()
+    assert (
+        describe_exception(caught.value) == "ValueError: outer; caused by middle; caused by KeyError: 'root'"
+    )
+    assert describe_exception(EngineStartError("cause", "log")) == "cause"
+
+
+def test_a_suppressed_context_is_no_cause() -> None:
+    error = ValueError("told")
+    error.__context__ = KeyError("not told")
+    error.__suppress_context__ = True
+    assert describe_exception(error) == "ValueError: told"
+
+
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\xff" * 100_000 + b"\n" + b"".join(b"line %d\n" % n for n in range(100)))
+    tail = log_tail(log).splitlines()
+    assert tail == [f"line {n}" for n in range(70, 100)]
+    assert log_tail(tmp_path / "missing") == ""
+    log.write_bytes(b"")
+    assert log_tail(log) == ""
+
+
+@pytest.fixture
+def restored_logging():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.mark.parametrize(
+    ("value", "level"), [("debug", logging.DEBUG), ("ERROR", logging.ERROR), ("nonsense", 20)]
+)
+def test_the_log_level_comes_from_the_environment(
+    restored_logging, monkeypatch, capsys, value, level
+) -> None:
+    monkeypatch.setenv("NBENGINE_LOG_LEVEL", value)
+    configure_logging("core 0")
+    assert logging.getLogger().level == level
+    logging.getLogger("x").error("hello")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].endswith("ERROR [core 0] x: hello")
+    assert lines[-1][:4].isdigit()
+    assert ("is not a log level" in lines[0]) == (value == "nonsense")
+
+
+def test_children_do_not_inherit_the_notebooks_variables(monkeypatch) -> None:
+    for name in ("JPY_PARENT_PID", "MPLBACKEND", "FORCE_COLOR", "CLICOLOR", "PAGER", "NBENGINE_PARENT_FD"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "/models")
+    environment = child_environment()
+    assert environment["HF_HOME"] == "/models"
+    assert environment == {name: os.environ[name] for name in environment}
+    assert not {"JPY_PARENT_PID", "MPLBACKEND", "FORCE_COLOR", "CLICOLOR", "PAGER"} & set(environment)
+    assert "NBENGINE_PARENT_FD" not in environment
+
+
+def test_the_host_and_the_wire_load_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, json\n"
+        "import nbengine.engine.__main__, nbengine.engine.coordinator, nbengine.ipc.serial\n"
+        "print(json.dumps(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert json.loads(done.stdout) == []
+
+
+def backend(name: str | None) -> EngineConfig:
+    return EngineConfig(parallel=ParallelConfig(distributed_executor_backend=name))
+
+
+def test_an_executor_of_ones_own_is_found_by_its_path() -> None:
+    found = executor_class(backend("tests.process.process_support.fake_executor:FakeExecutor"))
+    assert issubclass(found, Executor)
+    assert found.__name__ == "FakeExecutor"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("no.such.module:X", "no executor no.such.module:X"),
+        ("nbengine.errors:Missing", "no executor nbengine.errors:Missing"),
+        ("nbengine.errors:NBEngineError", "is not an Executor"),
+    ],
+)
+def test_a_path_that_leads_to_no_executor_is_a_start_error(path, reason) -> None:
+    with pytest.raises(EngineStartError, match=reason):
+        executor_class(backend(path))
+
+
+def test_other_names_of_executors_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="module:Class"):
+        backend("nonsense")
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("NBENGINE_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def connection(run_dir: str, pid: int, created: float = 0.0) -> ConnectionInfo:
+    return ConnectionInfo(
+        name="n", run_dir=run_dir, log_path="", host_pid=pid, host_create_time=created, config=EngineConfig()
+    )
+
+
+def test_a_name_is_taken_from_the_dead_and_from_nonsense_but_not_from_the_living(runtime: Path) -> None:
+    import psutil
+
+    connection_file("n").write_text("nonsense")
+    claim_name(connection("/run/1", os.getpid(), 1.0))
+    claim_name(connection("/run/2", os.getpid(), psutil.Process().create_time()))
+    claim_name(connection("/run/2", os.getpid(), psutil.Process().create_time()))
+    with pytest.raises(EngineStartError, match="an engine named 'n' is running"):
+        claim_name(connection("/run/3", 1))
+    write_connection(connection("/run/2", 2**22 - 1))
+    claim_name(connection("/run/3", 1))

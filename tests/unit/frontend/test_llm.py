@@ -1,0 +1,371 @@
+"""`LLM` and `LLMEngine` over a client that answers from memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from nbengine import LLM, SamplingParams
+from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.errors import (
+    EngineDeadError,
+    EngineStartError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotSupportedError,
+    RequestError,
+    UtilityError,
+)
+from nbengine.frontend.llm_engine import LLMEngine
+from nbengine.frontend.options import EngineOptions
+from nbengine.ipc.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+)
+from nbengine.metrics.stats import SchedulerStats
+from nbengine.sampling_params import RequestOutputKind
+
+Step = Callable[["EchoClient"], EngineCoreOutputs]
+
+
+def ready_message() -> EngineReady:
+    return EngineReady(
+        rank=0,
+        num_blocks=8,
+        block_size=16,
+        max_model_len=64,
+        kv_cache_bytes=1,
+        weights_bytes=1,
+        device="cpu",
+        dtype="float32",
+        supported_tasks=["generate"],
+        pid=1,
+    )
+
+
+class EchoClient(EngineCoreClient):
+    """Answers a request with its prompt's tokens in reverse, the youngest request first, two tokens a step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.requests: dict[str, EngineCoreRequest] = {}
+        self.seen: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.shutdowns = 0
+        self.step: Step | None = None
+        self.start_error: Exception | None = None
+
+    def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
+        if self.start_error is not None:
+            raise self.start_error
+        return ready_message()
+
+    def get_output(self) -> EngineCoreOutputs:
+        if self.step is not None:
+            return self.step(self)
+        request_id = next(reversed(self.requests))
+        request = self.requests[request_id]
+        left = (request.prompt_token_ids or [])[::-1]
+        new, rest = left[:2], left[2:]
+        self.requests[request_id].prompt_token_ids = rest[::-1]
+        if not rest:
+            del self.requests[request_id]
+        reason = None if rest else FinishReason.LENGTH
+        return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, new, finish_reason=reason)])
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.seen.append(request)
+        self.requests[request.request_id] = request
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.aborted.append(request_id)
+            self.requests.pop(request_id, None)
+
+    def submit_utility(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        answers = {"stats": [0, 1, 2, 8, 6], "reset_prefix_cache": True}
+        if method in answers:
+            future.set_result(answers[method])
+        else:
+            future.set_exception(UtilityError(f"no utility method {method!r}"))
+        return future
+
+    def check_alive(self) -> None:
+        return
+
+    def abandon(self) -> None:
+        self.shutdowns += 1
+
+    def release(self) -> None:
+        self.shutdowns += 1
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        self.shutdowns += 1
+
+
+@pytest.fixture
+def client(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EchoClient:
+    made = EchoClient(engine_config)
+    monkeypatch.setattr("nbengine.frontend.llm_engine.resolve_files", lambda config, progress: engine_config)
+    monkeypatch.setattr(EngineCoreClient, "make_client", staticmethod(lambda *args, **kwargs: made))
+    return made
+
+
+@pytest.fixture
+def llm(client: EchoClient) -> LLM:
+    return LLM("tiny")
+
+
+def test_outputs_come_in_the_order_of_the_prompts_whatever_finishes_first(llm: LLM) -> None:
+    prompts = [{"prompt_token_ids": list(range(5, 5 + length))} for length in (6, 1, 4, 3)]
+    outputs = llm.generate(prompts, SamplingParams(), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        prompt["prompt_token_ids"][::-1] for prompt in prompts
+    ]
+    assert all(output.finished for output in outputs)
+
+
+@pytest.mark.parametrize("prompt", ["the fox", {"prompt": "the fox"}])
+def test_one_prompt_gives_one_output(llm: LLM, prompt: Any) -> None:
+    (output,) = llm.generate(prompt, use_tqdm=False)
+    assert output.prompt == "the fox"
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_parameters_can_differ_by_prompt_and_stay_the_callers(llm: LLM, client: EchoClient) -> None:
+    params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5)]
+    llm.generate(["the fox", "the dog"], params, use_tqdm=False, priority=[2, 1])
+    sent = [request.sampling_params for request in client.seen]
+    assert [p.max_tokens for p in sent if p is not None] == [3, 5]
+    assert all(p.output_kind is RequestOutputKind.FINAL_ONLY for p in sent if p is not None)
+    assert [request.priority for request in client.seen] == [2, 1]
+    assert params == [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5)]
+
+
+def test_without_parameters_the_models_own_defaults_apply(llm: LLM, client: EchoClient) -> None:
+    llm.generate("the fox", use_tqdm=False)
+    params = client.seen[0].sampling_params
+    assert params is not None
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 33)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind"),
+    [
+        ({"prompts": ["a", "b"], "sampling_params": [SamplingParams()]}, InvalidArgumentError),
+        ({"prompts": ["a"], "sampling_params": ["x"]}, InvalidTypeError),
+        ({"prompts": ["a"], "sampling_params": {"n": 1}}, InvalidTypeError),
+        ({"prompts": ["a"], "priority": [1, 2]}, InvalidArgumentError),
+        ({"prompts": 5}, InvalidTypeError),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_runs(
+    llm: LLM, client: EchoClient, kwargs: dict[str, Any], kind: type[Exception]
+) -> None:
+    with pytest.raises(kind):
+        llm.generate(**kwargs)
+    assert client.seen == []
+
+
+def test_a_bad_prompt_leaves_no_request_running(llm: LLM, client: EchoClient) -> None:
+    with pytest.raises(InvalidArgumentError, match="prompt"):
+        llm.generate(["the fox", ""], use_tqdm=False)
+    assert client.aborted == [request.request_id for request in client.seen]
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_an_interrupt_aborts_the_requests_and_the_next_call_works(llm: LLM, client: EchoClient) -> None:
+    def interrupted(_: EchoClient) -> EngineCoreOutputs:
+        raise KeyboardInterrupt
+
+    client.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["the fox", "the dog"], use_tqdm=False)
+    assert len(client.aborted) == 2
+    client.step = None
+    assert len(llm.generate(["the fox"], use_tqdm=False)) == 1
+
+
+def test_late_outputs_of_an_interrupted_call_do_not_reach_the_next_one(llm: LLM, client: EchoClient) -> None:
+    def interrupted(_: EchoClient) -> EngineCoreOutputs:
+        raise KeyboardInterrupt
+
+    client.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("the fox", use_tqdm=False)
+    late = EngineCoreOutput(client.aborted[0], [1], finish_reason=FinishReason.LENGTH)
+
+    def late_then_normal(echo: EchoClient) -> EngineCoreOutputs:
+        echo.step = None
+        return EngineCoreOutputs(outputs=[late])
+
+    client.step = late_then_normal
+    (output,) = llm.generate({"prompt_token_ids": [7, 8]}, use_tqdm=False)
+    assert output.outputs[0].token_ids == [8, 7]
+
+
+def test_a_refusal_by_the_engine_raises_and_aborts_the_rest(llm: LLM, client: EchoClient) -> None:
+    def refuse_first(echo: EchoClient) -> EngineCoreOutputs:
+        echo.step = None
+        refused = next(iter(echo.requests))
+        del echo.requests[refused]
+        step = EngineCoreOutput(refused, [], finish_reason=FinishReason.ERROR, error="no room")
+        return EngineCoreOutputs(outputs=[step])
+
+    client.step = refuse_first
+    with pytest.raises(RequestError, match="no room"):
+        llm.generate(["the fox", "the dog"], use_tqdm=False)
+    assert len(client.aborted) == 1
+
+
+def test_an_engine_step_reports_a_refusal_without_losing_the_other_outputs(client: EchoClient) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs("tiny"))
+    bad = engine.add_request("bad", "the fox", SamplingParams())
+    good = engine.add_request("good", "the dog", SamplingParams())
+    client.step = lambda _: EngineCoreOutputs(
+        outputs=[
+            EngineCoreOutput(bad, [], finish_reason=FinishReason.ERROR, error="no"),
+            EngineCoreOutput(good, [5], finish_reason=FinishReason.LENGTH),
+        ]
+    )
+    assert [output.request_id for output in engine.step()] == ["good"]
+    assert engine.has_unfinished_requests()
+    with pytest.raises(RequestError, match="request bad: no"):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_engine_tells_the_core_of_stop_strings_and_aborts(client: EchoClient) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs("tiny"))
+    ids = engine.get_tokenizer().encode("a fox")
+    stopped = engine.add_request(
+        "r", "the fox", SamplingParams(stop=["fox"], output_kind=RequestOutputKind.DELTA)
+    )
+    client.step = lambda _: EngineCoreOutputs(outputs=[EngineCoreOutput(stopped, ids)])
+    (output,) = engine.step()
+    assert output.outputs[0].stop_reason == "fox"
+    dropped = engine.add_request("mine", "the dog", SamplingParams())
+    engine.abort_request("mine")
+    assert client.aborted == [stopped, dropped]
+    assert engine.get_num_unfinished_requests() == 0
+
+
+def test_a_request_that_the_core_dropped_by_itself_ends(client: EchoClient) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs("tiny"))
+    request_id = engine.add_request("r", "the fox", SamplingParams())
+    client.step = lambda _: EngineCoreOutputs(finished_requests=[request_id])
+    engine.step()
+    assert not engine.has_unfinished_requests()
+
+
+def test_chat_renders_one_conversation_or_several(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "the fox"}]
+    (one,) = llm.chat(conversation, SamplingParams(), use_tqdm=False)
+    two = llm.chat([conversation, conversation], SamplingParams(), use_tqdm=False)
+    assert one.prompt == two[0].prompt == "<|user|>the fox<|assistant|>"
+    assert len(two) == 2
+
+
+def test_the_bar_counts_prompts_and_can_be_replaced(llm: LLM) -> None:
+    bars = []
+
+    class Bar:
+        format_dict = {"elapsed": 2.0}
+
+        def __init__(self, **kwargs: Any) -> None:
+            self.total, self.count, self.closed = kwargs["total"], 0, False
+            bars.append(self)
+
+        def update(self, count: int) -> None:
+            self.count += count
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            self.postfix = text
+
+        def close(self) -> None:
+            self.closed = True
+
+    llm.generate([{"prompt_token_ids": [1, 2]}] * 3, SamplingParams(), use_tqdm=Bar)
+    (bar,) = bars
+    assert (bar.total, bar.count, bar.closed) == (3, 3, True)
+    assert bar.postfix == "in 3 tok/s, out 3 tok/s"
+
+
+def test_a_standard_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate("the fox", SamplingParams())
+    captured = capsys.readouterr()
+    assert "Processed prompts" in captured.err
+    assert captured.out == ""
+
+
+def test_stats_are_the_public_ones(llm: LLM) -> None:
+    stats = llm.stats()
+    assert stats.engines == [
+        SchedulerStats(num_running_reqs=1, num_waiting_reqs=2, num_blocks=8, num_free_blocks=6)
+    ]
+    assert stats.engines_running
+    assert stats.engines[0].kv_cache_usage == 0.25
+    assert llm.reset_prefix_cache() is True
+
+
+def test_an_unknown_utility_raises(llm: LLM) -> None:
+    with pytest.raises(UtilityError, match="no_such"):
+        llm.llm_engine.call_utility("no_such")
+
+
+def test_leaving_the_context_ends_the_engine(client: EchoClient) -> None:
+    with LLM("tiny") as llm:
+        llm.generate("the fox", use_tqdm=False)
+    assert client.shutdowns == 1
+
+
+def test_an_engine_that_nobody_refers_to_is_let_go(client: EchoClient) -> None:
+    llm = LLM("tiny")
+    assert client.shutdowns == 0
+    del llm
+    assert client.shutdowns == 1
+
+
+def test_a_failed_start_undoes_the_launch(client: EchoClient) -> None:
+    client.start_error = EngineStartError("no memory")
+    with pytest.raises(EngineStartError, match="no memory"):
+        LLM("tiny")
+    assert client.shutdowns >= 1
+
+
+def test_a_dead_engine_raises_to_the_caller(llm: LLM, client: EchoClient) -> None:
+    def die(_: EchoClient) -> EngineCoreOutputs:
+        raise EngineDeadError("killed", "last line")
+
+    client.step = die
+    with pytest.raises(EngineDeadError, match="killed"):
+        llm.generate("the fox", use_tqdm=False)
+
+
+def test_unknown_and_unsupported_engine_arguments_are_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="max_modle_len"):
+        LLM("tiny", max_modle_len=5)  # type: ignore[call-arg]
+    with pytest.raises(InvalidTypeError, match="max_model_len"):
+        LLM("tiny", max_model_len="5")  # type: ignore[arg-type]
+    with pytest.raises(NotSupportedError, match="tensor_parallel_size=2"):
+        LLM("tiny", tensor_parallel_size=2)
+
+
+def test_the_signature_shows_every_engine_argument_with_its_default() -> None:
+    parameters = inspect.signature(LLM).parameters
+    expected = {f.name: f.default for f in fields(EngineArgs)} | {"multiprocess": True}
+    assert {name: p.default for name, p in parameters.items()} == expected
+    assert set(EngineOptions.__annotations__) == {f.name for f in fields(EngineArgs)} - {"model"}

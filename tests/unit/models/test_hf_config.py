@@ -1,0 +1,198 @@
+"""What config.json and its siblings say, and how it maps to the decoder, device and dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbengine.config import ModelConfig
+from nbengine.errors import InvalidArgumentError, ModelLoadError
+from nbengine.models import registry
+from nbengine.models.decoder_config import RopeScaling, decoder_config
+from nbengine.models.hf_config import (
+    eos_token_ids,
+    load_generation_config,
+    load_hf_config,
+    max_model_len_of,
+    vocab_size,
+)
+from nbengine.models.registry import resolve_device, resolve_dtype
+
+CPU = torch.device("cpu")
+
+
+def write(directory: Path, name: str, content: Any) -> None:
+    (directory / name).write_text(json.dumps(content))
+
+
+def test_overrides_replace_entries_of_the_configuration(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", {"vocab_size": 10, "rope_parameters": {"rope_theta": 1.0}})
+    config = ModelConfig("m", directory=str(tmp_path), hf_overrides={"vocab_size": 20})
+    assert load_hf_config(config) == {"vocab_size": 20, "rope_parameters": {"rope_theta": 1.0}}
+
+
+def test_an_unresolved_model_has_no_configuration() -> None:
+    with pytest.raises(ModelLoadError, match="not been looked for"):
+        load_hf_config(ModelConfig("m"))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "\x00", "[" * 100_000])
+def test_a_configuration_that_is_no_json_object_is_refused_with_its_path(
+    content: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        load_hf_config(ModelConfig("m", directory=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, 4096),
+        ({"sliding_window": None}, 4096),
+        ({"sliding_window": 1024}, 1024),
+        ({"sliding_window": 8192}, 4096),
+        ({"sliding_window": 1024, "use_sliding_window": False}, 4096),
+        ({"sliding_window": 1024, "use_sliding_window": True}, 1024),
+    ],
+)
+def test_the_longest_sequence_is_the_context_or_the_window(entries: dict[str, Any], expected: int) -> None:
+    assert max_model_len_of({"max_position_embeddings": 4096, **entries}) == expected
+
+
+def test_sizes_that_are_missing_are_named() -> None:
+    with pytest.raises(ModelLoadError, match="max_position_embeddings"):
+        max_model_len_of({})
+    with pytest.raises(ModelLoadError, match="vocab_size must be a positive integer, got 0"):
+        vocab_size({"vocab_size": 0})
+
+
+def test_end_tokens_come_from_the_first_source_that_states_them(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    assert load_generation_config(directory) == {}
+    assert eos_token_ids(directory, {}) == []
+    write(tmp_path, "tokenizer.json", {"added_tokens": [{"id": 5, "content": "</s>"}]})
+    write(tmp_path, "tokenizer_config.json", {"eos_token": {"content": "</s>"}})
+    assert eos_token_ids(directory, {}) == [5]
+    assert eos_token_ids(directory, {"eos_token_id": 6}) == [6]
+    write(tmp_path, "generation_config.json", {"eos_token_id": [8, 7, 8]})
+    assert eos_token_ids(directory, {"eos_token_id": 6}) == [8, 7]
+
+
+@pytest.mark.parametrize("stated", ["</s>", -1, [1, None], True])
+def test_end_tokens_that_are_no_ids_are_refused(stated: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="eos_token_id must be"):
+        eos_token_ids(str(tmp_path), {"eos_token_id": stated})
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "theta", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
+        ({"rope_theta": 7.0, "rope_scaling": None}, 7.0, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 10000.0, RopeScaling("linear", factor=2.0)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            5e5,
+            RopeScaling("linear", factor=4.0),
+        ),
+    ],
+)
+def test_rope_is_read_in_the_old_and_the_new_form(
+    entries: dict[str, Any], theta: float, scaling: RopeScaling | None
+) -> None:
+    config = decoder_config({**LLAMA, **entries})
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+def test_what_a_configuration_leaves_out_is_what_transformers_assumes() -> None:
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+    for kind in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config):
+        assumed = kind(hidden_size=2048, num_attention_heads=32)
+        name = f"{kind.__name__.removesuffix('Config')}ForCausalLM"
+        stated = {**LLAMA, "architectures": [name], "hidden_size": 2048, "num_attention_heads": 32}
+        config = decoder_config(stated)
+        head_dim = getattr(assumed, "head_dim", None) or 64
+        assert (config.num_kv_heads, config.head_dim) == (assumed.num_key_value_heads, head_dim)
+        assert config.rms_norm_eps == assumed.rms_norm_eps
+        assert config.rope_theta == assumed.rope_parameters["rope_theta"]
+        assert config.tie_word_embeddings == assumed.tie_word_embeddings
+
+
+def test_device_auto_is_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device(ModelConfig()) == CPU
+    with pytest.raises(InvalidArgumentError, match="no CUDA device is available"):
+        resolve_device(ModelConfig(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device(ModelConfig()).type == "cuda"
+    assert resolve_device(ModelConfig(device="cpu")) == CPU
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"dtype": "torch.bfloat16", "torch_dtype": "float32"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_dtype_auto_is_the_checkpoints_on_the_cpu(stated: dict[str, str], expected: torch.dtype) -> None:
+    assert resolve_dtype(ModelConfig(weights=("model.safetensors",)), stated, CPU) is expected
+
+
+def test_an_unknown_dtype_is_refused_and_a_given_one_taken() -> None:
+    with pytest.raises(ModelLoadError, match="got 'int8'"):
+        resolve_dtype(ModelConfig(), {"dtype": "int8"}, CPU)
+    assert resolve_dtype(ModelConfig(dtype="float16"), {"dtype": "int8"}, CPU) is torch.float16
+
+
+CPU_INFO = [
+    ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", torch.bfloat16),
+    ("flags\t\t: fpu avx2 avx512f avx512_bf16x", torch.float32),
+    ("Features\t: fp asimd bf16 i8mm", torch.bfloat16),
+    ("", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("cpu_info", "expected"), CPU_INFO)
+def test_dtype_auto_of_a_gguf_is_what_the_cpu_multiplies_fast(
+    cpu_info: str, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(registry, "_CPU_INFO", path)
+    gguf = ModelConfig(weights=("model.gguf",))
+    assert resolve_dtype(gguf, {}, CPU) is torch.float32
+    path.write_text(f"processor\t: 0\n{cpu_info}\n")
+    assert resolve_dtype(gguf, {}, CPU) is expected
+
+
+@pytest.mark.parametrize(("supported", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_dtype_auto_on_cuda_is_bfloat16_where_it_is_supported(
+    supported: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
+    cuda = torch.device("cuda")
+    assert resolve_dtype(ModelConfig(weights=("model.gguf",)), {}, cuda) is expected
+    assert resolve_dtype(ModelConfig(), {"dtype": "bfloat16"}, cuda) is expected
+    assert resolve_dtype(ModelConfig(), {"dtype": "float16"}, cuda) is torch.float16
