@@ -98,10 +98,11 @@ class Generation:
                 self._cancelled.wait(self._view.interval)
             self._end()
         except NBEngineError as error:
+            cancelled = self._cancelled.is_set()
             # Nobody may ever ask the handle: the cell says what happened, too.
-            self._end(note=f"{type(error).__name__}: {getattr(error, 'cause', error)}")
+            self._end(note="" if cancelled else f"{type(error).__name__}: {getattr(error, 'cause', error)}")
             on_error(error)
-            handle.settle(error)
+            handle.settle(None if cancelled else error)
         except BaseException as error:
             handle.settle(error)
             raise

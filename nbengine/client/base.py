@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nbengine.config import EngineConfig
-from nbengine.errors import InvalidArgumentError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
 
 if TYPE_CHECKING:
+    from nbengine.client.async_mp import AsyncMPClient
     from nbengine.frontend.loop_thread import LoopThread
 
 ProgressCallback = Callable[[Progress], None]
@@ -31,41 +31,47 @@ class EngineCoreClient(ABC):
         config: EngineConfig,
         *,
         multiprocess: bool = True,
-        loop_thread: LoopThread | None = None,
         name: str | None = None,
-        session: str | None = None,
         progress: ProgressCallback | None = None,
-    ) -> EngineCoreClient:
-        """Start an engine and return a client of it; `wait_ready` tells when it takes requests.
+    ) -> BlockingClient:
+        """Start an engine and return a client of it whose outputs are fetched; `wait_ready` tells when it is ready.
 
         Args:
             config: how to build the engine; its model must be resolved.
             multiprocess: run the engine in processes of its own; otherwise in this one, which loads the model now.
-            loop_thread: where outputs are to arrive; None makes a client whose outputs are fetched by `get_output`.
             name: of the engine, after its model if None.
-            session: name of this client across restarts of its process, made up if None.
             progress: called while an engine in this process loads the model.
 
         Raises:
             EngineStartError: the engine cannot be started.
-            InvalidArgumentError: a loop thread without multiprocessing, or a name that is taken.
+            InvalidArgumentError: the name is taken.
         """
         if not multiprocess:
-            if loop_thread is not None:
-                raise InvalidArgumentError("multiprocess", multiprocess, "True for AsyncLLM")
             from nbengine.client.inproc import InprocClient
 
             return InprocClient(config, progress)
-        from nbengine.client.launch import launch_engine
-
-        info = launch_engine(config, name=name)
-        if loop_thread is not None:
-            from nbengine.client.async_mp import AsyncMPClient
-
-            return AsyncMPClient(info, loop_thread, session=session, owns_engine=True)
+        from nbengine.client.launch import discarded_on_error, launch_engine
         from nbengine.client.sync_mp import SyncMPClient
 
-        return SyncMPClient(info, session=session, owns_engine=True)
+        info = launch_engine(config, name=name)
+        with discarded_on_error(info):
+            return SyncMPClient(info, owns_engine=True)
+
+    @staticmethod
+    def make_async_mp_client(
+        config: EngineConfig, loop_thread: LoopThread, *, name: str | None = None, session: str | None = None
+    ) -> AsyncMPClient:
+        """Start an engine and return a client of it whose outputs arrive on `loop_thread`; see `make_client`.
+
+        Args:
+            session: name of this client across restarts of its process, made up if None.
+        """
+        from nbengine.client.async_mp import AsyncMPClient
+        from nbengine.client.launch import discarded_on_error, launch_engine
+
+        info = launch_engine(config, name=name)
+        with discarded_on_error(info):
+            return AsyncMPClient(info, loop_thread, session=session, owns_engine=True)
 
     @abstractmethod
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
@@ -111,10 +117,6 @@ class EngineCoreClient(ABC):
     def shutdown(self, *, drain: bool = False) -> None:
         """End the engine, with `drain` after what runs has finished, and wait until nothing is left of it."""
 
-    def get_output(self) -> EngineCoreOutputs:
-        """Wait for the next outputs (clients without asyncio)."""
-        raise NotImplementedError
-
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a method of the engine core by name and wait for its result.
 
@@ -127,3 +129,16 @@ class EngineCoreClient(ABC):
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """`call_utility` for coroutines, on any event loop."""
         return await asyncio.wrap_future(self.submit_utility(method, *args))
+
+
+class BlockingClient(EngineCoreClient):
+    """A client whose outputs are fetched one batch after another."""
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """Wait for the next outputs. An interrupt is raised as soon as it does no harm, and loses none.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+            LeaseExpiredError: the lease under which requests were sent was lost.
+        """

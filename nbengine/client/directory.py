@@ -22,7 +22,8 @@ from nbengine.client.connection import (
     read_connection,
     remove_engine_files,
 )
-from nbengine.client.processes import kill_session, session_processes, wait_for_host
+from nbengine.client.launch import reap_children
+from nbengine.client.processes import kill_session, session_processes, wait_for_host, wait_until
 from nbengine.errors import NBEngineError
 from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.messages import Shutdown
@@ -31,6 +32,8 @@ from nbengine.ipc.sockets import make_socket
 STOP_TIMEOUT = 10.0
 """Seconds that an engine gets to end when asked, before it is made to."""
 TERMINATE_TIMEOUT = 5.0
+ORPHAN_GRACE = 2.0
+"""Seconds that an engine core gets to end by itself when its host is gone."""
 _CONNECT_TIMEOUT = 0.2
 _YOUNG = 60.0
 """Seconds for which a run directory without processes may belong to an engine that is being started."""
@@ -83,6 +86,7 @@ def find_engine(name_or_file: str | Path) -> ConnectionInfo:
 
 def list_engines() -> list[EngineListing]:
     """All engines that have a connection file, oldest first, dead ones included."""
+    reap_children()
     return [_listing(info) for info in list_connections()]
 
 
@@ -106,6 +110,7 @@ def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = S
         wait_for_host(info, TERMINATE_TIMEOUT)
     kill_session(info)
     remove_engine_files(info)
+    reap_children()
 
 
 def reap(*, end_unattached: bool = False) -> ReapReport:
@@ -115,9 +120,10 @@ def reap(*, end_unattached: bool = False) -> ReapReport:
     have waited for someone.
     """
     report = ReapReport()
+    reap_children()
     for info in list_connections():
         if not info.host_alive:
-            report.killed_pids += kill_session(info)
+            report.killed_pids += kill_session(info, ORPHAN_GRACE)
             remove_engine_files(info)
             report.dead.append(info.name)
         elif end_unattached and not info.config.bound and info.ready and not count_clients(info):
@@ -154,16 +160,32 @@ def _listens(path: Path) -> bool:
 
 
 def _kill_orphans() -> list[int]:
-    """Kill engine cores of this user whose host is gone, which would have ended by themselves if they could."""
+    """Kill engine cores of this user whose host is gone, and that do not end by themselves as they should."""
+    orphans = _find_orphans()
+    wait_until(lambda: not any(map(_still_there, orphans)), ORPHAN_GRACE)
     killed = []
+    for process in filter(_still_there, orphans):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            killed.append(process.pid)
+    return killed
+
+
+def _find_orphans() -> list[psutil.Process]:
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(
             psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError, PermissionError
         ):
             if _is_core(process) and _leader_is_gone(process):
-                process.kill()
-                killed.append(process.pid)
-    return killed
+                found.append(process)
+    return found
+
+
+def _still_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _is_core(process: psutil.Process) -> bool:

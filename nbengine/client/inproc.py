@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
-from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.client.base import BlockingClient, ProgressCallback
 from nbengine.config import EngineConfig
 from nbengine.engine.logs import describe_exception
 from nbengine.errors import EngineDeadError, NBEngineError, RequestError, UtilityError
@@ -23,7 +23,7 @@ from nbengine.ipc.messages import (
 )
 
 
-class InprocClient(EngineCoreClient):
+class InprocClient(BlockingClient):
     """Client of an `EngineCore` that it owns; for one thread. Creating it loads the model (and torch)."""
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:

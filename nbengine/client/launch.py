@@ -65,7 +65,7 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
         InvalidArgumentError: `name` is malformed, or a running engine has it.
         EngineStartError: the process cannot be started.
     """
-    _reap_children()
+    reap_children()
     run_dir = new_run_dir()
     try:
         with _launch_lock():
@@ -92,6 +92,18 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
     return info
 
 
+@contextlib.contextmanager
+def discarded_on_error(info: ConnectionInfo) -> Iterator[None]:
+    """Remove an engine that this process has just launched if the block ends with an exception."""
+    try:
+        yield
+    except BaseException:
+        forget_child(info.run_dir)
+        kill_session(info)
+        remove_engine_files(info)
+        raise
+
+
 def host_exit(info: ConnectionInfo) -> str | None:
     """How the host ended, as in "was killed by …", if this process started it and it has ended."""
     child = _children.get(info.run_dir)
@@ -108,6 +120,13 @@ def forget_child(run_dir: str) -> None:
         os.close(child.lifeline)
     if child.process.poll() is None:
         _children[run_dir] = _Child(child.process, None)
+
+
+def reap_children() -> None:
+    """Take note of hosts of this process that have ended, which would stay as zombies otherwise."""
+    for run_dir, child in list(_children.items()):
+        if child.process.poll() is not None:
+            forget_child(run_dir)
 
 
 def slug(model: str) -> str:
@@ -221,12 +240,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _reap_children() -> None:
-    for run_dir, child in list(_children.items()):
-        if child.process.poll() is not None:
-            forget_child(run_dir)
 
 
 @contextlib.contextmanager

@@ -79,10 +79,14 @@ class MPClient(EngineCoreClient):
         input_address = info.address(f"c-{client_id}.in")
         output_address = info.address(f"c-{client_id}.out")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._input_socket = make_socket(self._context, input_address, zmq.ROUTER, bind=True)
-        # After a lost lease the engine core comes back under the same identity.
-        self._input_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._output_socket = make_socket(self._context, output_address, zmq.PULL, bind=True)
+        try:
+            self._input_socket = make_socket(self._context, input_address, zmq.ROUTER, bind=True)
+            # After a lost lease the engine core comes back under the same identity.
+            self._input_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._output_socket = make_socket(self._context, output_address, zmq.PULL, bind=True)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self.link = HostLink(info, session or secrets.token_hex(8), input_address, output_address, self)
 
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
@@ -99,7 +103,8 @@ class MPClient(EngineCoreClient):
                 ready[event.rank] = event
             if deadline is None and self._ranks and set(self._ranks) <= ready.keys():
                 deadline = time.monotonic() + CONNECT_TIMEOUT
-        self.ready = ready[self._ranks[0]]
+        self.info.ready = [ready[rank] for rank in self._ranks]
+        self.ready = self.info.ready[0]
         return self.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:

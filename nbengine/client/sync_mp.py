@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from nbengine.client.base import BlockingClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.mp import MPClient
 from nbengine.client.wake import WakePipe
@@ -27,7 +28,7 @@ class _Failure(NamedTuple):
     client_index: int
 
 
-class SyncMPClient(MPClient):
+class SyncMPClient(MPClient, BlockingClient):
     """Outputs wait in a queue for `get_output`.
 
     The sockets belong to one thread, which also sends: an interrupt that hits the caller in the middle of a
@@ -52,12 +53,7 @@ class SyncMPClient(MPClient):
         self._newest_request_index = request.client_index
 
     def get_output(self) -> EngineCoreOutputs:
-        """Wait for the next outputs; an interrupt is raised at once and loses none.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-            LeaseExpiredError: the lease under which requests were sent was lost.
-        """
+        """Wait for the next outputs; an interrupt is raised at once and loses none."""
         while True:
             item = self._outputs_queue.get()
             if isinstance(item, EngineCoreOutputs):

@@ -227,9 +227,8 @@ class HostState:
                 return self._to_all_clients(message)
             case EngineReady():
                 return self._on_ready(rank, message)
-            case EngineDead(cause, log_tail, expected=expected):
-                notice = self._death(cause, expected=expected, log_tail=log_tail)
-                return self._on_core_dying(rank, notice, now)
+            case EngineDead():
+                return self._on_core_dying(rank, message, now)
 
     def _on_ready(self, rank: int, message: EngineReady) -> list[Action]:
         self._ready[rank] = message
@@ -252,20 +251,17 @@ class HostState:
         self._running.discard(rank)
         actions: list[Action] = []
         if self._notice is None or (self._draining and not clean):
-            actions = self._stop(self._death(description, expected=False), drain=False, now=now)
+            actions = self._stop(EngineDead(cause=description), drain=False, now=now)
         return actions + self._end_if_all_gone()
-
-    def _death(self, cause: str, *, expected: bool, log_tail: str = "") -> EngineDead:
-        started = self.phase is not HostPhase.STARTING
-        return EngineDead(cause=cause, log_tail=log_tail, started=started, expected=expected)
 
     def _stop(self, notice: EngineDead, *, drain: bool, now: float) -> list[Action]:
         cuts_drain_short = self._draining and not drain
         if self._notice is not None and not cuts_drain_short:
             return []
+        started = self.phase is not HostPhase.STARTING
         if self._notice is None or not notice.expected:
             self._notice = notice
-        started = self.phase is not HostPhase.STARTING
+            notice.started = started
         orderly = started and notice.expected
         self.phase = HostPhase.STOPPING
         self._draining = drain and orderly

@@ -67,7 +67,8 @@ from nbengine.ipc.sockets import IPC_PREFIX, make_socket
 logger = logging.getLogger(__name__)
 
 PARENT_INTERVAL = 1.0
-"""Seconds between two looks at whether a bound engine's parent still runs, where there is no pipe to watch."""
+"""Seconds between two looks at whether a bound engine's parent still runs: a process that the parent has forked
+holds the pipe open, and there may be no pipe."""
 LAST_WORDS_MS = 100
 """How long a message of an engine core may be under way when its process is already gone."""
 LAST_MESSAGE_LINGER_MS = 1000
@@ -159,7 +160,7 @@ class Supervisor:
     def _timeout_ms(self, now: float) -> int | None:
         due = self._coordinator.state.due
         deadline = min(self._state.next_deadline(), math.inf if due is None else due)
-        if self.info.config.bound and self._parent_fd is None:
+        if self.info.config.bound:
             deadline = min(deadline, now + PARENT_INTERVAL)
         return None if deadline == math.inf else max(0, math.ceil((deadline - now) * 1000))
 

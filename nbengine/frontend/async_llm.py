@@ -8,14 +8,14 @@ import logging
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient, ProgressCallback
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import NBEngineError
+from nbengine.errors import InvalidArgumentError, NBEngineError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
 from nbengine.frontend.chat import Message, has_chat_template, render_chat
 from nbengine.frontend.input_processor import PromptType, prompt_text
@@ -63,13 +63,16 @@ class AsyncLLM:
         bound: bool = True,
         session: str | None = None,
         progress: ProgressCallback | None = None,
+        multiprocess: bool = True,
         **options: Unpack[EngineOptions],
     ) -> None:
+        if not multiprocess:
+            raise InvalidArgumentError("multiprocess", multiprocess, "True (LLM has engines in this process)")
         config = EngineArgs.from_kwargs({"model": model, **options}).create_engine_config(bound=bound)
-        client = EngineCoreClient.make_client(
-            resolve_files(config, progress), loop_thread=LoopThread.shared(), name=name, session=session
+        client = EngineCoreClient.make_async_mp_client(
+            resolve_files(config, progress), LoopThread.shared(), name=name, session=session
         )
-        self._set_up(cast("AsyncMPClient", client), progress)
+        self._set_up(client, progress)
 
     @classmethod
     def attach(

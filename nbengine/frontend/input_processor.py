@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections.abc import Mapping
@@ -165,11 +166,7 @@ class InputProcessor:
     def _checked_tokens(self, token_ids: object) -> list[int]:
         if isinstance(token_ids, (str, bytes)) or not hasattr(token_ids, "__iter__"):
             raise InvalidTypeError("prompt_token_ids", token_ids, "a list of token ids")
-        checked = []
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-                raise InvalidTypeError("prompt_token_ids", token_id, "a list of token ids")
-            checked.append(token_id.__index__())
+        checked = [_checked_token(token_id) for token_id in token_ids]
         if not checked:
             raise InvalidArgumentError("prompt_token_ids", checked, "not empty")
         self._check_vocabulary("prompt_token_ids", checked)
@@ -215,6 +212,15 @@ def prompt_text(prompt: PromptType) -> str | None:
         text = prompt.get("prompt")
         return text if isinstance(text, str) else None
     return prompt
+
+
+def _checked_token(token_id: Any) -> int:
+    if type(token_id) is int:
+        return token_id
+    # NumPy's integers are welcome, booleans are not.
+    if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+        raise InvalidTypeError("prompt_token_ids", token_id, "a list of token ids")
+    return operator.index(token_id)
 
 
 def _check_id(request_id: object) -> None:

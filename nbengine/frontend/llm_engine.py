@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.client.base import BlockingClient, EngineCoreClient, ProgressCallback
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import RequestError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
@@ -36,7 +36,7 @@ class LLMEngine:
         name: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        self.engine_core: EngineCoreClient = EngineCoreClient.make_client(
+        self.engine_core: BlockingClient = EngineCoreClient.make_client(
             resolve_files(config, progress), multiprocess=multiprocess, name=name, progress=progress
         )
         # Ends the engine when nobody refers to this object any more, and at the interpreter's exit.

@@ -64,14 +64,13 @@ class _Alias:
     find: Callable[[ModelConfig, Reporter], ModelFiles]
 
 
-def _smollm2(_config: ModelConfig, report: Reporter) -> ModelFiles:
+def _smollm2(config: ModelConfig, report: Reporter) -> ModelFiles:
     path = fetch_pinned(SMOLLM2_135M, cache_dir() / "models" / "smollm2-135m", report)
-    return ModelFiles(prepared_directory(path, report), (path,))
+    return _gguf_file(path, config.load_format, report)
 
 
-def _random_tiny(config: ModelConfig, _report: Reporter) -> ModelFiles:
-    directory = random_tiny(cache_dir() / "models", config.seed)
-    return ModelFiles(directory, (directory / "model.safetensors",))
+def _random_tiny(config: ModelConfig, report: Reporter) -> ModelFiles:
+    return _in_directory(random_tiny(cache_dir() / "models", config.seed), config.load_format, report)
 
 
 _ALIASES = {

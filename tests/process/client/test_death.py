@@ -226,3 +226,19 @@ def test_a_stopped_host_is_killed_in_the_end(
         not psutil.pid_exists(core_of(llm)) or psutil.Process(core_of(llm)).status() == psutil.STATUS_ZOMBIE
     )
     assert_nothing_left(llm)
+
+
+async def test_a_core_that_dies_under_a_stopped_host_is_noticed_all_the_same(
+    start_async: StartAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LAST_WORDS_TIMEOUT", "CORE_EXIT_GRACE"):
+        monkeypatch.setattr(f"nbengine.client.host_link.{name}", 0.3)
+    llm = start_async(bound=False, knobs={"step_seconds": 0.01})
+
+    def kill() -> None:
+        os.kill(host_of(llm), signal.SIGSTOP)
+        os.kill(core_of(llm), signal.SIGKILL)
+
+    error = await death_of(llm, kill)
+    assert "does not say why" in error.cause
+    assert_nothing_left(llm)

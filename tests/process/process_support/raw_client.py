@@ -20,6 +20,7 @@ from nbengine.ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
+    EngineDead,
     EngineReady,
     Heartbeat,
     HostToClient,
@@ -115,6 +116,13 @@ class RawClient:
 
     def heartbeat(self) -> None:
         self.tell(Heartbeat())
+
+    def expect_end(self, cause: str, *, expected: bool, started: bool = True) -> EngineDead:
+        """The host's notice that the engine has ended, which must say so."""
+        dead = self.hear(EngineDead)
+        assert cause in dead.cause
+        assert (dead.expected, dead.started) == (expected, started)
+        return dead
 
     # The core.
 

@@ -260,7 +260,8 @@ def test_while_loading_cores_are_terminated() -> None:
     host = Host()
     host.client(attach())
     assert host.client(Shutdown()) == [SignalCores(signal.SIGTERM, [0])]
-    assert only(host.exit(how="was killed by signal 15 (SIGTERM)", clean=False), End)
+    (end,) = only(host.exit(how="was killed by signal 15 (SIGTERM)", clean=False), End)
+    assert end.notice == EngineDead("the engine was shut down", started=False, expected=True)
 
 
 def test_a_cores_own_words_are_the_cause_and_its_exit_is_awaited() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbengine import LLM, SamplingParams
-from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.client.base import BlockingClient, EngineCoreClient, ProgressCallback
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import (
     EngineDeadError,
@@ -52,7 +52,7 @@ def ready_message() -> EngineReady:
     )
 
 
-class EchoClient(EngineCoreClient):
+class EchoClient(BlockingClient):
     """Answers a request with its prompt's tokens in reverse, the youngest request first, two tokens a step."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -1,0 +1,143 @@
+"""Attaching, and every way in which a lease ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import zmq
+from process_support.engine_under_test import wait_for
+
+from nbengine.ipc.messages import (
+    Detach,
+    Heartbeat,
+    HeartbeatAck,
+    LeaseLost,
+)
+
+
+def test_a_heartbeat_is_answered_and_a_stranger_is_told_so(start_engine) -> None:
+    engine = start_engine()
+    client = engine.client().attach()
+    client.heartbeat()
+    client.hear(HeartbeatAck)
+    stranger = engine.client()
+    stranger.tell(Heartbeat())
+    assert "no lease" in stranger.hear(LeaseLost).reason
+
+
+def test_detaching_aborts_what_was_asked_for_and_is_answered(start_engine) -> None:
+    engine = start_engine({"step_seconds": 0.01})
+    leaving, staying = engine.client().attach(), engine.client().attach()
+    stats = staying.subscribe()
+    leaving.add("r", [1], max_tokens=400)
+    leaving.read_until(lambda: leaving.tokens("r"))
+    leaving.tell(Detach())
+    assert leaving.hear(LeaseLost).reason == "detached"
+    idle = staying.read_stats(stats, lambda s: s.engines[0].step_counter and not s.engines_running)
+    assert idle.engines[0].num_free_blocks == 64
+    assert staying.call("ping") == (None, "pong")
+
+
+def test_a_lease_without_heartbeats_lapses_and_the_client_may_come_back(start_engine) -> None:
+    engine = start_engine({"step_seconds": 0.01}, lease=1.0)
+    engine.wait_ready()
+    client = engine.client().attach()
+    first_epoch = client.client_index
+    client.add("r", [1], max_tokens=400)
+    assert "no heartbeat for 1 s" in client.hear(LeaseLost).reason
+    again = engine.client(session=client.session).attach()
+    assert again.client_index > first_epoch
+    again.add("r", [1], max_tokens=2)
+    again.wait_finished("r")
+    assert again.tokens("r") == [2, 3]
+
+
+def test_heartbeats_keep_a_lease(start_engine) -> None:
+    engine = start_engine(lease=1.0)
+    engine.wait_ready()
+    client = engine.client().attach()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        client.heartbeat()
+        client.hear(HeartbeatAck)
+        assert not client.host.poll(100)
+    assert client.call("ping") == (None, "pong")
+
+
+def test_a_new_attachment_of_a_session_replaces_the_old_one(start_engine) -> None:
+    engine = start_engine({"step_seconds": 0.01})
+    old = engine.client(session="notebook").attach()
+    old.add("r", [1], max_tokens=400)
+    old.read_until(lambda: old.tokens("r"))
+    new = engine.client(session="notebook").attach()
+    assert "attached again" in old.hear(LeaseLost).reason
+    new.add("r", [50], max_tokens=3)
+    new.wait_finished("r")
+    assert new.tokens("r") == [51, 52, 53]
+    assert set(new.outputs) == {"r"}
+    assert new.call("stats")[1][1:3] == [0, 0]
+
+
+def test_a_client_whose_process_is_gone_loses_its_lease(start_engine) -> None:
+    engine = start_engine({"step_seconds": 0.01})
+    watcher = engine.client().attach()
+    stats = watcher.subscribe()
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    client = engine.client(pid=bystander.pid).attach()
+    client.add("r", [1], max_tokens=400)
+    client.read_until(lambda: client.tokens("r"))
+    bystander.kill()
+    bystander.communicate()
+    idle = watcher.read_stats(stats, lambda s: s.engines[0].step_counter and not s.engines_running)
+    assert idle.engines[0].num_free_blocks == 64
+    assert str(bystander.pid) in client.hear(LeaseLost).reason
+
+
+def test_an_engine_without_clients_ends_after_keep_alive(start_engine) -> None:
+    engine = start_engine(keep_alive=0.4)
+    client = engine.client().attach()
+    assert not client.host.poll(800)
+    client.tell(Detach())
+    began = time.monotonic()
+    engine.wait_gone()
+    assert 0.3 < time.monotonic() - began < 5
+    assert engine.host.returncode == 0
+
+
+def test_malformed_control_messages_are_dropped(start_engine) -> None:
+    engine = start_engine()
+    client = engine.client().attach()
+    impostor = client._socket(zmq.DEALER)
+    impostor.connect(engine.info.address("core.sock"))
+    for socket in (client.host, impostor):
+        for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x81\xa4type\xa7nothing"]):
+            socket.send_multipart(frames)
+    pusher = client._socket(zmq.PUSH)
+    pusher.connect(engine.info.address("back-out.sock"))
+    pusher.send(b"nonsense")
+    client.heartbeat()
+    client.hear(HeartbeatAck)
+    assert client.call("ping") == (None, "pong")
+    wait_for(lambda: "dropped a message to the coordinator" in engine.log(), "the log of the coordinator")
+
+
+def test_a_late_subscriber_gets_the_state_at_once_and_the_idle_state_last(start_engine) -> None:
+    engine = start_engine({"step_seconds": 0.002})
+    client = engine.client().attach()
+    client.add("r", [1] * 20, max_tokens=100)
+    client.wait_finished("r")
+    late = client.subscribe()
+    first = client.read_stats(late)
+    assert first.engines[0].step_counter > 0
+    client.add("s", [1] * 20, max_tokens=200)
+    seen = []
+    client.read_stats(late, lambda s: seen.append(s) or s.engines_running)
+    began = time.monotonic()
+    client.read_stats(late, lambda s: seen.append(s) or not s.engines_running)
+    elapsed = time.monotonic() - began
+    assert len(seen) <= 4 + elapsed / 0.1
+    assert seen[-1].engines[0].num_free_blocks == 64
+    steps = [snapshot.engines[0].step_counter for snapshot in seen]
+    assert steps == sorted(steps)

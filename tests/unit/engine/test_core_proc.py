@@ -1,0 +1,143 @@
+"""EngineCoreProc on the test's thread: what it says at the start, and how its loop ends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig
+from nbengine.engine.core_proc import EngineCoreProc, EngineShutdownState
+from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, ThreadFailed, Wakeup
+from nbengine.errors import NBEngineError
+from nbengine.ipc.handshake import ControlDecoder
+from nbengine.ipc.messages import (
+    CoreToHost,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineHandshakeMetadata,
+    EngineReady,
+    FinishReason,
+    Progress,
+    UtilityRequest,
+)
+from nbengine.ipc.sockets import make_socket
+from nbengine.sampling_params import SamplingParams
+from tests.process.process_support.fake_executor import FakeExecutor
+
+
+class Rig:
+    """An engine core whose control socket leads to the test."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.host = make_socket(self.context, "inproc://control", zmq.PAIR, bind=True)
+        self.control = make_socket(self.context, "inproc://control", zmq.PAIR, bind=False)
+        self.coordinator = make_socket(self.context, "inproc://coordinator", zmq.PULL, bind=True)
+        config = EngineConfig(model=ModelConfig("fake"), cache=CacheConfig(num_gpu_blocks_override=32))
+        handshake = EngineHandshakeMetadata("", "inproc://coordinator")
+        self.core = EngineCoreProc(config, FakeExecutor, 2, self.context, self.control, handshake)
+
+    def add(self, request_id: str, client_index: int = 1, max_tokens: int = 5) -> None:
+        request = EngineCoreRequest(
+            request_id, [1], SamplingParams(max_tokens=max_tokens), client_index=client_index
+        )
+        self.core.input_queue.put(AddRequest(*self.core.preprocess_add_request(request)))
+
+    def hear(self):
+        decoder = ControlDecoder(CoreToHost)
+        messages = []
+        while self.host.poll(0):
+            messages.append(decoder.decode(self.host.recv()))
+        return messages
+
+    def outputs(self) -> list[tuple[int, EngineCoreOutputs]]:
+        """What has been queued for clients."""
+        items = []
+        while not self.core.output_queue.empty():
+            items.append(self.core.output_queue.get())
+        return [item for item in items if isinstance(item, tuple) and item[0] != COORDINATOR_INDEX]
+
+    def close(self) -> None:
+        self.core.stop_io()
+        for socket in (self.host, self.control, self.coordinator):
+            socket.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+    gc.unfreeze()
+
+
+def test_progress_and_ready_carry_the_rank(rig: Rig) -> None:
+    rig.core.start()
+    *progress, ready = rig.hear()
+    assert [(type(message), message.rank) for message in progress] == [(Progress, 2)] * 3
+    assert isinstance(ready, EngineReady)
+    assert (ready.rank, ready.num_blocks) == (2, 32)
+
+
+def test_a_failed_thread_ends_the_loop_with_its_error_as_the_cause(rig: Rig) -> None:
+    root = ValueError("root")
+    rig.core.input_queue.put(ThreadFailed("nbengine-input", root))
+    with pytest.raises(NBEngineError, match="the nbengine-input thread failed") as caught:
+        rig.core.run_busy_loop()
+    assert caught.value.__cause__ is root
+
+
+def test_an_end_at_once_aborts_what_runs_and_tells_its_clients(rig: Rig) -> None:
+    rig.add("a", client_index=1)
+    rig.add("b", client_index=2)
+    rig.core._process_input_queue()
+    rig.core.request_shutdown()
+    rig.core.run_busy_loop()
+    told = {client: batch.outputs for client, batch in rig.outputs()}
+    assert {client: [o.request_id for o in outputs] for client, outputs in told.items()} == {
+        1: ["a"],
+        2: ["b"],
+    }
+    assert {o.finish_reason for outputs in told.values() for o in outputs} == {FinishReason.ABORT}
+    assert rig.core.shutdown_state is EngineShutdownState.SHUTTING_DOWN
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes(rig: Rig) -> None:
+    rig.add("runs")
+    rig.core._process_input_queue()
+    rig.core.request_shutdown(drain=True)
+    rig.add("late")
+    rig.core.run_busy_loop()
+    outputs = [output for _, batch in rig.outputs() for output in batch.outputs]
+    tokens = [token for output in outputs if output.request_id == "runs" for token in output.new_token_ids]
+    assert tokens == [2, 3, 4, 5, 6]
+    (late,) = [output for output in outputs if output.request_id == "late"]
+    assert (late.finish_reason, late.error) == (FinishReason.ERROR, "the engine is shutting down")
+
+
+def test_an_idle_engine_forgets_eager_aborts_and_publishes_its_state(rig: Rig) -> None:
+    rig.core.aborts_queue.put((1, ["gone"]))
+    rig.core.input_queue.put(UtilityRequest(1, 5, "ping", []))
+    rig.core.input_queue.put(Wakeup())
+    rig.add("r")
+    rig.core._process_input_queue()
+    assert rig.core.aborts_queue.empty()
+    queued = []
+    while not rig.core.output_queue.empty():
+        queued.append(rig.core.output_queue.get())
+    assert queued[0][0] == COORDINATOR_INDEX
+    assert queued[0][1].scheduler_stats.num_free_blocks == 32
+    assert [batch.utility_output.result for client, batch in queued if client == 1] == ["pong"]
+
+
+def test_a_utility_that_breaks_is_answered_and_logged(rig: Rig, caplog) -> None:
+    rig.core.input_queue.put(UtilityRequest(1, 5, "ping", ["superfluous"]))
+    rig.add("r")
+    rig.core._process_input_queue()
+    ((_, batch),) = rig.outputs()
+    assert batch.utility_output.failure_message.startswith("TypeError")
+    assert "utility call ping failed" in caplog.text
