@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.cpu_ir import Element
-from nbengine.kernels.cpu_jit import Function, accumulator_budget, compile_module
+from nbengine.kernels.cpu_jit import Function, compile_module, host_processor
 from nbengine.kernels.cpu_layout import AttentionArguments, AttentionShape
 from nbengine.kernels.cpu_plan import WorkList, decode_work, prefill_work
 from nbengine.kernels.cpu_threads import select_runner
@@ -35,6 +35,11 @@ _ITEMS_FOR_THREADS = 4  # fewer items of a cache write are not worth waking the 
 _LOG2_E = math.log2(math.e)
 
 
+def supports(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for `dtype` on this processor."""
+    return dtype in ELEMENTS and (dtype != torch.float16 or host_processor().converts_float16)
+
+
 @dataclass(frozen=True)
 class _AttentionKernels:
     decode_shape: AttentionShape
@@ -45,7 +50,7 @@ class _AttentionKernels:
 
 @cache
 def _compile_attention(head_dim: int, group: int, block_size: int, element: Element) -> _AttentionKernels:
-    budget = accumulator_budget()
+    budget = host_processor().accumulators
     tiles = range(1, min(_MAX_DECODE_TILE, budget) + 1)
     decode_tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
     decode = AttentionShape(head_dim, group, block_size, element, decode_tile, 1, budget)
@@ -93,8 +98,6 @@ class CpuKernels:
     keys_transposed = True
 
     def __init__(self, dtype: torch.dtype) -> None:
-        if dtype not in ELEMENTS:
-            raise InvalidArgumentError("dtype", dtype, "float32, bfloat16 or float16 on the CPU")
         self._dtype = dtype
         self._element = ELEMENTS[dtype]
         self._run = select_runner()

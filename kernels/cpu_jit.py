@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -27,10 +26,34 @@ class Function:
     engine: llvm.ExecutionEngine
 
 
-@cache
-def accumulator_budget() -> int:
-    """How many vectors of 16 float32 a loop can keep in registers, leaving some for its operands."""
-    return 24 if llvm.get_host_cpu_features().get("avx512f") else 6
+@dataclass(frozen=True)
+class Processor:
+    """A processor as LLVM knows it: its name, and which instruction sets it has."""
+
+    name: str
+    features: llvm.FeatureMap
+
+    @property
+    def accumulators(self) -> int:
+        """How many vectors of 16 float32 a loop can keep in registers beside its operands."""
+        return 24 if self.features.get("avx512f") else 6
+
+    @property
+    def converts_float16(self) -> bool:
+        """Whether it converts float16 by itself: Arm does, x86 needs F16C."""
+        return not llvm.get_process_triple().startswith(("x86", "i686")) or bool(self.features.get("f16c"))
+
+    @property
+    def flags(self) -> str:
+        """Code generation flags, for LLVM."""
+        flags = str(self.features.flatten())
+        # Some processors are tuned to half their vector width, which would halve the registers used here.
+        return flags + ",-prefer-256-bit" if self.features.get("avx512f") else flags
+
+
+def host_processor() -> Processor:
+    """The processor that this process runs on."""
+    return Processor(llvm.get_host_cpu_name(), llvm.get_host_cpu_features())
 
 
 def compile_module(module: ir.Module, *names: str) -> list[Function]:
@@ -44,7 +67,7 @@ def compile_module(module: ir.Module, *names: str) -> list[Function]:
         llvm.initialize_native_asmprinter()
         try:
             parsed = llvm.parse_assembly(str(module))
-            machine = _target_machine()
+            machine = _target_machine(host_processor())
             options = llvm.PipelineTuningOptions(speed_level=_OPTIMISATION_LEVEL)
             options.loop_vectorization = False
             options.slp_vectorization = False
@@ -58,12 +81,8 @@ def compile_module(module: ir.Module, *names: str) -> list[Function]:
     return [Function(address, _PROTOTYPE(address), engine) for address in addresses]
 
 
-def _target_machine() -> llvm.TargetMachine:
-    features = llvm.get_host_cpu_features()
-    flags = features.flatten()
-    if features.get("avx512f"):
-        # Some processors are tuned to 256 bits by default, which would halve the registers used here.
-        flags += ",-prefer-256-bit"
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=flags, opt=_OPTIMISATION_LEVEL, jit=True
+def _target_machine(processor: Processor) -> llvm.TargetMachine:
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=processor.name, features=processor.flags, opt=_OPTIMISATION_LEVEL, jit=True
     )

@@ -8,9 +8,16 @@ from typing import Protocol
 
 import torch
 
+from nbengine.errors import InvalidArgumentError
 from nbengine.worker.attention_metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REASONS = {
+    "cpu": "llvmlite is not installed, or the processor lacks an instruction",
+    "cuda": "triton is not installed",
+}
 
 
 class Kernels(Protocol):
@@ -48,26 +55,28 @@ class Kernels(Protocol):
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that this installation has for a device and data type.
 
-    On the CPU kernels compiled with llvmlite, on CUDA those of Triton; where that package is missing, and on
-    other devices, plain torch, with a warning.
+    On the CPU kernels compiled with llvmlite, on CUDA those of Triton; where they are missing, and on other
+    devices, plain torch, with a warning. They serve one model on one thread.
 
     Raises:
-        InvalidArgumentError: no kernels for `dtype` on that device.
+        InvalidArgumentError: `dtype` is not float32, bfloat16 or float16.
     """
+    if dtype not in DTYPES:
+        raise InvalidArgumentError("dtype", dtype, "float32, bfloat16 or float16")
     if device.type == "cpu" and _installed("llvmlite"):
-        from nbengine.kernels.cpu_backend import CpuKernels
+        from nbengine.kernels.cpu_backend import CpuKernels, supports
 
-        return CpuKernels(dtype)
+        if supports(dtype):
+            return CpuKernels(dtype)
     if device.type == "cuda" and _installed("triton"):
         from nbengine.kernels.triton_backend import TritonKernels
 
         return TritonKernels(device, dtype)
     from nbengine.kernels.torch_backend import TorchKernels
 
-    package = {"cpu": "llvmlite", "cuda": "triton"}.get(device.type)
-    hint = f"install {package}" if package else f"there are no other kernels for {device.type}"
-    logger.warning("attention runs through plain torch, which is slow: %s", hint)
-    return TorchKernels(dtype)
+    reason = _REASONS.get(device.type, "there are no kernels for this device")
+    logger.warning("attention in %s on %s runs through plain torch, which is slow: %s", dtype, device, reason)
+    return TorchKernels()
 
 
 def _installed(package: str) -> bool:

@@ -42,9 +42,9 @@ def choose_tiling(head_dim: int, group: int, dtype: torch.dtype, *, decode: bool
     width = triton.next_power_of_2(head_dim)
     rows = max(MIN_ROWS, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        if not decode:
-            rows = max(rows, 32 if width <= 128 else 16)
-        return Tiling(rows, tokens=16, warps=4 if width <= 64 else 8, stages=1)
+        if width <= 64:
+            return Tiling(rows if decode else max(rows, 32), tokens=16, warps=4, stages=1)
+        return Tiling(rows, tokens=16, warps=4, stages=1) if width == 128 else Tiling(rows, 32, 8, 1)
     if decode:
         return Tiling(rows, tokens=64 if width <= 128 else 32, warps=4, stages=2)
     rows = max(rows, 64 if width <= 128 else 32)

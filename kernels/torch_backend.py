@@ -17,9 +17,6 @@ class TorchKernels:
     name = "torch"
     keys_transposed = False
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
     def warm_up(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
         """Nothing to compile."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.paged_attention_triton import paged_attention
 from nbengine.kernels.write_kv_triton import write_kv
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
@@ -20,8 +19,6 @@ class TritonKernels:
     keys_transposed = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise InvalidArgumentError("dtype", dtype, "float32, bfloat16 or float16 on CUDA")
         self._device = device
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count

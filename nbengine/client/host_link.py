@@ -47,7 +47,10 @@ HOST_EXIT_TIMEOUT = 10.0
 """Seconds from the request to end, or from the notice of death, until the host is killed."""
 CORE_EXIT_GRACE = 2.0
 """Seconds that engine cores get to end by themselves when their host is gone."""
+JOIN_TIMEOUT = 30.0
+"""Seconds within which the link's thread ends in any case, whatever it has to clear away."""
 EXIT_TIMEOUT = 0.5
+"""Seconds that the interpreter's exit may be delayed by."""
 
 
 class LinkListener(Protocol):
@@ -85,6 +88,7 @@ class HostLink:
     ) -> None:
         self.info = info
         self._session = session
+        self._shutting_down = False
         self._addresses = (input_address, output_address)
         self._listener = listener
         self._wake = WakePipe()
@@ -112,7 +116,7 @@ class HostLink:
 
     def core_died(self) -> None:
         """Tell the link that an engine core has said good-bye; it will find out why. Safe on any thread."""
-        self._verdict_at = time.monotonic() + LAST_WORDS_TIMEOUT
+        self._expect_last_words(time.monotonic())
         self._wake.wake()
 
     def request_detach(self) -> None:
@@ -122,6 +126,7 @@ class HostLink:
 
     def request_shutdown(self, *, drain: bool = False) -> None:
         """Ask the host to end the engine; the link ends with it. Does not wait. Safe like `request_detach`."""
+        self._shutting_down = True
         self._outbox.append(Shutdown(drain))
         self._wake.wake()
 
@@ -139,9 +144,9 @@ class HostLink:
         if not self._gone.wait(None if drain else HOST_EXIT_TIMEOUT):
             logger.warning("engine %s did not end when asked to, killing it", self.info.name)
             self._remove_remains(grace=0.0)
-        self.join(HOST_EXIT_TIMEOUT)
+        self.join()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float = JOIN_TIMEOUT) -> None:
         """Wait for the link's thread, unless called on it."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -221,7 +226,7 @@ class HostLink:
             return
         self._attached = False
         self._next_heartbeat = float("inf")
-        self._session = f"{self._session}-{uuid.uuid4().hex[:8]}"
+        self._session = f"{self._session.partition('#')[0]}#{uuid.uuid4().hex[:8]}"
         self._listener.on_lease_lost(
             LeaseExpiredError(f"engine {self.info.name} has dropped this client's requests: {reason}")
         )
@@ -256,7 +261,7 @@ class HostLink:
         started = self._started if started is None else started
         kind = EngineDeadError if started else EngineStartError
         self._listener.on_dead(kind(cause, tail or log_tail(self.info.log_path)))
-        wait_for_host(self.info, CORE_EXIT_GRACE)
+        wait_for_host(self.info, HOST_EXIT_TIMEOUT)
         self._remove_remains(grace=CORE_EXIT_GRACE)
 
     def _remove_remains(self, grace: float) -> None:

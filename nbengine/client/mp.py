@@ -142,7 +142,7 @@ class MPClient(EngineCoreClient):
         if self._closed:
             return
         if self._is_dead:
-            self.link.join(CONNECT_TIMEOUT)
+            self.link.join()
         else:
             self.link.shutdown(drain=drain)
         self._fail(EngineDeadError("the engine was shut down"), dead=True)

@@ -182,8 +182,11 @@ class LLM:
         with _Bar(len(positions), use_tqdm) as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
-                    outputs[positions[output.request_id]] = output
-                    bar.advance(output)
+                    position = positions.get(output.request_id)
+                    # The engine may have requests of its own, added without this class.
+                    if position is not None:
+                        outputs[position] = output
+                        bar.advance(output)
         if len(outputs) < len(positions):
             raise NBEngineError(f"{len(positions) - len(outputs)} requests ended without an output")
         return [outputs[position] for position in range(len(positions))]

@@ -9,6 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Rows = Tensor | slice
+"""Some of the rows of a matrix: their indices (int64) or a range."""
+
+ALL_ROWS = slice(None)
+
 
 @dataclass(frozen=True, slots=True)
 class Filters:
@@ -25,7 +30,7 @@ class Filters:
     needs_full_mass: bool
     """Some row has top-p as its only filter: the probability mass of the whole vocabulary counts."""
 
-    def select(self, rows: Tensor) -> Filters:
+    def select(self, rows: Rows) -> Filters:
         """Return the filters of some of the rows."""
         return Filters(
             top_k=None if self.top_k is None else self.top_k[rows],
@@ -40,8 +45,8 @@ class Filters:
 class RandomRows:
     """Rows that are drawn at random, either all through filters or all without."""
 
-    rows: Tensor | None
-    """int64 [R], indices of the batch's rows; None when these are all of them."""
+    rows: Rows
+    """R rows of the batch."""
     temperature: Tensor
     """float32 [R, 1]"""
     filters: Filters | None
@@ -51,8 +56,7 @@ class RandomRows:
 class SamplingMetadata:
     """Parameters of a batch's rows, grouped by what has to be computed; empty groups are left out."""
 
-    greedy_rows: Tensor | None
-    """int64; None when there are none, or when all rows are greedy (`random` is empty then)."""
+    greedy_rows: Rows | None
     random: tuple[RandomRows, ...]
 
     @classmethod
@@ -72,7 +76,7 @@ class SamplingMetadata:
         """
         greedy = temperature == 0
         if greedy.all():
-            return cls(greedy_rows=None, random=())
+            return cls(greedy_rows=ALL_ROWS, random=())
         has_k = (top_k > 0) & (top_k < vocab_size)
         filtered = ~greedy & (has_k | (top_p < 1) | (min_p > 0))
         groups = []
@@ -85,7 +89,7 @@ class SamplingMetadata:
                 filters = _filters(has_k[rows], top_k[rows], top_p[rows], min_p[rows], vocab_size, device)
             groups.append(
                 RandomRows(
-                    rows=None if members.all() else _column(rows, device),
+                    rows=ALL_ROWS if members.all() else _column(rows, device),
                     temperature=_column(temperature[rows, None], device),
                     filters=filters,
                 )

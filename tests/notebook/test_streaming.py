@@ -91,6 +91,9 @@ def test_an_interrupt_ends_the_request_and_keeps_the_text(notebook: Kernel) -> N
         assert texts(cell)[-1] == text == (ALPHABET * 200)[:tokens]
         wait_until_idle(notebook)
         assert "3 tokens" in notebook.run("%%generate --max-tokens 3\nhi\n").text
+        transformed, typed = notebook.value("(In[-2], _i)")
+        assert transformed.startswith("await ")
+        assert typed == "%%generate --max-tokens 3\nhi"
     assert sorted(latencies)[len(latencies) // 2] < 0.3
     assert max(latencies) < 2
 

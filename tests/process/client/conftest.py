@@ -37,17 +37,21 @@ def fake_executor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start_async(no_leftovers: None) -> Iterator[StartAsync]:
+def started_clients() -> list[AsyncLLM]:
+    """What `start_async` has started; a test that clears it gives up the last references."""
+    return []
+
+
+@pytest.fixture
+def start_async(no_leftovers: None, started_clients: list[AsyncLLM]) -> Iterator[StartAsync]:
     """Start an `AsyncLLM`; it is shut down after the test."""
-    started: list[AsyncLLM] = []
 
     def start(**options: Any) -> AsyncLLM:
-        llm = AsyncLLM(**fake_options(**options))
-        started.append(llm)
-        return llm
+        started_clients.append(AsyncLLM(**fake_options(**options)))
+        return started_clients[-1]
 
     yield start
-    for llm in started:
+    for llm in started_clients:
         info: ConnectionInfo = llm.connection
         llm.shutdown()
         if info.host_alive:

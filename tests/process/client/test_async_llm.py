@@ -12,6 +12,7 @@ import pytest
 from process_support.engine_under_test import wait_for
 
 from nbengine import AsyncLLM, SamplingParams
+from nbengine.client.directory import count_clients, stop_engine
 from nbengine.errors import InvalidArgumentError, NBEngineError, UtilityError
 from nbengine.ipc.messages import Progress
 from nbengine.sampling_params import RequestOutputKind
@@ -240,6 +241,17 @@ def test_an_unbound_engine_outlives_a_script_that_just_ends(script: Script) -> N
     llm = AsyncLLM.attach("left")
     wait_for(lambda: not llm.stats_blocking().engines_running, "the end of the lost client's request")
     llm.shutdown()
+
+
+def test_a_client_that_nobody_refers_to_leaves_an_unbound_engine_running(
+    start_async: StartAsync, started_clients: list[AsyncLLM]
+) -> None:
+    info = start_async(name="dropped", bound=False).connection
+    assert count_clients(info) == 1
+    started_clients.clear()
+    wait_for(lambda: count_clients(info) == 0, "the end of the client's sockets")
+    assert info.host_alive
+    stop_engine(info)
 
 
 def test_a_name_that_runs_is_not_taken_twice(start_async: StartAsync) -> None:

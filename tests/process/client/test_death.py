@@ -231,7 +231,7 @@ def test_a_stopped_host_is_killed_in_the_end(
 async def test_a_core_that_dies_under_a_stopped_host_is_noticed_all_the_same(
     start_async: StartAsync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LAST_WORDS_TIMEOUT", "CORE_EXIT_GRACE"):
+    for name in ("LAST_WORDS_TIMEOUT", "HOST_EXIT_TIMEOUT", "CORE_EXIT_GRACE"):
         monkeypatch.setattr(f"nbengine.client.host_link.{name}", 0.3)
     llm = start_async(bound=False, knobs={"step_seconds": 0.01})
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import pytest
 import zmq
-from process_support.engine_under_test import wait_for
+from process_support.engine_under_test import EngineUnderTest, fake_config, wait_for
+from process_support.raw_client import RawClient
 
 from nbengine.ipc.messages import (
     Detach,
@@ -17,19 +21,43 @@ from nbengine.ipc.messages import (
 )
 
 
-def test_a_heartbeat_is_answered_and_a_stranger_is_told_so(start_engine) -> None:
-    engine = start_engine()
-    client = engine.client().attach()
+@pytest.fixture(scope="module")
+def engine(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[EngineUnderTest]:
+    """One engine, with steps of 10 ms, for the tests that do not end it."""
+    engine = EngineUnderTest(fake_config({"step_seconds": 0.01}))
+    engine.wait_ready()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def new_client(engine: EngineUnderTest) -> Iterator[Callable[..., RawClient]]:
+    """Make clients, not attached yet; those that are attached at the end are detached."""
+    clients: list[RawClient] = []
+
+    def make(**kwargs) -> RawClient:
+        clients.append(RawClient(engine.info, **kwargs))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.heartbeat()
+        if isinstance(client.hear((HeartbeatAck, LeaseLost)), HeartbeatAck):
+            client.leave()
+        client.close()
+
+
+def test_a_heartbeat_is_answered_and_a_stranger_is_told_so(new_client) -> None:
+    client = new_client().attach()
     client.heartbeat()
     client.hear(HeartbeatAck)
-    stranger = engine.client()
+    stranger = new_client()
     stranger.tell(Heartbeat())
     assert "no lease" in stranger.hear(LeaseLost).reason
 
 
-def test_detaching_aborts_what_was_asked_for_and_is_answered(start_engine) -> None:
-    engine = start_engine({"step_seconds": 0.01})
-    leaving, staying = engine.client().attach(), engine.client().attach()
+def test_detaching_aborts_what_was_asked_for_and_is_answered(new_client) -> None:
+    leaving, staying = new_client().attach(), new_client().attach()
     stats = staying.subscribe()
     leaving.add("r", [1], max_tokens=400)
     leaving.read_until(lambda: leaving.tokens("r"))
@@ -66,12 +94,11 @@ def test_heartbeats_keep_a_lease(start_engine) -> None:
     assert client.call("ping") == (None, "pong")
 
 
-def test_a_new_attachment_of_a_session_replaces_the_old_one(start_engine) -> None:
-    engine = start_engine({"step_seconds": 0.01})
-    old = engine.client(session="notebook").attach()
+def test_a_new_attachment_of_a_session_replaces_the_old_one(new_client) -> None:
+    old = new_client(session="notebook").attach()
     old.add("r", [1], max_tokens=400)
     old.read_until(lambda: old.tokens("r"))
-    new = engine.client(session="notebook").attach()
+    new = new_client(session="notebook").attach()
     assert "attached again" in old.hear(LeaseLost).reason
     new.add("r", [50], max_tokens=3)
     new.wait_finished("r")
@@ -80,12 +107,11 @@ def test_a_new_attachment_of_a_session_replaces_the_old_one(start_engine) -> Non
     assert new.call("stats")[1][1:3] == [0, 0]
 
 
-def test_a_client_whose_process_is_gone_loses_its_lease(start_engine) -> None:
-    engine = start_engine({"step_seconds": 0.01})
-    watcher = engine.client().attach()
+def test_a_client_whose_process_is_gone_loses_its_lease(new_client) -> None:
+    watcher = new_client().attach()
     stats = watcher.subscribe()
     bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    client = engine.client(pid=bystander.pid).attach()
+    client = new_client(pid=bystander.pid).attach()
     client.add("r", [1], max_tokens=400)
     client.read_until(lambda: client.tokens("r"))
     bystander.kill()
@@ -106,9 +132,8 @@ def test_an_engine_without_clients_ends_after_keep_alive(start_engine) -> None:
     assert engine.host.returncode == 0
 
 
-def test_malformed_control_messages_are_dropped(start_engine) -> None:
-    engine = start_engine()
-    client = engine.client().attach()
+def test_malformed_control_messages_are_dropped(engine, new_client) -> None:
+    client = new_client().attach()
     impostor = client._socket(zmq.DEALER)
     impostor.connect(engine.info.address("core.sock"))
     for socket in (client.host, impostor):

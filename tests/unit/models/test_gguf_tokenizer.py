@@ -12,6 +12,7 @@ from gguf import GGUFWriter
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nbengine.errors import ModelLoadError
+from nbengine.models import gguf_prepare
 from nbengine.models.gguf_prepare import prepared_directory
 from nbengine.models.gguf_tokenizer import main, write_prepared
 from nbengine.models.progress import Reporter
@@ -139,16 +140,19 @@ def test_the_child_reports_a_refusal_in_words(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_prepared_directory_is_made_once_and_anew_when_the_file_changes(
-    tmp_path: Path, private_cache: Path
+    tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf = write_sentencepiece(tmp_path / "model.gguf")
     first = prepared_directory(gguf, QUIET)
+    assert_same_tokenizer(gguf, first)
     assert json.loads((first / "config.json").read_text())["vocab_size"] > 256
-    made = (first / "tokenizer.json").stat().st_mtime_ns
+    converted: list[Path] = []
+    monkeypatch.setattr(gguf_prepare, "_convert", lambda path, content: converted.append(path))
     assert prepared_directory(gguf, QUIET) == first
-    assert (first / "tokenizer.json").stat().st_mtime_ns == made
-    gguf.write_bytes(b"GGUF" + gguf.read_bytes()[4:] + b"\0")
+    assert converted == []
+    gguf.write_bytes(gguf.read_bytes() + b"\0")
     assert prepared_directory(gguf, QUIET) != first
+    assert converted == [gguf]
     assert not list((private_cache / "prepared").glob(".staging-*"))
 
 

@@ -60,11 +60,11 @@ def test_the_chat_template_marks_the_turns(directory: str) -> None:
 def test_greedy_output_depends_on_the_whole_prompt(load: Any, make_runner: Any, private_cache: Path) -> None:
     model = load("random-tiny")
     outputs = set()
-    for first in range(20):
+    for first in range(12):
         runner = make_runner(model)
         tokens, new = [first, 50, 60, 70], []
-        for _ in range(8):
+        for _ in range(6):
             tokens = [int(runner.step({"a": tokens})["a"][-1].argmax())]
             new += tokens
         outputs.add(tuple(new))
-    assert len(outputs) > 15
+    assert len(outputs) > 9
