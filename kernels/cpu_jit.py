@@ -15,15 +15,15 @@ from nbengine.errors import NBEngineError
 _OPTIMISATION_LEVEL = 2
 _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _lock = threading.Lock()
+_engines: list[llvm.ExecutionEngine] = []  # an engine owns the machine code it made
 
 
 @dataclass(frozen=True)
 class Function:
-    """A compiled function of one int64. Its machine code stays in memory as long as this object does."""
+    """A compiled function of one int64, in memory until the process ends."""
 
     address: int
     call: Callable[[int], None]
-    engine: llvm.ExecutionEngine
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,11 @@ def compile_module(module: ir.Module, *names: str) -> list[Function]:
             passes.getModulePassManager().run(parsed, passes)
             engine = llvm.create_mcjit_compiler(parsed, machine)
             engine.finalize_object()
+            _engines.append(engine)
         except RuntimeError as error:
             raise NBEngineError(f"could not compile the CPU kernels: {error}") from error
     addresses = [int(engine.get_function_address(name)) for name in names]
-    return [Function(address, _PROTOTYPE(address), engine) for address in addresses]
+    return [Function(address, _PROTOTYPE(address)) for address in addresses]
 
 
 def _target_machine(processor: Processor) -> llvm.TargetMachine:

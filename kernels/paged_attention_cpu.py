@@ -74,7 +74,7 @@ def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
     key_step = shape.block_size * size
     unroll = gcd(width, _UNROLL)
     chains = 1
-    while chains < unroll and tile * chains < _MIN_CHAINS:
+    while chains < unroll and tile * chains < min(_MIN_CHAINS, shape.accumulators):
         chains *= 2
 
     def body(code: Code, scores: Int, query: Int, keys: Int, values: Int, next_keys: Int) -> None:

@@ -46,7 +46,7 @@ def choose_tiling(head_dim: int, group: int, dtype: torch.dtype, *, decode: bool
             return Tiling(rows if decode else max(rows, 32), tokens=16, warps=4, stages=1)
         return Tiling(rows, tokens=16, warps=4, stages=1) if width == 128 else Tiling(rows, 32, 8, 1)
     if decode:
-        return Tiling(rows, tokens=64 if width <= 128 else 32, warps=4, stages=2)
+        return Tiling(rows, tokens=64 if width <= 128 else 32, warps=4, stages=3)
     rows = max(rows, 64 if width <= 128 else 32)
     return Tiling(rows, tokens=64 if width <= 64 else 32, warps=4, stages=2)
 

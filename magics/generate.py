@@ -87,6 +87,7 @@ class GenerateMagics(Magics):
     def _submit(self, engine: AttachedEngine, options: GenerateOptions) -> Generation:
         client = engine.client
         params = sampling_params(options, client.default_sampling_params(), self._config)
+        collector = client.submit(self._prompt(engine, options), params)
         view = view_for(
             self.shell,
             options.format,
@@ -94,7 +95,6 @@ class GenerateMagics(Magics):
             footer=options.footer,
             background=options.background,
         )
-        collector = client.submit(self._prompt(engine, options), params)
         return Generation(collector, options.prompt, view, client.abort_soon)
 
     def _prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:

@@ -76,7 +76,7 @@ class AsyncMPClient(MPClient):
             self.loop_thread.call_soon(self._unregister)
 
     def _close_sockets(self) -> None:
-        if self.loop_thread.is_current:
+        if self.loop_thread.is_current or self.loop_thread.loop.is_closed():
             self._unregister()
         else:
             self.loop_thread.run(self._unregister_async())
@@ -96,7 +96,7 @@ class AsyncMPClient(MPClient):
             self._read(socket, handle)
 
     def _unregister(self) -> None:
-        while self._descriptors:
+        while self._descriptors and not self.loop_thread.loop.is_closed():
             self.loop_thread.loop.remove_reader(self._descriptors.pop())
         self._input_socket.close()
         self._output_socket.close()

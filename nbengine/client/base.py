@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nbengine.config import EngineConfig
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
+from nbengine.models.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from nbengine.client.async_mp import AsyncMPClient
     from nbengine.frontend.loop_thread import LoopThread
-
-ProgressCallback = Callable[[Progress], None]
 
 
 class EngineCoreClient(ABC):

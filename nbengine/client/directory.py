@@ -22,8 +22,15 @@ from nbengine.client.connection import (
     read_connection,
     remove_engine_files,
 )
-from nbengine.client.launch import reap_children
-from nbengine.client.processes import kill_session, session_processes, wait_for_host, wait_until
+from nbengine.client.launch import bury_child, reap_children
+from nbengine.client.processes import (
+    is_running,
+    kill_processes,
+    kill_session,
+    session_processes,
+    wait_for_host,
+    wait_until,
+)
 from nbengine.errors import NBEngineError
 from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.messages import Shutdown
@@ -110,7 +117,7 @@ def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = S
         wait_for_host(info, TERMINATE_TIMEOUT)
     kill_session(info)
     remove_engine_files(info)
-    reap_children()
+    bury_child(info.run_dir)
 
 
 def reap(*, end_unattached: bool = False) -> ReapReport:
@@ -125,6 +132,7 @@ def reap(*, end_unattached: bool = False) -> ReapReport:
         if not info.host_alive:
             report.killed_pids += kill_session(info, ORPHAN_GRACE)
             remove_engine_files(info)
+            bury_child(info.run_dir)
             report.dead.append(info.name)
         elif end_unattached and not info.config.bound and info.ready and not count_clients(info):
             stop_engine(info)
@@ -162,13 +170,8 @@ def _listens(path: Path) -> bool:
 def _kill_orphans() -> list[int]:
     """Kill engine cores of this user whose host is gone, and that do not end by themselves as they should."""
     orphans = _find_orphans()
-    wait_until(lambda: not any(map(_still_there, orphans)), ORPHAN_GRACE)
-    killed = []
-    for process in filter(_still_there, orphans):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-            killed.append(process.pid)
-    return killed
+    wait_until(lambda: not any(map(is_running, orphans)), ORPHAN_GRACE)
+    return kill_processes(filter(is_running, orphans))
 
 
 def _find_orphans() -> list[psutil.Process]:
@@ -180,12 +183,6 @@ def _find_orphans() -> list[psutil.Process]:
             if _is_core(process) and _leader_is_gone(process):
                 found.append(process)
     return found
-
-
-def _still_there(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def _is_core(process: psutil.Process) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 import zmq
 
 from nbengine.client.connection import ConnectionInfo, process_alive, remove_engine_files
-from nbengine.client.launch import forget_child, host_exit
+from nbengine.client.launch import bury_child, host_exit
 from nbengine.client.processes import create_time_of, kill_session, wait_for_host
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
@@ -70,10 +70,11 @@ class LinkListener(Protocol):
 
 
 class HostLink:
-    """Keeps a lease on an engine from a daemon thread, and finds out within a second when the engine is dead.
+    """Keeps a lease on an engine from a daemon thread, and finds out when the engine is dead.
 
-    It learns of a death from the host, from the client (`core_died`), or because the processes are gone. Then it
-    tells the listener, and makes sure that no process and no file of the engine is left. A lost lease (this
+    It learns of a death from the host, at once; because the host is gone, within `WATCH_INTERVAL`; or because a core
+    is gone (`core_died`, or its process) and the host does not say more within `LAST_WORDS_TIMEOUT`. Then it tells
+    the listener, and makes sure that no process and no file of the engine is left. A lost lease (this
     process did not run for too long) is replaced by a new one under a new session name: if the old name was taken
     over by another process, that one keeps it.
     """
@@ -251,9 +252,12 @@ class HostLink:
             if not self._closed:
                 how = host_exit(self.info) or "is gone"
                 self._die(f"the engine's host process (pid {self.info.host_pid}) {how}")
-        elif self._verdict_at == float("inf") and not all(
-            process_alive(*core) for core in self._cores.items()
-        ):
+        elif not all(process_alive(*core) for core in self._cores.items()):
+            self._expect_last_words(now)
+
+    def _expect_last_words(self, now: float) -> None:
+        # When everything is being ended, cores end first, and the host takes its time to see to it.
+        if self._verdict_at == float("inf") and not self._shutting_down:
             self._verdict_at = now + LAST_WORDS_TIMEOUT
 
     def _die(self, cause: str, tail: str = "", *, started: bool | None = None) -> None:
@@ -269,7 +273,7 @@ class HostLink:
         if killed:
             logger.warning("killed what was left of engine %s: pids %s", self.info.name, killed)
         remove_engine_files(self.info)
-        forget_child(self.info.run_dir)
+        bury_child(self.info.run_dir)
         self._gone.set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,7 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
-from nbengine.client.base import BlockingClient, ProgressCallback
+from nbengine.client.base import BlockingClient
 from nbengine.config import EngineConfig
 from nbengine.engine.logs import describe_exception
 from nbengine.errors import EngineDeadError, NBEngineError, RequestError, UtilityError
@@ -21,6 +22,7 @@ from nbengine.ipc.messages import (
     EngineReady,
     FinishReason,
 )
+from nbengine.models.progress import ProgressCallback
 
 
 class InprocClient(BlockingClient):
@@ -59,7 +61,7 @@ class InprocClient(BlockingClient):
                 self.engine_core.post_step(model_executed)
         except Exception as error:
             death = EngineDeadError(f"the engine failed: {describe_exception(error)}")
-            self._end(death)
+            self._end(copy.copy(death))
             raise death from error
         return outputs.get(0) or EngineCoreOutputs()
 
@@ -94,7 +96,7 @@ class InprocClient(BlockingClient):
     def check_alive(self) -> None:
         """Raise `EngineDeadError` after `shutdown`."""
         if self._dead is not None:
-            raise self._dead
+            raise copy.copy(self._dead)
 
     def abandon(self) -> None:
         """Release the model."""

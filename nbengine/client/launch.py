@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 KEPT_LOGS = 20
+BURIAL_TIMEOUT = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -67,28 +69,20 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
     """
     reap_children()
     run_dir = new_run_dir()
-    try:
-        with _launch_lock():
-            chosen = _choose_name(name, config.model.model)
-            info = ConnectionInfo(
-                name=chosen,
-                run_dir=str(run_dir),
-                log_path=str(_new_log_file(chosen)),
-                host_pid=0,
-                host_create_time=0.0,
-                config=config,
-            )
-            (run_dir / "engine.json").write_bytes(msgspec.json.encode(info))
-            info = _start_host(info)
-            # The host writes the same; done here, too, so that the name is taken before the lock is released.
-            write_connection(info)
-    except BaseException:
-        forget_child(str(run_dir))
-        with contextlib.suppress(FileNotFoundError):
-            (run_dir / "engine.json").unlink()
-        with contextlib.suppress(OSError):
-            run_dir.rmdir()
-        raise
+    with _removed_on_error(run_dir), _launch_lock():
+        chosen = _choose_name(name, config.model.model)
+        info = ConnectionInfo(
+            name=chosen,
+            run_dir=str(run_dir),
+            log_path=str(_new_log_file(chosen)),
+            host_pid=0,
+            host_create_time=0.0,
+            config=config,
+        )
+        (run_dir / "engine.json").write_bytes(msgspec.json.encode(info))
+        info = _start_host(info)
+        # The host writes the same; done here, too, so that the name is taken before the lock is released.
+        write_connection(info)
     return info
 
 
@@ -98,9 +92,9 @@ def discarded_on_error(info: ConnectionInfo) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        forget_child(info.run_dir)
         kill_session(info)
         remove_engine_files(info)
+        bury_child(info.run_dir)
         raise
 
 
@@ -111,7 +105,17 @@ def host_exit(info: ConnectionInfo) -> str | None:
     return None if status is None else describe_status(status)
 
 
-def forget_child(run_dir: str) -> None:
+def bury_child(run_dir: str) -> None:
+    """Take note of the end of a host, if it was this process that started it, so that it is no zombie."""
+    child = _children.get(run_dir)
+    if child is not None:
+        # Its other threads may take a moment longer than the one that makes it look gone.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(BURIAL_TIMEOUT)
+        _forget_child(run_dir)
+
+
+def _forget_child(run_dir: str) -> None:
     """Let go of a host that this process started; a bound one ends if it still runs."""
     child = _children.pop(run_dir, None)
     if child is None:
@@ -123,10 +127,10 @@ def forget_child(run_dir: str) -> None:
 
 
 def reap_children() -> None:
-    """Take note of hosts of this process that have ended, which would stay as zombies otherwise."""
+    """`bury_child` for every host of this process that has ended."""
     for run_dir, child in list(_children.items()):
         if child.process.poll() is not None:
-            forget_child(run_dir)
+            _forget_child(run_dir)
 
 
 def slug(model: str) -> str:
@@ -134,6 +138,19 @@ def slug(model: str) -> str:
     stem = model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     cleaned = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._")
     return cleaned[:48] or "engine"
+
+
+@contextlib.contextmanager
+def _removed_on_error(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        child = _children.get(str(run_dir))
+        if child is not None:
+            child.process.kill()
+            bury_child(str(run_dir))
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 def _start_host(info: ConnectionInfo) -> ConnectionInfo:

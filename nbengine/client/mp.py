@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import secrets
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import zmq
 
-from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.host_link import HostLink
 from nbengine.errors import (
@@ -40,6 +41,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
+from nbengine.models.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +131,14 @@ class MPClient(EngineCoreClient):
             self._post(EngineCoreRequestType.UTILITY, call)
         # The engine may have died between the first look and the registration.
         if self._error is not None and self._utilities.pop(call_id, None) is not None:
-            future.set_exception(self._error)
+            future.set_exception(copy.copy(self._error))
         return future
 
     def check_alive(self) -> None:
         """Raise what keeps the client from being used, if anything does."""
         if self._error is not None:
-            raise self._error
+            # A copy: what was raised holds on to the caller's frames, and with them to the owner of this client.
+            raise copy.copy(self._error)
 
     def shutdown(self, *, drain: bool = False) -> None:
         """End the engine, wait until nothing is left of it, and close this client; again does nothing."""
@@ -309,5 +312,5 @@ class MPClient(EngineCoreClient):
         while self._utilities:
             _, future = self._utilities.popitem()
             if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+                future.set_exception(copy.copy(error))
         self._deliver_error(error, dead=dead)

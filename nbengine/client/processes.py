@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import psutil
 
@@ -57,14 +57,26 @@ def _is_ours(process: psutil.Process) -> bool:
 def kill_session(info: ConnectionInfo, grace: float = 0.0) -> list[int]:
     """Wait `grace` seconds for the engine's processes to end, then kill what is left; returns the pids killed."""
     wait_until(lambda: not session_processes(info), grace)
+    return kill_processes(session_processes(info))
+
+
+def kill_processes(processes: Iterable[psutil.Process]) -> list[int]:
+    """SIGKILL processes, wait until they are gone, and return the pids of those that there were."""
     killed = []
-    for process in session_processes(info):
+    for process in processes:
         # `Process.kill` checks that the pid still belongs to the process that was looked at.
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-            killed.append(process.pid)
-    wait_until(lambda: not session_processes(info), _KILL_TIMEOUT)
-    return killed
+            killed.append(process)
+    wait_until(lambda: not any(map(is_running, killed)), _KILL_TIMEOUT)
+    return [process.pid for process in killed]
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process runs; neither a zombie does nor a later one with its pid."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def wait_for_host(info: ConnectionInfo, timeout: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import deque
@@ -62,7 +63,7 @@ class SyncMPClient(MPClient, BlockingClient):
                 self._outputs_queue.put(item)
             # A lease that was lost while nothing was asked for concerns nobody.
             if item.dead or item.client_index >= self._newest_request_index:
-                raise item.error
+                raise copy.copy(item.error)
 
     def _post(self, request_type: EngineCoreRequestType, payload: Any) -> None:
         self._outbox.append((request_type, payload))

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.client.base import EngineCoreClient
 from nbengine.config import EngineConfig
 from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
 from nbengine.ipc.messages import EngineReady
 from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.models.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import weakref
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from nbengine.client.async_mp import AsyncMPClient
-from nbengine.client.base import EngineCoreClient, ProgressCallback
+from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine
 from nbengine.config import EngineArgs, EngineConfig
@@ -23,8 +24,10 @@ from nbengine.frontend.loop_thread import LoopThread
 from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.frontend.tokenizer import load_tokenizer
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from nbengine.metrics.stats import EngineStats
+from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import SamplingParams
 
@@ -98,7 +101,7 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, client.release)
         parts = assemble(client, progress)
         self.ready: EngineReady = parts.ready
-        self.tokenizer: PreTrainedTokenizerFast = parts.tokenizer
+        self._tokenizer = parts.tokenizer
         self.input_processor = parts.input_processor
         self._requests = _Requests(client, parts.output_processor)
         client.output_handler = self._requests
@@ -122,7 +125,7 @@ class AsyncLLM:
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
-        return has_chat_template(self.tokenizer)
+        return has_chat_template(self._tokenizer)
 
     def submit(
         self,
@@ -220,8 +223,12 @@ class AsyncLLM:
         return bool(await self.call_utility("reset_prefix_cache"))
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer."""
-        return self.tokenizer
+        """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
+        return self._callers_tokenizer
+
+    @functools.cached_property
+    def _callers_tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self.config.model)
 
     def render_chat(
         self,
@@ -237,7 +244,7 @@ class AsyncLLM:
             InvalidArgumentError: a message is malformed, or the model has no chat template.
         """
         return render_chat(
-            self.tokenizer,
+            self._tokenizer,
             messages,
             add_generation_prompt=add_generation_prompt,
             chat_template=chat_template,

@@ -12,7 +12,7 @@ import msgspec
 
 from nbengine.config import EngineArgs
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.frontend.chat import Message, is_conversation, render_chat
+from nbengine.frontend.chat import Message, is_conversation
 from nbengine.frontend.input_processor import PromptType
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions, with_engine_options
@@ -110,8 +110,7 @@ class LLM:
         """
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [
-            render_chat(
-                self.get_tokenizer(),
+            self.llm_engine.render_chat(
                 conversation,  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
                 chat_template=chat_template,
@@ -126,7 +125,7 @@ class LLM:
         return SamplingParams(**self.llm_engine.default_sampling_params())
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer."""
+        """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
         return self.llm_engine.get_tokenizer()
 
     def stats(self) -> EngineStats:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbengine.client.base import BlockingClient, EngineCoreClient, ProgressCallback
+from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import RequestError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.chat import Message, render_chat
 from nbengine.frontend.input_processor import PromptType, prompt_text
+from nbengine.frontend.tokenizer import load_tokenizer
 from nbengine.metrics.stats import EngineStats
+from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import SamplingParams
 
@@ -44,7 +48,7 @@ class LLMEngine:
         parts = assemble(self.engine_core, progress)
         self.config = self.engine_core.config
         self.ready = parts.ready
-        self.tokenizer: PreTrainedTokenizerFast = parts.tokenizer
+        self._tokenizer = parts.tokenizer
         self.input_processor = parts.input_processor
         self.output_processor = parts.output_processor
         self._errors: deque[RequestError] = deque()
@@ -130,9 +134,34 @@ class LLMEngine:
         """Sampling parameters that the model's generation config recommends."""
         return self.input_processor.default_sampling_params()
 
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Render a conversation to a prompt for `add_request`, with "prompt" and "prompt_token_ids".
+
+        Raises:
+            InvalidArgumentError: a message is malformed, or the model has no chat template.
+        """
+        return render_chat(
+            self._tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer."""
-        return self.tokenizer
+        """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
+        return self._callers_tokenizer
+
+    @functools.cached_property
+    def _callers_tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self.config.model)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -220,7 +221,7 @@ class OutputProcessor:
         for state in list(self.request_states.values()):
             self._forget(state)
             if state.queue is not None:
-                state.queue.put_error(error)
+                state.queue.put_error(copy.copy(error))
 
     def _abort(self, state: RequestState) -> None:
         state.detokenizer.update([], FinishReason.ABORT)

@@ -43,11 +43,6 @@ def dequantize(raw: Tensor, kind: GGMLQuantizationType) -> Tensor:
     return out.view(-1)
 
 
-def has_fast_path(kind: GGMLQuantizationType) -> bool:
-    """Whether `dequantize` has code of its own for the type, which uses all cores."""
-    return kind in _PLAIN or kind in _UNPACK
-
-
 def _reference(blocks: Tensor, kind: GGMLQuantizationType) -> Tensor:
     try:
         values = gguf.quants.dequantize(blocks.cpu().numpy(), kind)

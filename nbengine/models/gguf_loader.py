@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from nbengine.errors import ModelLoadError
 from nbengine.models.decoder_config import DecoderConfig
 from nbengine.models.gguf import GGUFHeader, GGUFTensor, read_header
 from nbengine.models.gguf_config import ROPE_FACTORS, hf_tensor_name
-from nbengine.models.gguf_dequant import dequantize, has_fast_path
+from nbengine.models.gguf_dequant import dequantize
 
 _PERMUTED_ARCHITECTURE = "llama"
 """For this one llama.cpp's converter interleaves the rows of the q and k projections (its RoPE pairs
@@ -38,28 +39,24 @@ class GGUFWeights:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tensor.shape for name, tensor in self._tensors.items()
         }
+        self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def load(self, slots: Mapping[str, Tensor], on_bytes: Callable[[int], None]) -> None:
         """Dequantise the named tensors into their slots; shapes have been compared already.
 
-        Fast types are spread over the cores within a tensor, the reference code runs a tensor a thread.
+        Each tensor is one thread's work, the largest first. Spreading every operation over all threads instead
+        would make them wait for each other a few thousand times, which is slow when other processes want the
+        cores too.
 
         Raises:
             ModelLoadError: the file cannot be read, or a type cannot be dequantised.
         """
-        slow = [name for name in slots if not has_fast_path(self._tensors[name].type)]
-        for name in slots:
-            if has_fast_path(self._tensors[name].type):
-                on_bytes(self._load_one(name, slots[name]))
-        with ThreadPoolExecutor(torch.get_num_threads(), "nbengine-dequantize") as pool:
-            for num_bytes in pool.map(lambda name: self._load_one(name, slots[name]), slow):
+        names = sorted(slots, key=lambda name: self._tensors[name].num_bytes, reverse=True)
+        with _single_threaded_operations() as num_threads, ThreadPoolExecutor(num_threads) as pool:
+            for num_bytes in pool.map(lambda name: self._load_one(name, slots[name]), names):
                 on_bytes(num_bytes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors in the file."""
-        return sum(tensor.num_bytes for tensor in self._tensors.values())
-
+    @torch.inference_mode()
     def _load_one(self, name: str, slot: Tensor) -> int:
         tensor = self._tensors[name]
         raw = torch.from_numpy(_read(self.path, tensor)).to(slot.device)
@@ -70,6 +67,17 @@ class GGUFWeights:
         else:
             _copy_unpermuted(values, slot, num_heads)
         return tensor.num_bytes
+
+
+@contextlib.contextmanager
+def _single_threaded_operations() -> Iterator[int]:
+    """Threads started in the block run torch's operations alone; gives how many threads torch used before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield before
+    finally:
+        torch.set_num_threads(before)
 
 
 def _by_hf_name(header: GGUFHeader) -> dict[str, GGUFTensor]:

@@ -33,16 +33,11 @@ class RotaryEmbedding:
             )
         self._table = torch.empty(shape, dtype=dtype, device=device)
         self._half = config.head_dim // 2
-        frequencies = inverse_frequencies(config, device)
-        for start in range(0, max_positions, _CHUNK):
-            self._fill(self._table[start : start + _CHUNK, :, 0], start, frequencies)
-
-    def _fill(self, rows: Tensor, start: int, frequencies: Tensor) -> None:
-        positions = torch.arange(start, start + len(rows), dtype=torch.float32, device=rows.device)
-        angles = positions[:, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        rows[:, 0] = torch.cat((cos, cos), dim=-1)
-        rows[:, 1] = torch.cat((-sin, sin), dim=-1)
+        # On "meta" there is nothing to compute, and trying would make torch import its compiler, for a second.
+        if device.type != "meta":
+            frequencies = inverse_frequencies(config, device)
+            for start in range(0, max_positions, _CHUNK):
+                _fill(self._table[start : start + _CHUNK, :, 0], start, frequencies)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines, each [T, 1, head_dim], at positions [T] int64."""
@@ -52,6 +47,14 @@ class RotaryEmbedding:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn the heads x [T, heads, head_dim] by the angles that `at` gave; the result is a new tensor."""
         return (x * cos).add_(x.roll(self._half, -1).mul_(sin))
+
+
+def _fill(rows: Tensor, start: int, frequencies: Tensor) -> None:
+    positions = torch.arange(start, start + len(rows), dtype=torch.float32, device=rows.device)
+    angles = positions[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    rows[:, 0] = torch.cat((cos, cos), dim=-1)
+    rows[:, 1] = torch.cat((-sin, sin), dim=-1)
 
 
 def inverse_frequencies(config: DecoderConfig, device: torch.device) -> Tensor:

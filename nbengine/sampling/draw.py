@@ -56,9 +56,6 @@ def draw_filtered(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
     likely as the likeliest; top-k keeps the k largest logits and all ties with the k-th; top-p then keeps the
     fewest tokens whose share of the remaining mass reaches `top_p`, lower token ids first among ties.
 
-    On a CPU only a window of the largest logits is sorted; rows that keep more than the window are redone with
-    the whole vocabulary. Elsewhere looking at the window would cost a synchronisation, so all is sorted.
-
     Args:
         logits: float32 [F, V], already divided by the temperature.
         uniform: float64 [F], in [0, 1).
@@ -67,23 +64,32 @@ def draw_filtered(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
     Returns:
         int64 [F]
     """
-    if logits.device.type != "cpu":
-        values, ids = torch.sort(logits, stable=True, dim=-1, descending=True)
-        rank, _ = _draw_rank(values, _full_mass(logits, filters), uniform, filters)
-        return ids.gather(1, rank).squeeze(1)
+    if logits.device.type == "cpu":
+        return _draw_from_window(logits, uniform, filters)
+    return _draw_from_sorted(logits, uniform, filters)
+
+
+def _draw_from_sorted(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
+    """Sort everything: on a GPU that costs less than a synchronisation to see whether a window is enough."""
+    values, ids = torch.sort(logits, stable=True, dim=-1, descending=True)
+    rank, _ = _draw_rank(values, _full_mass(logits, filters), uniform, filters)
+    return ids.gather(1, rank).squeeze(1)
+
+
+def _draw_from_window(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
+    """Sort a window of the largest logits, and everything for the rows that keep more (CPU)."""
     vocab = logits.shape[1]
     window = min(vocab, max(_WINDOW, 2 * filters.max_top_k))
     values = _largest(logits, window)
     mass = _full_mass(logits, filters)
     rank, too_few = _draw_rank(values, mass, uniform, filters)
     tokens = _token_of_rank(logits, values, rank)
-    if window < vocab:
-        redo = too_few.nonzero()[:, 0]
-        if redo.numel():
-            values = _largest(logits[redo], vocab)
-            mass = None if mass is None else mass[redo]
-            rank, _ = _draw_rank(values, mass, uniform[redo], filters.select(redo))
-            tokens[redo] = _token_of_rank(logits[redo], values, rank)
+    redo = too_few.nonzero()[:, 0]
+    if window < vocab and redo.numel():
+        values = _largest(logits[redo], vocab)
+        mass = None if mass is None else mass[redo]
+        rank, _ = _draw_rank(values, mass, uniform[redo], filters.select(redo))
+        tokens[redo] = _token_of_rank(logits[redo], values, rank)
     return tokens
 
 
@@ -97,39 +103,31 @@ def _draw_rank(
         ranks do not count; with K the size of the vocabulary that has no meaning.
     """
     threshold = _threshold(values, filters)
-    weights = (values - values[:, :1]).exp_()
-    if threshold is not None:
-        weights.masked_fill_(values < threshold, 0)
+    weights = (values - values[:, :1]).exp_().masked_fill_(values < threshold, 0)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     kept = weights > 0
     too_few = kept[:, -1]
     if filters.top_p is not None:
         mass = cumulative[:, -1:]
-        unlimited = None
+        unlimited = threshold == -torch.inf
         if full_mass is not None:
-            unlimited = (
-                torch.ones_like(mass, dtype=torch.bool) if threshold is None else threshold == -torch.inf
-            )
             mass = torch.where(unlimited, full_mass, mass)
         kept = kept & (cumulative - weights < filters.top_p * mass)
-        if unlimited is not None:
-            too_few = torch.where(unlimited[:, 0], kept[:, -1], too_few)
+        too_few = torch.where(unlimited[:, 0], kept[:, -1], too_few)
     last = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
     target = uniform[:, None] * cumulative.gather(1, last)
     rank = torch.searchsorted(cumulative, target, right=True)
     return torch.minimum(rank, last), too_few
 
 
-def _threshold(values: Tensor, filters: Filters) -> Tensor | None:
+def _threshold(values: Tensor, filters: Filters) -> Tensor:
     """The smallest logit that min-p and top-k keep, [F, 1]; minus infinity where both are off."""
-    threshold = None
-    if filters.log_min_p is not None:
-        threshold = values[:, :1] + filters.log_min_p
+    peak = values[:, :1]
+    threshold = torch.full_like(peak, -torch.inf) if filters.log_min_p is None else peak + filters.log_min_p
     if filters.top_k is not None:
         window = values.shape[1]
         kth = values.gather(1, filters.top_k.clamp(max=window) - 1)
-        kth = kth.masked_fill_(filters.top_k > window, -torch.inf)
-        threshold = kth if threshold is None else torch.maximum(threshold, kth)
+        threshold = torch.maximum(threshold, kth.masked_fill_(filters.top_k > window, -torch.inf))
     return threshold
 
 

@@ -20,7 +20,7 @@ class Filters:
     """Filters of F rows, each of which has at least one; a switched-off filter keeps everything."""
 
     top_k: Tensor | None
-    """int64 [F, 1]; the vocabulary size where off, None when off in all rows."""
+    """int64 [F, 1]; more than the vocabulary where off, None when off in all rows."""
     top_p: Tensor | None
     """float64 [F, 1]; infinity where off, None when off in all rows."""
     log_min_p: Tensor | None
@@ -110,7 +110,7 @@ def _filters(
     log_min_p = np.full_like(min_p, -np.inf)
     np.log(min_p, out=log_min_p, where=has_min_p)
     return Filters(
-        top_k=_column(np.where(has_k, top_k, vocab_size)[:, None], device) if has_k.any() else None,
+        top_k=_column(np.where(has_k, top_k, vocab_size + 1)[:, None], device) if has_k.any() else None,
         top_p=_column(np.where(has_p, top_p, np.inf)[:, None], device) if has_p.any() else None,
         log_min_p=_column(log_min_p[:, None], device) if has_min_p.any() else None,
         max_top_k=int(top_k[has_k].max(initial=0)),

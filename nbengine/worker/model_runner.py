@@ -75,6 +75,7 @@ class ModelRunner:
             max_num_tokens=scheduler.max_num_batched_tokens,
             block_size=block_size,
             device=self._device,
+            pad_single=self._device.type == "cpu" and self._dtype.itemsize == 2,
         )
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
 
@@ -98,7 +99,7 @@ class ModelRunner:
         logits = None
         if len(inputs.sampled):
             rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
-            logits = self._model.compute_logits(rows)
+            logits = self._model.compute_logits(rows)[: len(inputs.sampled)]
         self._state = ExecuteModelState(inputs, logits)
         return None
 

@@ -1,4 +1,4 @@
-"""From the scheduler's plan to the model's inputs: one flat sequence of tokens, no padding."""
+"""From the scheduler's plan to the model's inputs: one flat sequence of tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class StagingBuffer:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's inputs: B requests, T tokens. Requests with one token come first, each part in row order."""
+    """A step's inputs: B requests, T tokens. Requests with one token come first, each part in row order.
+
+    Padding, if any, comes last: a token of no request, and an entry of `logits_index` that repeats.
+    """
 
     req_ids: list[str]
     input_ids: Tensor
@@ -56,6 +59,10 @@ class StepInputBuilder:
     """Builds `StepInputs` from the batch, with numpy operations over all tokens of a step at once.
 
     Only here rows are read in another order than theirs: attention wants requests with a single token first.
+
+    With `pad_single` no matrix product has a single row. oneDNN computes those of 16-bit types in another order
+    of summation than all others, so a request alone would get other logits than the same request in company;
+    two rows take the same time as one.
     """
 
     def __init__(
@@ -66,15 +73,17 @@ class StepInputBuilder:
         max_num_tokens: int,
         block_size: int,
         device: torch.device,
+        pad_single: bool = False,
     ) -> None:
         max_num_reqs = len(batch.block_table)
         self._batch = batch
         self._kernels = kernels
         self._block_size = block_size
         self._device = device
-        self._input_ids = StagingBuffer(max_num_tokens, torch.int64, device)
-        self._positions = StagingBuffer(max_num_tokens, torch.int64, device)
-        self._logits_index = StagingBuffer(max_num_reqs, torch.int64, device)
+        self._min_rows = 2 if pad_single else 1
+        self._input_ids = StagingBuffer(max_num_tokens + 1, torch.int64, device)
+        self._positions = StagingBuffer(max_num_tokens + 1, torch.int64, device)
+        self._logits_index = StagingBuffer(max_num_reqs + 1, torch.int64, device)
         self._range = np.arange(max(max_num_tokens, max_num_reqs) + 1)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
@@ -94,22 +103,40 @@ class StepInputBuilder:
         self._input_ids.array[:total] = batch.token_ids[token_rows, positions]
         self._positions.array[:total] = positions
         sampled = np.flatnonzero(seq_lens == batch.rows["num_tokens"][rows])
+        num_rows = max(total, self._min_rows)
         return StepInputs(
             req_ids=[batch.req_ids[row] for row in rows.tolist()],
-            input_ids=self._input_ids.tensor(total),
-            positions=self._positions.tensor(total),
-            attention=build_attention_metadata(
-                counts.astype(np.int32),
-                seq_lens.astype(np.int32),
-                block_table,
-                block_size=self._block_size,
-                kernels=self._kernels,
-                device=self._device,
-            ),
+            input_ids=self._input_ids.tensor(num_rows),
+            positions=self._positions.tensor(num_rows),
+            attention=self._attention(counts.astype(np.int32), seq_lens.astype(np.int32), block_table, total),
             sampled=sampled,
             sampled_rows=rows[sampled],
-            logits_index=None if len(sampled) == total else self._index(ends[sampled] - 1),
+            logits_index=None if len(sampled) == num_rows else self._index(ends[sampled] - 1),
         )
+
+    def _attention(
+        self,
+        counts: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        block_table: NDArray[np.int32],
+        total: int,
+    ) -> AttentionMetadata:
+        if total < self._min_rows:
+            # The padding is a request of one token, which reads one token and writes none.
+            one = np.ones(1, np.int32)
+            counts, seq_lens = np.append(counts, one), np.append(seq_lens, one)
+            block_table = block_table.repeat(2, axis=0)
+        metadata = build_attention_metadata(
+            counts,
+            seq_lens,
+            block_table,
+            block_size=self._block_size,
+            kernels=self._kernels,
+            device=self._device,
+        )
+        if total < self._min_rows:
+            metadata.slot_mapping[total:] = -1
+        return metadata
 
     def _order(self, plan: SchedulerOutput) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         """Rows, token counts and KV blocks of the plan's requests, those with one token first."""
@@ -125,5 +152,10 @@ class StepInputBuilder:
         return rows, counts[order], batch.block_table[rows]
 
     def _index(self, positions: NDArray[np.int64]) -> Tensor:
-        self._logits_index.array[: len(positions)] = positions
-        return self._logits_index.tensor(len(positions))
+        count = len(positions)
+        index = self._logits_index
+        index.array[:count] = positions
+        if 0 < count < self._min_rows:
+            index.array[count] = positions[0]
+            count += 1
+        return index.tensor(count)

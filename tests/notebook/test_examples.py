@@ -29,6 +29,8 @@ def test_an_example_is_valid_and_has_no_outputs(path: Path) -> None:
             assert cell.execution_count is None
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 async def test_the_quickstart_runs_and_what_it_shows_is_true(
     notebook_environment: dict[str, str], clean_afterwards: None
 ) -> None:

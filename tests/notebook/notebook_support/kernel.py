@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -121,8 +122,6 @@ class Kernel:
 
     def value(self, expression: str) -> Any:
         """The value of an expression of literals."""
-        import ast
-
         cell = self.run(f"print(repr({expression}))")
         return ast.literal_eval(cell.text.strip())
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,9 +47,10 @@ async def death_of(llm: AsyncLLM, kill: Callable[[], None]) -> EngineDeadError:
     assert time.monotonic() - killed_at < DEADLINE
     for error in errors:
         assert isinstance(error, EngineDeadError), error
-    assert errors[0] is errors[1]
-    assert isinstance(errors[0], EngineDeadError)
-    return errors[0]
+    first, second = errors
+    assert isinstance(first, EngineDeadError)
+    assert str(first) == str(second)
+    return first
 
 
 def assert_nothing_left(llm: AsyncLLM) -> None:
@@ -203,6 +206,24 @@ def test_a_lease_lost_while_idle_goes_unnoticed_by_the_next_generate(start_llm: 
     link._heartbeat_interval, link._next_heartbeat = 0.2, float("inf")
     wait_for(lambda: client._client_index > before and client._error is None, "a new lease")  # type: ignore[attr-defined]
     assert llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids == [6, 7]
+
+
+def test_a_death_that_was_raised_keeps_no_client_in_memory(
+    start_async: StartAsync, started_clients: list[AsyncLLM]
+) -> None:
+    remains = weakref.ref(start_async())
+    raise_its_death(started_clients.pop())
+    gc.collect()
+    assert remains() is None
+
+
+def raise_its_death(llm: AsyncLLM) -> None:
+    os.kill(host_of(llm), signal.SIGKILL)
+    wait_for(lambda: llm.engine_core._is_dead, "the news of the end")
+    with pytest.raises(EngineDeadError):
+        llm.submit("x")
+    with pytest.raises(EngineDeadError):
+        llm.stats_blocking()
 
 
 async def test_a_shutdown_that_drains_lets_requests_finish(start_async: StartAsync) -> None:

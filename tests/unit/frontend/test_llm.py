@@ -271,6 +271,15 @@ def test_a_request_that_the_core_dropped_by_itself_ends(client: EchoClient) -> N
     assert not engine.has_unfinished_requests()
 
 
+def test_what_a_caller_sets_on_the_tokenizer_does_not_reach_the_engine(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    full = tokenizer.encode("the quick brown fox")
+    assert len(tokenizer("the quick brown fox", truncation=True, max_length=2)["input_ids"]) == 2
+    (output,) = llm.generate("the quick brown fox", SamplingParams(), use_tqdm=False)
+    assert output.prompt_token_ids == full
+    assert llm.get_tokenizer() is tokenizer
+
+
 def test_chat_renders_one_conversation_or_several(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "the fox"}]
     (one,) = llm.chat(conversation, SamplingParams(), use_tqdm=False)

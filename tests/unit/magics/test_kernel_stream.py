@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
-from nbengine.errors import EngineDeadError
+from nbengine.errors import EngineDeadError, InvalidArgumentError
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.magics.result import GenerationResult
 from nbengine.magics.view import UPDATE_SECONDS, CellView
@@ -179,6 +180,14 @@ async def test_background_text_goes_on_after_the_cell(
     outputs = publisher(kernel_shell).outputs()
     assert len(outputs) == 1
     assert outputs[0]["text/plain"].startswith("streamed later\n\n[2 tokens")
+
+
+async def test_a_refused_background_request_leaves_no_output(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.refusal = InvalidArgumentError("prompt", 3, "a string")
+    assert isinstance((await run(kernel_shell, "%%generate -a\nhi\n")).error_in_exec, UsageError)
+    assert publisher(kernel_shell).messages == []
 
 
 async def test_a_background_failure_is_told_in_its_cell(

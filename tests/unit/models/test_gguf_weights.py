@@ -20,7 +20,7 @@ from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.decoder_config import decoder_config
 from nbengine.models.gguf import read_header
 from nbengine.models.gguf_config import generation_config, hf_config
-from nbengine.models.gguf_dequant import dequantize, has_fast_path
+from nbengine.models.gguf_dequant import dequantize
 from nbengine.models.loader import load_decoder
 from nbengine.models.progress import Reporter
 
@@ -145,11 +145,6 @@ def test_every_block_type_dequantises_to_the_bits_of_the_reference(kind: Kind) -
     is_number = ~np.isnan(expected)
     assert np.array_equal(is_number, ~np.isnan(values))
     assert np.array_equal(values[is_number].view(np.uint32), expected[is_number].view(np.uint32))
-
-
-def test_the_common_block_types_have_fast_paths() -> None:
-    common = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-    assert all(has_fast_path(Kind[name]) for name in common)
 
 
 def test_a_block_type_without_dequantisation_is_refused_by_name() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,15 @@ def test_greedy_output_depends_on_the_whole_prompt(load: Any, make_runner: Any, 
             new += tokens
         outputs.add(tuple(new))
     assert len(outputs) > 9
+
+
+def test_loading_does_not_import_torchs_compiler(private_cache: Path) -> None:
+    script = (
+        "import sys, torch\n"
+        "from nbengine.config import ModelConfig\n"
+        "from nbengine.models.files import resolve_model\n"
+        "from nbengine.models.registry import load_model\n"
+        "load_model(resolve_model(ModelConfig('random-tiny')), torch.device('cpu'), torch.float32)\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

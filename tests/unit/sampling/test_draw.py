@@ -217,6 +217,19 @@ def test_banned_tokens_are_never_sampled_and_others_are_unaffected() -> None:
     assert tokens.tolist() == [second[0], best[1], second[2]]
 
 
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str
+)
+def test_a_row_without_numbers_does_not_disturb_the_others(params: dict[str, float]) -> None:
+    logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([0.3, 0.5, 0.9], dtype=torch.float64)
+    expected = Sampler()(logits, metadata(3, vocab=600, **params), uniform)
+    logits[1] = torch.nan
+    found = Sampler()(logits, metadata(3, vocab=600, **params), uniform)
+    assert found[[0, 2]].tolist() == expected[[0, 2]].tolist()
+    assert 0 <= found[1] < 600
+
+
 def test_extreme_logits_and_numbers_stay_inside_the_vocabulary() -> None:
     vocab = 513
     logits = torch.full((4, vocab), -torch.inf)
@@ -250,9 +263,7 @@ def test_window_and_full_sort_agree(
     if params.random[0].filters is None:
         return
     filters = params.random[0].filters
-    values, ids = torch.sort(logits, stable=True, dim=-1, descending=True)
-    rank, _ = draw_module._draw_rank(values, draw_module._full_mass(logits, filters), uniform, filters)
-    expected = ids.gather(1, rank)[:, 0]
+    expected = draw_module._draw_from_sorted(logits, uniform, filters)
     for window in (3, 1024):
         with mock.patch.object(draw_module, "_WINDOW", window):
-            assert torch.equal(draw_module.draw_filtered(logits, uniform, filters), expected)
+            assert torch.equal(draw_module._draw_from_window(logits, uniform, filters), expected)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.registry import load_model
 from nbengine.models.tiny import random_tiny
 from nbengine.sampling_params import SamplingParams
@@ -60,10 +61,11 @@ def tiny_config(tiny_directory: Path) -> EngineConfig:
 
 @pytest.fixture
 def new_runner(tiny_config: EngineConfig) -> Runner:
-    model = load_model(tiny_config.model, torch.device("cpu"), torch.float32)
+    """Make a runner of random-tiny, or of another model."""
+    tiny = load_model(tiny_config.model, torch.device("cpu"), torch.float32)
 
-    def make() -> ModelRunner:
-        runner = ModelRunner(tiny_config, model, torch.device("cpu"), torch.float32)
+    def make(model: DecoderForCausalLM = tiny) -> ModelRunner:
+        runner = ModelRunner(tiny_config, model, torch.device("cpu"), model.dtype)
         runner.initialize_kv_cache(NUM_BLOCKS, MAX_MODEL_LEN)
         return runner
 
@@ -224,5 +226,5 @@ class Driver:
 
 @pytest.fixture
 def driver(new_runner: Runner) -> Callable[..., Driver]:
-    """Make a driver with a runner of its own."""
-    return lambda seed=0, chaos=0.0: Driver(new_runner(), seed, chaos)
+    """Make a driver, with a runner of its own unless one is given."""
+    return lambda seed=0, chaos=0.0, runner=None: Driver(runner or new_runner(), seed, chaos)

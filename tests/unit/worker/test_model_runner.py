@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from nbengine.errors import NBEngineError
+from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_config import DecoderConfig
+from nbengine.models.registry import cpu_has_bf16_products
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.random_streams import seeded_stream, uniforms
 from nbengine.sampling.sampler import Sampler
@@ -161,3 +164,34 @@ def test_a_profile_run_leaves_no_trace(driver, oracle) -> None:
     run.add("a", [1, 2, 3], SamplingParams(temperature=0), max_tokens=4)
     tokens = run.run()["a"]
     assert tokens[0] == oracle([1, 2, 3])[-1].argmax()
+
+
+@pytest.mark.skipif(not cpu_has_bf16_products(), reason="other processors sum bfloat16 products differently")
+def test_bfloat16_logits_are_the_same_bits_alone_and_in_company(driver, new_runner) -> None:
+    config = DecoderConfig(64, 576, 1536, 2, 9, 3, 64, 1e-5, 1e4, None, 128, tie_word_embeddings=True)
+    model = DecoderForCausalLM(config, dtype=torch.bfloat16, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.weight_slots().values():
+        weight.normal_(1 if weight.ndim == 1 else 0, 0.05, generator=generator)
+
+    def logits_of_x(others: int) -> list[torch.Tensor]:
+        runner = new_runner(model)
+        seen = []
+        sample = runner._sampler
+
+        def record(logits: torch.Tensor, *rest: object) -> torch.Tensor:
+            seen.append(logits[0].clone())
+            return sample(logits, *rest)
+
+        runner._sampler = record
+        run = driver(runner=runner)
+        run.add("x", [3, 1, 4], SamplingParams(temperature=0), max_tokens=24)
+        for index in range(others):
+            run.add(f"other{index}", [index, 5], SamplingParams(temperature=1.5), max_tokens=24)
+        run.run()
+        return seen
+
+    alone = logits_of_x(0)
+    assert len(alone) == 24
+    for others in (1, 7):
+        assert all(map(torch.equal, alone, logits_of_x(others)))

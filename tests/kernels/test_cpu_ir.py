@@ -1,0 +1,153 @@
+"""The language that the CPU kernels are written in, run for real."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from llvmlite import ir
+
+from nbengine.errors import NBEngineError
+from nbengine.kernels.cpu_ir import Element, Int, Vector, define
+from nbengine.kernels.cpu_jit import compile_module
+
+
+def compiled(body, parameters=1):
+    module = ir.Module("test")
+    define(module, "function", parameters, body, exported=True)
+    (function,) = compile_module(module, "function")
+    return function
+
+
+def address(array):
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
+
+
+def apply(operation, data, result, lanes=16):
+    """Run `operation(code, vector)` over float32 data, storing float32."""
+    packed = np.array([address(data), address(result), len(data)], np.int64)
+
+    def body(code, args):
+        source, target, count = (code.load_int(args + 8 * i) for i in range(3))
+        with code.loop(0, count, lanes) as i:
+            code.store(operation(code, code.load(source + i * 4, lanes)), target + i * 4)
+
+    compiled(body).call(packed.ctypes.data)
+
+
+def test_exp2_is_accurate_to_two_units_in_the_last_place():
+    x = np.concatenate([np.linspace(-126, 0, 100_000), [-0.0, -1e-30, -0.5, -1.5, -125.999]])
+    x = np.resize(x.astype(np.float32), 100_016)
+    result = np.empty_like(x)
+    apply(lambda code, vector: code.exp2(vector), x, result)
+    exact = np.exp2(x.astype(np.float64))
+    assert np.abs(result - exact).max(initial=0, where=exact > 0) <= 1
+    assert (np.abs(result - exact) <= 2 * np.spacing(exact.astype(np.float32))).all()
+
+
+def test_exp2_is_zero_far_below_and_keeps_nan():
+    x = np.array([-127, -1e10, -1e30, -3e30, -np.inf, np.nan, 0, -126] * 2, np.float32)
+    result = np.empty_like(x)
+    apply(lambda code, vector: code.exp2(vector), x, result)
+    assert result[:5].tolist() == [0] * 5
+    assert np.isnan(result[5])
+    assert result[6:8].tolist() == [1, 2.0**-126]
+
+
+@pytest.mark.parametrize(
+    ("element", "dtype"), [(Element.BFLOAT16, torch.bfloat16), (Element.FLOAT16, torch.float16)]
+)
+def test_every_16_bit_value_widens_as_torch_widens_it(element, dtype):
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    values, result = bits.view(dtype), torch.empty(2**16)
+    packed = np.array([address(values), address(result)], np.int64)
+
+    def body(code, args):
+        source, target = code.load_int(args), code.load_int(args + 8)
+        with code.loop(0, code.integer(2**16), 16) as i:
+            code.store(code.load(source + i * 2, 16, element), target + i * 4)
+
+    compiled(body).call(packed.ctypes.data)
+    assert torch.equal(result.nan_to_num(nan=12345.0), values.float().nan_to_num(nan=12345.0))
+
+
+@pytest.mark.parametrize(
+    ("element", "dtype"), [(Element.BFLOAT16, torch.bfloat16), (Element.FLOAT16, torch.float16)]
+)
+def test_narrowing_rounds_as_torch_rounds(element, dtype):
+    exact = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    ties = (exact.view(torch.int32) + 0x8000).view(torch.float32)
+    values = torch.cat([exact, ties, torch.randn(2**16), torch.tensor([torch.nan, torch.inf] * 8)])
+    result = torch.empty(len(values), dtype=dtype)
+    packed = np.array([address(values), address(result), len(values)], np.int64)
+
+    def body(code, args):
+        source, target, count = (code.load_int(args + 8 * i) for i in range(3))
+        with code.loop(0, count, 16) as i:
+            code.store(code.load(source + i * 4, 16), target + i * 2, element)
+
+    compiled(body).call(packed.ctypes.data)
+    expected = values.to(dtype)
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0))
+
+
+@pytest.mark.parametrize("limit", [-3, 0, 1, 15, 16, 40])
+def test_mask_replaces_the_lanes_from_the_limit_on_even_if_they_are_nan(limit):
+    x, result = np.full(16, np.nan, np.float32), np.empty(16, np.float32)
+    x[: max(0, limit)] = 1
+    apply(lambda code, v: code.mask_from(v, code.integer(0), code.integer(limit), -7.0), x, result)
+    assert result.tolist() == [1.0 if i < limit else -7.0 for i in range(16)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 8, 16])
+def test_reduce_folds_all_lanes(lanes):
+    x, result = np.random.default_rng(0).normal(size=lanes).astype(np.float32), np.empty(lanes, np.float32)
+    apply(lambda code, v: v.reduce(Vector.at_least).splat(lanes), x, result, lanes)
+    assert (result == x.max()).all()
+    apply(lambda code, v: v.reduce(Vector.__add__).splat(lanes), x, result, lanes)
+    np.testing.assert_allclose(result, x.sum(), rtol=1e-5)
+
+
+def test_integer_operations_and_control_flow():
+    memory = np.zeros(8, np.int64)
+
+    def body(code, args, n):
+        code.store_int(n // 7 * 100 + n % 7, args)
+        code.store_int(n.at_most(9), args + 8)
+        code.store_int(n.at_most(code.integer(99)) - 4, args + 16)
+        with code.when(n.compare(">", 50)):
+            code.store_int(code.integer(1), args + 24)
+        with code.when(n.compare("<=", 50)):
+            code.store_int(code.integer(2), args + 24)
+        with code.loop(2, n, 20) as i:
+            code.store_int(code.load_int(args + 32) + i, args + 32)
+        scratch: Int = code.stack(64)
+        code.store_int(n, scratch + 56)
+        code.store_int(code.load_int(scratch + 56), args + 40)
+        code.copy(args, args + 48, count=2, size=4, target_step=8)
+
+    function = compiled(body, parameters=2)
+    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(function.address)(memory.ctypes.data, 51)
+    assert memory.tolist() == [702, 9, 47, 1, 2 + 22 + 42, 51, 702, 0]
+
+
+def test_tickets_are_drawn_until_they_run_out():
+    memory = np.zeros(12, np.int64)
+
+    def body(code, args):
+        with code.tickets(args, code.integer(10)) as ticket:
+            code.store_int(ticket + 5, args + 8 + ticket * 8)
+
+    compiled(body).call(memory.ctypes.data)
+    assert memory.tolist() == [11, *range(5, 15), 0]
+
+
+def test_code_that_llvm_refuses_is_a_named_error():
+    module = ir.Module("broken")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), []), "function")
+    function.append_basic_block("no_terminator")
+    with pytest.raises(NBEngineError, match="could not compile the CPU kernels"):
+        compile_module(module, "function")

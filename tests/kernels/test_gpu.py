@@ -1,0 +1,65 @@
+"""The Triton kernels on a real device, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nbengine.kernels import reference
+from nbengine.kernels.dispatch import select_kernels
+from nbengine.kernels.torch_backend import TorchKernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+SHAPES = [(9, 3, 64, 16), (32, 8, 128, 16), (4, 4, 80, 8), (8, 1, 96, 32), (4, 2, 256, 64), (16, 8, 32, 16)]
+LENS = {
+    "decode": [(1, n) for n in (1, 15, 16, 17, 127, 128, 129, 1000, 4097)],
+    "prefill": [(n, n) for n in (2, 15, 16, 17, 63, 64, 65, 300)],
+    "mixed": [(1, 33), (1, 2000), (4, 4), (17, 100), (200, 1100)],
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def make_kernels():
+    def make(dtype):
+        kernels = select_kernels(torch.device("cuda"), dtype)
+        assert kernels.name == "triton"
+        return kernels
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lens", list(LENS))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_equals_the_reference_and_reads_no_poison(
+    make_kernels, make_batch, make_shape, assert_close, shape, lens, dtype
+):
+    batch = make_batch(make_kernels(dtype), make_shape(*shape), LENS[lens], dtype, device="cuda")
+    assert_close(batch.run(), batch.expected(), exact_weights=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_equals_the_reference_bit_for_bit(make_kernels, make_batch, make_shape, dtype):
+    kernels = make_kernels(dtype)
+    batch = make_batch(kernels, make_shape(6, 3, 80, 8), [(1, 200), (1, 3)], dtype, device="cuda")
+    slots = batch.all_slots.clone()
+    slots[5] = -1
+    expected, actual = torch.zeros_like(batch.kv_cache), torch.zeros_like(batch.kv_cache)
+    reference.write_kv(batch.key, batch.value, expected, slots)
+    kernels.write_kv(batch.key, batch.value, actual, slots)
+    assert torch.equal(actual, expected)
+
+
+def test_warm_up_runs_on_the_device(make_kernels):
+    make_kernels(torch.bfloat16).warm_up(num_heads=9, num_kv_heads=3, head_dim=64, block_size=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_torch_equals_the_reference(make_batch, make_shape, assert_close, dtype):
+    batch = make_batch(TorchKernels(), make_shape(9, 3, 64, 16), LENS["mixed"], dtype, device="cuda")
+    assert_close(batch.run(), batch.expected(), exact_weights=False)
