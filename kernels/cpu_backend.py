@@ -147,7 +147,7 @@ class CpuKernels:
         if not isinstance(plan, _Plan) or plan.compiled is not compiled:
             plan = metadata.plan = self._plan(metadata, compiled, kv_heads)
         size = self._element.size
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = torch.empty_like(query)
         for launch in plan.launches:
             arguments = launch.arguments
             arguments.counter = 0
@@ -163,9 +163,8 @@ class CpuKernels:
     def _rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if tensor.dtype is not self._dtype:
             raise InvalidArgumentError(f"{name}.dtype", tensor.dtype, f"the model's, {self._dtype}")
-        if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]:
-            return tensor
-        return tensor.contiguous()
+        _, heads, channels = tensor.stride()
+        return tensor if channels == 1 and heads == tensor.shape[2] else tensor.contiguous()
 
     def _check_cache(self, kv_cache: torch.Tensor) -> None:
         if kv_cache.dtype is not self._dtype or not kv_cache.is_contiguous():

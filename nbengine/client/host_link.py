@@ -38,7 +38,7 @@ from nbengine.ipc.sockets import make_socket
 
 logger = logging.getLogger(__name__)
 
-WATCH_INTERVAL = 0.25
+WATCH_INTERVAL = 0.5
 """Seconds between two looks at whether the engine's processes run."""
 LONGEST_HEARTBEAT_INTERVAL = 5.0
 LAST_WORDS_TIMEOUT = 2.5

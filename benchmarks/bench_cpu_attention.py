@@ -1,0 +1,162 @@
+"""Attention on the CPU: the paged kernels against torch's dense attention, alternating in one run.
+
+    python benchmarks/bench_cpu_attention.py [--json PATH]
+
+The shape is that of SmolLM2-135M: 30 layers of 9 query heads on 3 KV heads of 64 channels. The opponent,
+`scaled_dot_product_attention(enable_gqa=True)`, has its keys and values contiguous, without the cost of
+gathering them. A step is all layers. Times are medians in milliseconds; the ratio is the median of the
+ratios of neighbouring runs, theirs by ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from nbengine.kernels.dispatch import Kernels, select_kernels
+from nbengine.worker.attention_metadata import build_attention_metadata
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of equal requests: new tokens and tokens in all, each."""
+
+    name: str
+    batch: int
+    query_len: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over the runs, in milliseconds a step."""
+
+    case: str
+    dtype: str
+    ours_ms: float
+    ours_min_ms: float
+    sdpa_ms: float
+    sdpa_min_ms: float
+    ratio: float
+
+
+CASES = [
+    *(Case(f"decode, batch {batch}, context 256", batch, 1, 256) for batch in (1, 8, 32)),
+    Case("decode, batch 4, context 2048", 4, 1, 2048),
+    Case("prefill 512", 1, 512, 512),
+    Case("prefill 256 on a context of 256", 1, 256, 512),
+    Case("prefill 8 x 64", 8, 64, 64),
+]
+
+
+def ours(case: Case, kernels: Kernels, dtype: torch.dtype) -> Callable[[], None]:
+    """A step of the paged kernels, cache writes included."""
+    blocks = -(-case.seq_len // BLOCK_SIZE)
+    num_blocks = case.batch * blocks
+    table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(case.batch, blocks)
+    tokens = case.batch * case.query_len
+    shape = (2, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    caches = [torch.randn(shape).to(dtype) for _ in range(LAYERS)]
+    query = torch.randn(tokens, HEADS, HEAD_DIM).to(dtype)
+    key, value = (torch.randn(tokens, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+
+    def step() -> None:
+        metadata = build_attention_metadata(
+            np.full(case.batch, case.query_len, np.int32),
+            np.full(case.batch, case.seq_len, np.int32),
+            table,
+            block_size=BLOCK_SIZE,
+            kernels=kernels,
+            device=CPU,
+        )
+        for cache in caches:
+            kernels.write_kv(key, value, cache, metadata.slot_mapping)
+            kernels.paged_attention(query, cache, metadata, HEAD_DIM**-0.5)
+
+    return step
+
+
+def theirs(case: Case, dtype: torch.dtype) -> Callable[[], None]:
+    """A step of torch's attention over contiguous keys and values."""
+    shape = (case.batch, KV_HEADS, case.seq_len, HEAD_DIM)
+    caches = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(LAYERS)]
+    query = torch.randn(case.batch, HEADS, case.query_len, HEAD_DIM).to(dtype)
+    from_nothing = case.query_len == case.seq_len
+    mask = None
+    if case.query_len > 1 and not from_nothing:
+        mask = torch.ones(case.query_len, case.seq_len, dtype=torch.bool).tril(case.seq_len - case.query_len)
+
+    def step() -> None:
+        for key, value in caches:
+            scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=from_nothing, enable_gqa=True
+            )
+
+    return step
+
+
+def milliseconds(step: Callable[[], None]) -> float:
+    """How long one step takes."""
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure(case: Case, dtype: torch.dtype, runs: int) -> Result:
+    """Alternate the two sides `runs` times, after one step of each."""
+    kernels = select_kernels(CPU, dtype)
+    sides = ours(case, kernels, dtype), theirs(case, dtype)
+    for side in sides:
+        side()
+    pairs = [(milliseconds(sides[0]), milliseconds(sides[1])) for _ in range(runs)]
+    our_times, their_times = zip(*pairs, strict=True)
+    return Result(
+        case=case.name,
+        dtype=str(dtype).removeprefix("torch."),
+        ours_ms=statistics.median(our_times),
+        ours_min_ms=min(our_times),
+        sdpa_ms=statistics.median(their_times),
+        sdpa_min_ms=min(their_times),
+        ratio=statistics.median(theirs / ours for ours, theirs in pairs),
+    )
+
+
+def main() -> None:
+    """Measure every case and print a line for each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=7, help="runs of each side (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
+    arguments = parser.parse_args()
+    results = []
+    print(f"{'case':34} {'type':9} {'ours':>8} {'min':>8} {'SDPA':>9} {'min':>9} {'ratio':>7}")
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            for case in CASES:
+                result = measure(case, dtype, arguments.runs)
+                results.append(result)
+                print(
+                    f"{result.case:34} {result.dtype:9} {result.ours_ms:8.2f} {result.ours_min_ms:8.2f} "
+                    f"{result.sdpa_ms:9.2f} {result.sdpa_min_ms:9.2f} {result.ratio:6.1f}x",
+                    flush=True,
+                )
+    if arguments.json:
+        report = {"threads": torch.get_num_threads(), "results": [asdict(result) for result in results]}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
