@@ -37,10 +37,22 @@ class CoreProcess:
     lifeline: int
 
 
+SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+SPIN_COUNT = "1000"
+"""How often a thread of libgomp looks for work before it sleeps, instead of 300,000 times: spinning threads take
+the cores from whoever else wants them, and a step of a busy machine takes 5 to 30 times as long."""
+
+
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without what belongs to a notebook kernel or to this process alone."""
+    """Return this process's environment without what belongs to a notebook kernel or to this process alone.
+
+    torch's threads spin for less time than by default, unless the user has chosen.
+    """
     dropped = {*NOTEBOOK_VARIABLES, PARENT_FD_VARIABLE, HOST_FD_VARIABLE}
-    return {name: value for name, value in os.environ.items() if name not in dropped}
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    if not any(name in environment for name in SPIN_VARIABLES):
+        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+    return environment
 
 
 def start_core(run_dir: str, rank: int) -> CoreProcess:

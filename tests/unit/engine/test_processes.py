@@ -106,6 +106,7 @@ def test_children_do_not_inherit_the_notebooks_variables(monkeypatch) -> None:
     for name in ("JPY_PARENT_PID", "MPLBACKEND", "FORCE_COLOR", "CLICOLOR", "PAGER", "NBENGINE_PARENT_FD"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     environment = child_environment()
     assert environment["HF_HOME"] == "/models"
     assert environment == {name: os.environ[name] for name in environment}
@@ -174,3 +175,13 @@ def test_a_name_is_taken_from_the_dead_and_from_nonsense_but_not_from_the_living
         claim_name(connection("/run/3", 1))
     write_connection(connection("/run/2", 2**22 - 1))
     claim_name(connection("/run/3", 1))
+
+
+def test_threads_spin_briefly_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert child_environment()["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in child_environment()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert child_environment()["GOMP_SPINCOUNT"] == "7"
