@@ -18,6 +18,8 @@ from common import alternate, median_ratio, parser, report
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from nbengine import LLM, SamplingParams
+from nbengine.config import ModelConfig
+from nbengine.models.files import resolve_model
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 64
@@ -68,7 +70,7 @@ def main() -> None:
     prompts = [[chooser.randrange(100, 40000) for _ in range(PROMPT_TOKENS)] for _ in range(max(streams))]
     rows: list[dict[str, Any]] = []
     with LLM("smollm2-135m", dtype=arguments.dtype, max_model_len=1024) as llm:
-        peer = load_peer(Path(llm.config.model.weights[0]), arguments.dtype)
+        peer = load_peer(Path(resolve_model(ModelConfig("smollm2-135m")).weights[0]), arguments.dtype)
         for count in streams:
             batch = prompts[:count]
             ours, theirs = alternate(

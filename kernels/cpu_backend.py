@@ -106,7 +106,7 @@ class CpuKernels:
         self._arrivals: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def warm_up(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-        """Compile for a shape, in about 0.3 s the first time in a process; otherwise done at first use."""
+        """Compile for a shape, which takes some tenths of a second, once a process; else the first use does."""
         _compile_attention(head_dim, num_heads // num_kv_heads, block_size, self._element)
         _compile_write_kv(head_dim, block_size, self._element.size)
 
@@ -117,6 +117,8 @@ class CpuKernels:
         _, _, kv_heads, block_size, head_dim = kv_cache.shape
         key, value = self._rows(key, "key"), self._rows(value, "value")
         self._check_cache(kv_cache)
+        if slot_mapping.dtype is not torch.int64 or not slot_mapping.is_contiguous():
+            raise InvalidArgumentError("slot_mapping.dtype", slot_mapping.dtype, "int64, contiguous")
         size, tokens = self._element.size, slot_mapping.shape[0]
         items = -(-tokens // TOKENS_PER_ITEM)
         arguments = self._write
@@ -147,7 +149,7 @@ class CpuKernels:
         if not isinstance(plan, _Plan) or plan.compiled is not compiled:
             plan = metadata.plan = self._plan(metadata, compiled, kv_heads)
         size = self._element.size
-        output = torch.empty_like(query)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for launch in plan.launches:
             arguments = launch.arguments
             arguments.counter = 0
@@ -172,6 +174,9 @@ class CpuKernels:
             raise InvalidArgumentError("kv_cache", found, f"contiguous, of type {self._dtype}")
 
     def _plan(self, metadata: AttentionMetadata, compiled: _AttentionKernels, kv_heads: int) -> _Plan:
+        table = metadata.block_table
+        if table.dtype is not torch.int32 or table.stride(1) != 1:
+            raise InvalidArgumentError("block_table.dtype", table.dtype, "int32, each row contiguous")
         parts = []
         if metadata.num_decodes:
             parts.append((compiled.decode_shape, compiled.decode, decode_work(metadata)))

@@ -7,11 +7,11 @@ a loop. Addresses are `Int`s. Vectors longer than the machine's registers are sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from functools import cache
 
 import numpy as np
 from llvmlite import ir
@@ -24,10 +24,11 @@ _ROUND_MAGIC = 1.5 * 2**23  # adding it rounds a float32 to an integer, held in 
 _MIN_EXPONENT = -126.0
 
 
-def _exp2_coefficients() -> list[float]:
-    """2**f on [-1/2, 1/2] in powers of f: Chebyshev interpolation, relative error below 3e-9."""
+@cache
+def _exp2_coefficients() -> tuple[float, ...]:
+    """2**f on [-1/2, 1/2] in powers of f: Chebyshev interpolation, relative error below 1e-8."""
     fit = np.polynomial.Chebyshev.interpolate(np.exp2, 6, domain=[-0.5, 0.5])
-    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]
+    return tuple(float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef)
 
 
 class Element(Enum):
@@ -45,7 +46,7 @@ class Element(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Int:
-    """An int64 known at run time. Division, remainder and shifts want operands that are not negative."""
+    """An int64 known at run time. Division and remainder want operands that are not negative."""
 
     builder: ir.IRBuilder
     ir: ir.Value
@@ -129,7 +130,7 @@ class Vector:
             vector = combine(vector._pick(range(half)), vector._pick(range(half, vector.lanes)))
         return vector
 
-    def _pick(self, lanes: Any) -> Vector:
+    def _pick(self, lanes: Iterable[int]) -> Vector:
         index = list(lanes)
         undefined = ir.Constant(self.ir.type, ir.Undefined)
         mask = ir.VectorType(_I32, len(index))(index)
@@ -276,11 +277,9 @@ class Code:
         """Replace the lanes from `limit` on by `fill`; the first lane is number `position`."""
         b, lanes = self.builder, vector.lanes
         words = ir.VectorType(_I32, lanes)
-        left = Vector(
-            b,
-            b.insert_element(ir.Constant(words, ir.Undefined), b.trunc((limit - position).ir, _I32), _I32(0)),
-        )
-        inside = b.icmp_signed("<", words(list(range(lanes))), left.splat(lanes).ir)
+        left = b.trunc((limit - position).ir, _I32)
+        first = b.insert_element(ir.Constant(words, ir.Undefined), left, _I32(0))
+        inside = b.icmp_signed("<", words(list(range(lanes))), Vector(b, first).splat(lanes).ir)
         return Vector(b, b.select(inside, vector.ir, self.constant(fill, lanes).ir))
 
     def exp2(self, x: Vector) -> Vector:

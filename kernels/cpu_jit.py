@@ -1,4 +1,4 @@
-"""From LLVM IR to machine code for this processor, in about 0.1 s a module, without a toolchain."""
+"""From LLVM IR to machine code for this processor, in some tenths of a second, without a toolchain."""
 
 from __future__ import annotations
 

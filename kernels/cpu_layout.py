@@ -63,6 +63,11 @@ class AttentionShape:
     accumulators: int
 
     @property
+    def fetches_ahead(self) -> bool:
+        """Whether to fetch keys and values before they are needed: where they are read once, in decode."""
+        return self.max_tokens == 1
+
+    @property
     def rows(self) -> int:
         """Rows that an item can have, padded to whole tiles."""
         return -(-self.max_tokens * self.group // self.tile) * self.tile

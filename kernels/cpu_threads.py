@@ -8,10 +8,11 @@ because every OpenMP caller has a pool of its own.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from collections.abc import Callable
+from ctypes import CDLL, c_uint, c_void_p
+from typing import TypeAlias, cast
 
 import torch
 
@@ -21,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 _RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so.5", "libomp.so")
 
-Runner = Callable[[Function, int, int], None]
+ParallelEntry: TypeAlias = Callable[[int, int, int, int], None]
+"""(address of a function, its argument, number of threads, 0)"""
+
+Runner: TypeAlias = Callable[[Function, int, int], None]
 """(function, its argument, number of threads): run it on all of them, return when all have."""
 
 
@@ -42,21 +46,20 @@ def select_runner() -> Runner:
     return run
 
 
-def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel(function, argument, threads, flags)` of the runtime that is loaded already, if any."""
+def openmp_parallel() -> ParallelEntry | None:
+    """`GOMP_parallel` of the OpenMP runtime that is loaded already, if any has it."""
     mode = getattr(os, "RTLD_NOLOAD", None)
     if mode is None:
         return None
     for name in _RUNTIMES:
         try:
-            library = ctypes.CDLL(name, mode=mode | os.RTLD_NOW)
+            library = CDLL(name, mode=mode | os.RTLD_NOW)
         except OSError:
             continue
-        entry: Callable[[int, int, int, int], None] | None = getattr(library, "GOMP_parallel", None)
-        if entry is not None:
-            entry.restype = None  # type: ignore[attr-defined]
-            entry.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)  # type: ignore[attr-defined]
-            return entry
+        if hasattr(library, "GOMP_parallel"):
+            library.GOMP_parallel.restype = None
+            library.GOMP_parallel.argtypes = (c_void_p, c_void_p, c_uint, c_uint)
+            return cast(ParallelEntry, library.GOMP_parallel)
     return None
 
 

@@ -14,6 +14,8 @@ online one of FlashAttention (Dao et al., 2022), the merge that of Flash-Decodin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 from math import gcd
 
 from llvmlite import ir
@@ -25,7 +27,6 @@ LOWEST = -1e30
 """Running maximum before the first token."""
 MASKED = -2e30
 """Score of a token that must not be seen: below `LOWEST`, so that its weight is 0 whatever the maximum."""
-
 
 _CACHE_LINE = 64
 _UNROLL = 8
@@ -65,40 +66,60 @@ class _State:
 
 
 def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
-    """score(scores, query, keys, values, next_keys): scores of one vector of tokens for a tile of rows.
+    """score(scores, query, keys, values, table, stride, start, end), for a tile of rows:
 
-    scores[r, :L] = query[r, :] @ keys[:, :L]. In decode, fetches the same tokens' values and the next ones'
-    keys into the processor's cache meanwhile: it cannot guess where the next block lies.
+    scores[r, t - start] = query[r] . key(t) for start <= t < end, in whole vectors of tokens. key(t) is column
+    t % block_size of the block at keys + table[t // block_size] * stride. Where it pays, fetches the values
+    of the same tokens and the next keys meanwhile: the processor cannot guess where the next block lies.
     """
-    tile, width, size, lanes = shape.tile, shape.head_dim, shape.element.size, shape.lanes
-    key_step = shape.block_size * size
-    unroll = gcd(width, _UNROLL)
+    tile, block, size, lanes = shape.tile, shape.block_size, shape.element.size, shape.lanes
+    key_step, group_bytes, unroll = block * size, lanes * size, gcd(shape.head_dim, _UNROLL)
     chains = 1
     while chains < unroll and tile * chains < min(_MIN_CHAINS, shape.accumulators):
         chains *= 2
 
-    def body(code: Code, scores: Int, query: Int, keys: Int, values: Int, next_keys: Int) -> None:
-        sums = [[code.accumulator(code.constant(0.0, lanes)) for _ in range(tile)] for _ in range(chains)]
-        with code.loop(0, code.integer(width), unroll) as d:
-            key_row, query_column = keys + d * key_step, query + d * FLOAT
-            if shape.max_tokens == 1:
-                for line in range(0, unroll * lanes * size, _CACHE_LINE):
-                    code.prefetch(values + d * (lanes * size) + line)
-                for line in range(0, unroll * key_step, max(key_step, _CACHE_LINE)):
-                    code.prefetch(next_keys + d * key_step + line)
-            for i in range(unroll):
-                key = code.load(key_row + i * key_step, lanes, shape.element)
-                for r in range(tile):
-                    factor = code.load(query_column + (r * width + i) * FLOAT).splat(lanes)
-                    cell = sums[i % chains][r]
-                    cell.set(factor.times_plus(key, cell.get()))
-        for r in range(tile):
-            total = sums[0][r].get()
-            for chain in sums[1:]:
-                total = total + chain[r].get()
-            code.store(total, scores + r * (CHUNK * FLOAT))
+    def fetch(code: Code, values: Int, next_keys: Int, channel: Int) -> None:
+        for line in range(0, unroll * group_bytes, _CACHE_LINE):
+            code.prefetch(values + channel * group_bytes + line)
+        for line in range(0, unroll * key_step, max(key_step, _CACHE_LINE)):
+            code.prefetch(next_keys + channel * key_step + line)
 
-    return define(module, f"{name}_score", 5, body)
+    def body(
+        code: Code,
+        scores: Int,
+        query: Int,
+        keys: Int,
+        values: Int,
+        table: Int,
+        stride: Int,
+        start: Int,
+        end: Int,
+    ) -> None:
+        def block_at(token: Int) -> Int:
+            return code.load_int(table + token // block * 4, 4) * stride
+
+        sums = [[code.accumulator(code.constant(0.0, lanes)) for _ in range(tile)] for _ in range(chains)]
+        with code.loop(start, end, lanes) as token:
+            for cell in chain.from_iterable(sums):
+                cell.set(code.constant(0.0, lanes))
+            here, following = block_at(token), (token + lanes).at_most(end - 1)
+            first_keys = keys + here + token % block * size
+            first_values = values + here + token % block * shape.head_bytes
+            next_keys = keys + block_at(following) + following % block * size
+            with code.loop(0, code.integer(shape.head_dim), unroll) as channel:
+                if shape.fetches_ahead:
+                    fetch(code, first_values, next_keys, channel)
+                for i in range(unroll):
+                    key = code.load(first_keys + (channel + i) * key_step, lanes, shape.element)
+                    for r in range(tile):
+                        factor = code.load(query + channel * FLOAT + r * shape.row_bytes + i * FLOAT)
+                        cell = sums[i % chains][r]
+                        cell.set(factor.splat(lanes).times_plus(key, cell.get()))
+            for r in range(tile):
+                total = reduce(Vector.__add__, (row[r].get() for row in sums))
+                code.store(total, scores + (token - start) * FLOAT + r * (CHUNK * FLOAT))
+
+    return define(module, f"{name}_score", 8, body)
 
 
 def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
@@ -207,7 +228,7 @@ def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
     `table` holds the request's block numbers, `stride` is the bytes from block to block, `visible` how many
     tokens the first query token sees.
     """
-    block, lanes, tile = shape.block_size, shape.lanes, shape.tile
+    tile = shape.tile
     score = _define_score(module, shape, name)
     softmax = _define_softmax(module, shape, name)
     accumulate = _define_accumulate(module, shape, name)
@@ -229,24 +250,12 @@ def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
         def seen_by(row: Int) -> Int:
             return visible + row.at_most(rows - 1) // shape.group
 
-        def block_offset(token: Int) -> Int:
-            return code.load_int(table + token // block * 4, 4) * stride
-
         with code.loop(start, end, CHUNK) as first, code.loop(0, rows, tile) as row:
             stop = (first + CHUNK).at_most(end).at_most(seen_by(row + (tile - 1)))
             with code.when(stop.compare(">", first)):
                 count = stop - first
-                with code.loop(0, count, lanes) as position:
-                    token = first + position
-                    here, following = block_offset(token), (token + lanes).at_most(end - 1)
-                    code.call(
-                        score,
-                        state.scores(0) + position * FLOAT,
-                        state.query(row),
-                        keys + here + token % block * shape.element.size,
-                        values + here + token % block * shape.head_bytes,
-                        keys + block_offset(following) + following % block * shape.element.size,
-                    )
+                tile_of_query, scores = state.query(row), state.scores(0)
+                code.call(score, scores, tile_of_query, keys, values, table, stride, first, stop)
                 with code.loop(0, code.integer(tile)) as r:
                     code.call(
                         softmax,
@@ -257,17 +266,8 @@ def _define_visit(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
                         state.total(row + r),
                         state.decay(r),
                     )
-                code.call(
-                    accumulate,
-                    state.sums(row),
-                    state.decay(0),
-                    state.scores(0),
-                    table,
-                    values,
-                    stride,
-                    first,
-                    stop,
-                )
+                sums, decay = state.sums(row), state.decay(0)
+                code.call(accumulate, sums, decay, scores, table, values, stride, first, stop)
 
     return define(module, f"{name}_visit", 9, body)
 
@@ -351,10 +351,8 @@ def define_attention(module: ir.Module, name: str, shape: AttentionShape) -> Non
             head, item = ticket % kv_heads, argument("work") + ticket // kv_heads * (len(Work) * 4)
             tokens, parts = work(Work.TOKENS), work(Work.PARTS)
             rows, head_offset = tokens * shape.group, head * (shape.group * shape.head_bytes)
-            query_stride, output_stride = (
-                argument("query_stride"),
-                kv_heads * (shape.group * shape.head_bytes),
-            )
+            query_stride = argument("query_stride")
+            output_stride = kv_heads * (shape.group * shape.head_bytes)
             query = argument("query") + work(Work.FIRST_TOKEN) * query_stride + head_offset
             output = argument("output") + work(Work.FIRST_TOKEN) * output_stride + head_offset
             scale = arguments + AttentionArguments.scale.offset

@@ -43,6 +43,8 @@ WATCH_INTERVAL = 0.5
 LONGEST_HEARTBEAT_INTERVAL = 5.0
 LAST_WORDS_TIMEOUT = 2.5
 """Seconds that the host gets to say why an engine core has ended."""
+LAST_OUTPUTS_TIMEOUT = 1.0
+"""Seconds that the last outputs of an engine that ends in good order may come after the host's notice."""
 HOST_EXIT_TIMEOUT = 10.0
 """Seconds from the request to end, or from the notice of death, until the host is killed."""
 CORE_EXIT_GRACE = 2.0
@@ -74,7 +76,9 @@ class HostLink:
 
     It learns of a death from the host, at once; because the host is gone, within `WATCH_INTERVAL`; or because a core
     is gone (`core_died`, or its process) and the host does not say more within `LAST_WORDS_TIMEOUT`. Then it tells
-    the listener, and makes sure that no process and no file of the engine is left. A lost lease (this
+    the listener, and makes sure that no process and no file of the engine is left. Outputs come on other sockets
+    than the host's notice: after an end that was asked for, the listener is told only when every core has said
+    good-bye there, so that no stream loses its last words. A lost lease (this
     process did not run for too long) is replaced by a new one under a new session name: if the old name was taken
     over by another process, that one keeps it.
     """
@@ -104,6 +108,9 @@ class HostLink:
         self._next_look = 0.0
         self._verdict_at = float("inf")
         self._attached = False
+        self._notice: EngineDead | None = None
+        self._num_cores = 0
+        self._farewells = 0
         self._cores: dict[int, float] = {}
         self._started = False
         self._closed = False
@@ -116,7 +123,8 @@ class HostLink:
         self._thread.start()
 
     def core_died(self) -> None:
-        """Tell the link that an engine core has said good-bye; it will find out why. Safe on any thread."""
+        """Tell the link that an engine core has said good-bye; it will find out why. On the thread of the outputs."""
+        self._farewells += 1
         self._expect_last_words(time.monotonic())
         self._wake.wake()
 
@@ -206,6 +214,7 @@ class HostLink:
         match message:
             case Attached(client_index, engine_ranks):
                 self._attached = True
+                self._num_cores = len(engine_ranks)
                 self._next_heartbeat = time.monotonic() + self._heartbeat_interval
                 self._listener.on_attached(client_index, engine_ranks)
             case EngineReady(pid=pid):
@@ -218,8 +227,14 @@ class HostLink:
                 self._listener.on_news(message)
             case LeaseLost(reason):
                 self._on_lease_lost(reason)
-            case EngineDead(cause, tail, started):
-                self._die(cause, tail, started=started)
+            case EngineDead():
+                self._on_notice(message)
+
+    def _on_notice(self, notice: EngineDead) -> None:
+        self._notice = notice
+        patience = LAST_OUTPUTS_TIMEOUT if notice.expected and notice.started else 0.0
+        self._verdict_at = time.monotonic() + patience
+        self._next_heartbeat = self._next_look = float("inf")
 
     def _on_lease_lost(self, reason: str) -> None:
         # Answers to heartbeats that were sent before the loss was known come after it.
@@ -242,14 +257,17 @@ class HostLink:
         if now >= self._next_look:
             self._next_look = now + WATCH_INTERVAL
             self._look_at_processes(now)
-        if not self._closed and now >= self._verdict_at:
+        if self._notice is not None:
+            if now >= self._verdict_at or self._farewells >= self._num_cores:
+                self._die(self._notice.cause, self._notice.log_tail, started=self._notice.started)
+        elif not self._closed and now >= self._verdict_at:
             self._die("an engine core ended, and the host does not say why")
 
     def _look_at_processes(self, now: float) -> None:
         if not self.info.host_alive:
             # Its last message may have come since the last look.
             self._receive()
-            if not self._closed:
+            if self._notice is None:
                 how = host_exit(self.info) or "is gone"
                 self._die(f"the engine's host process (pid {self.info.host_pid}) {how}")
         elif not all(process_alive(*core) for core in self._cores.items()):

@@ -13,6 +13,7 @@ from torch import Tensor
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.dispatch import select_kernels
+from nbengine.kernels.huge_pages import zeros_in_huge_pages
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.sampler import Sampler
@@ -162,10 +163,12 @@ class ModelRunner:
         model = self._model.config
         shape = (2, num_blocks, model.num_kv_heads, self._config.cache.block_size, model.head_dim)
         try:
+            if self._device.type == "cpu":
+                return [zeros_in_huge_pages(shape, self._dtype) for _ in range(model.num_layers)]
             return [
                 torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)
             ]
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, RuntimeError) as error:
             size = model.num_layers * math.prod(shape) * self._dtype.itemsize
             raise EngineStartError(
                 f"could not allocate a KV cache of {size / GIB:.2f} GiB ({num_blocks} blocks) on {self._device}; "

@@ -74,6 +74,16 @@ def test_views_into_a_joint_projection_are_read_in_place(make_kernels, make_batc
     assert torch.equal(stored[block, :, offset], key[0])
 
 
+def test_one_query_expanded_over_all_tokens_gives_a_contiguous_result(
+    make_kernels, make_batch, make_shape, assert_close
+):
+    batch = make_batch(make_kernels(torch.float32), make_shape(6, 2, 32, 16), [(1, 20), (3, 9)])
+    batch.query = batch.query[:1].expand(4, -1, -1)
+    output = batch.run()
+    assert output.is_contiguous()
+    assert_close(output, batch.expected())
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_single_token_sees_only_its_own_value(make_kernels, make_batch, make_shape, dtype):
     batch = make_batch(make_kernels(dtype), make_shape(6, 2, 32, 16), [(1, 1)], dtype)

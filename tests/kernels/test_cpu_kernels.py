@@ -15,7 +15,7 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.kernels import cpu_backend, cpu_jit
 from nbengine.kernels.cpu_backend import CpuKernels
 from nbengine.kernels.cpu_layout import Work
-from nbengine.kernels.cpu_plan import DECODE_PART, decode_work, prefill_work
+from nbengine.kernels.cpu_plan import DECODE_PART, PREFILL_PART, decode_work, prefill_work
 
 MIXED = [(1, 700), (1, 3), (1, 129), (40, 333), (5, 5)]
 
@@ -58,6 +58,12 @@ def test_a_request_gets_the_same_result_alone_and_in_company(make_batch, small):
     alone.kv_cache[:, first_blocks] = together.kv_cache[:, source]
     alone.query[:] = together.query[:1]
     assert torch.equal(alone.run(), together.run()[:1])
+
+
+def test_prefill_on_a_context_of_several_parts_is_merged(make_batch, small, assert_close):
+    lens = [(20, PREFILL_PART + 10), (2, PREFILL_PART + 300)]
+    batch = make_batch(CpuKernels(torch.float32), small, lens)
+    assert_close(batch.run(), batch.expected())
 
 
 def test_layers_of_a_step_share_its_plan(make_batch, small, assert_close):
@@ -126,7 +132,7 @@ def test_a_processor_with_narrower_vectors_gets_the_same_result(
     assert cpu_backend.supports(torch.float16) is (name == "haswell")
 
 
-def test_another_type_than_the_models_is_refused(make_batch, small):
+def test_tensors_of_another_type_are_refused_before_they_are_read(make_batch, small):
     batch = make_batch(CpuKernels(torch.float32), small, [(1, 4)])
     kernels, metadata = batch.metadata.kernels, batch.metadata
     with pytest.raises(InvalidArgumentError, match=r"query\.dtype"):
@@ -135,6 +141,11 @@ def test_another_type_than_the_models_is_refused(make_batch, small):
         kernels.paged_attention(batch.query, batch.kv_cache.bfloat16(), metadata, 1.0)
     with pytest.raises(InvalidArgumentError, match=r"value\.dtype"):
         kernels.write_kv(batch.key, batch.value.half(), batch.kv_cache, metadata.slot_mapping)
+    with pytest.raises(InvalidArgumentError, match="slot_mapping"):
+        kernels.write_kv(batch.key, batch.value, batch.kv_cache, metadata.slot_mapping.int())
+    metadata.block_table = metadata.block_table.long()
+    with pytest.raises(InvalidArgumentError, match="block_table"):
+        batch.run()
 
 
 def test_warm_up_leaves_nothing_to_compile(make_batch, make_shape, monkeypatch):

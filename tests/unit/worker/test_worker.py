@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, ModelLoadError
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import Progress
+from nbengine.worker import model_runner as model_runner_module
 from nbengine.worker import worker as worker_module
 from nbengine.worker.cgroup import ControlGroup
 from nbengine.worker.memory import GIB
@@ -101,13 +103,13 @@ def test_a_failing_allocation_names_the_numbers(
 ) -> None:
     worker = loaded(tiny_config)
 
-    def out_of_memory(*shape: object, **options: object) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def out_of_memory(*arguments: object) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(torch, "zeros", out_of_memory)
-    with pytest.raises(EngineStartError, match=r"\(50 blocks\) on cpu; lower kv_cache.*DefaultCPU") as raised:
+    monkeypatch.setattr(model_runner_module, "zeros_in_huge_pages", out_of_memory)
+    with pytest.raises(EngineStartError, match=r"\(50 blocks\) on cpu; lower kv_cache.*Cannot alloc") as raised:
         worker.initialize_kv_cache(50)
-    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert isinstance(raised.value.__cause__, OSError)
 
 
 def test_a_small_cache_bounds_the_sequence_length(tiny_config: EngineConfig) -> None:
