@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
+# As the engine does for its own processes: two torch programs on one machine would spin in each other's way.
+export GOMP_SPINCOUNT ?= 1000
 # A CUDA build of torch brings the triton that it was built for; the CPU build brings none.
 TRITON := $(BIN)/python -c 'import importlib.util as u; print("" if u.find_spec("triton") else "triton==3.9.0")'
 

@@ -88,9 +88,10 @@ def main() -> None:
                 }
             )
         together, one_by_one = alternate(
-            max(1, arguments.rounds // 2),
+            1,
             lambda: engine_seconds(llm, prompts),
             lambda: sum(peer_seconds(peer, [prompt]) for prompt in prompts),
+            warmup=0,
         )
     tokens = len(prompts) * OUTPUT_TOKENS
     rows.append(

@@ -18,8 +18,8 @@ CALLER_ERRORS = (InvalidArgumentError, ModelNotFoundError, NotSupportedError, Re
 """Mistakes of whoever typed the line: shown as one line, without a traceback."""
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kMGT]i?)?B?")
-_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]i?)?B?")
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 class HelpRequested(Exception):
@@ -150,7 +150,7 @@ def memory_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2G")
-    return int(float(match["number"]) * _UNITS.get(match["unit"], 1))
+    return int(float(match["number"]) * _UNITS.get((match["unit"] or "").replace("k", "K"), 1))
 
 
 def unescaped(text: str) -> str:

@@ -19,6 +19,7 @@ from nbengine.ipc.messages import Progress
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
 from nbengine.magics.config import NBEngine
 from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start, start_parser
+from nbengine.magics.errors import without_traceback
 from nbengine.magics.help import ENGINE_HELP
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.interrupts import Interrupted
@@ -86,7 +87,7 @@ class EngineMagics(Magics):
         except CALLER_ERRORS as error:
             raise UsageError(f"%engine {command}: {error}") from None
         except NBEngineError as error:
-            raise error.with_traceback(None) from error.__cause__
+            raise without_traceback(error) from error.__cause__
 
     def _start(self, words: Sequence[str]) -> None:
         options = parse_start(words)

@@ -13,6 +13,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested
 from nbengine.magics.config import NBEngine
+from nbengine.magics.errors import without_traceback
 from nbengine.magics.generate_arguments import GenerateOptions, parse_generate, sampling_params
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
@@ -165,7 +166,7 @@ class Turn:
         if isinstance(error, CALLER_ERRORS):
             return UsageError(str(error))
         self.note_death(error)
-        return error.with_traceback(None)
+        return without_traceback(error)
 
     def note_death(self, error: NBEngineError) -> None:
         """Drop the engine if it is dead."""

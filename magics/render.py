@@ -94,17 +94,6 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def size(number: float) -> str:
-    """Bytes in words: `512 B`, `98.4 MiB`, `1.25 GiB`."""
-    if number < 1024:
-        return f"{number:.0f} B"
-    for unit in ("KiB", "MiB"):
-        number /= 1024
-        if number < 1024:
-            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
-    return f"{number / 1024:.3g} GiB"
-
-
 def seconds(duration: float) -> str:
     """A duration in words: `84 ms`, `1.3 s`, `2 min 5 s`, `10 min`, `1 h 4 min`."""
     if duration < 1:

@@ -11,9 +11,10 @@ from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import EngineListing, ReapReport
 from nbengine.client.processes import session_processes
 from nbengine.ipc.messages import EngineReady
-from nbengine.magics.render import age, count, seconds, size, table
+from nbengine.magics.render import age, count, seconds, table
 from nbengine.magics.session import AttachedEngine
 from nbengine.metrics.stats import EngineStats
+from nbengine.units import size
 
 
 @dataclass(frozen=True)

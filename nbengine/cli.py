@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 
 from nbengine.errors import NBEngineError
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from nbengine.units import size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,8 +78,8 @@ def _fetch(options: argparse.Namespace) -> int:
     config = resolve_model(ModelConfig(model=options.model, revision=options.revision), show)
     if shown and sys.stderr.isatty():
         print(file=sys.stderr)
-    size = sum(os.path.getsize(path) for path in config.weights)
-    print(f"{options.model}: {config.directory} ({_bytes(size)} of weights)")
+    weights_bytes = sum(os.path.getsize(path) for path in config.weights)
+    print(f"{options.model}: {config.directory} ({size(weights_bytes)} of weights)")
     return 0
 
 
@@ -93,7 +92,7 @@ def _ps(options: argparse.Namespace) -> int:
         info = engine.info
         up = _duration(time.time() - info.created) if engine.pids else "-"
         pid, model = str(info.host_pid), info.config.model.model
-        memory = _bytes(engine.memory_bytes)
+        memory = size(engine.memory_bytes)
         rows.append((info.name, engine.state, pid, str(engine.num_clients), memory, up, model))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -135,14 +134,6 @@ def _logs(options: argparse.Namespace) -> int:
         for text in follow_log(path, info):
             print(text, end="", flush=True)
     return 0
-
-
-def _bytes(count: float) -> str:
-    for unit in _UNITS[:-1]:
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} {_UNITS[-1]}"
 
 
 def _duration(seconds: float) -> str:

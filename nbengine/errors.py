@@ -80,9 +80,10 @@ class LeaseExpiredError(NBEngineError):
 
 
 def _with_log_tail(cause: str, log_tail: str) -> str:
-    if not log_tail:
+    lines = [line for line in log_tail.splitlines() if cause not in line]
+    if not any(lines):
         return cause
-    return f"last lines of the engine's log:\n{log_tail.rstrip()}\n\n{cause}"
+    return "\n".join(["last lines of the engine's log:", *lines, "", cause])
 
 
 def _short(value: object, limit: int = 120) -> str:

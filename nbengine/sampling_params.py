@@ -113,7 +113,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "detokenize",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidTypeError(name, getattr(self, name), "True or False")
         _require_list(self.stop, "stop", str, "a string or a list of strings")

@@ -77,10 +77,11 @@ class HostLink:
     It learns of a death from the host, at once; because the host is gone, within `WATCH_INTERVAL`; or because a core
     is gone (`core_died`, or its process) and the host does not say more within `LAST_WORDS_TIMEOUT`. Then it tells
     the listener, and makes sure that no process and no file of the engine is left. Outputs come on other sockets
-    than the host's notice: after an end that was asked for, the listener is told only when every core has said
-    good-bye there, so that no stream loses its last words. A lost lease (this
-    process did not run for too long) is replaced by a new one under a new session name: if the old name was taken
-    over by another process, that one keeps it.
+    than the host's notice: after an end that was asked for, the listener is told when every core has said good-bye
+    there, so that streams get their last outputs first.
+
+    A lost lease (this process did not run for too long) is replaced by a new one under a new session name: if the
+    old name was taken over by another process, that one keeps it.
     """
 
     def __init__(

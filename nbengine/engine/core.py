@@ -18,6 +18,7 @@ from nbengine.metrics.stats import SchedulerStats
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
+from nbengine.units import size
 
 if TYPE_CHECKING:
     from nbengine.executor.base import Executor
@@ -196,9 +197,10 @@ class EngineCore:
         start = time.monotonic()
         available_bytes = self.model_executor.determine_available_memory()
         self._report(
-            Progress("profile", f"{available_bytes} bytes for the KV cache", 1.0, time.monotonic() - start)
+            Progress("profile", f"{size(available_bytes)} for the KV cache", 1.0, time.monotonic() - start)
         )
         start = time.monotonic()
+        self._report(Progress("kv"))
         num_blocks = num_blocks_for(spec, self.config.cache, available_bytes)
         max_model_len = self._choose_max_model_len(spec, num_blocks)
         self.model_executor.initialize_kv_cache(num_blocks)

@@ -284,9 +284,14 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: HostLifeline) -> 
         if engine.terminated:
             last_words = EngineDead(f"{name} was ended by SIGTERM", expected=True)
     except Exception as error:
-        logger.exception("%s failed", name)
         how = "did not start" if engine is None else "failed"
         last_words = EngineDead(f"{name} {how}: {describe_exception(error)}", started=engine is not None)
+        if engine is None and isinstance(error, NBEngineError):
+            # Raised on purpose: the message says it all to whoever starts an engine.
+            logger.error("%s", last_words.cause)
+            logger.debug("raised here", exc_info=True)
+        else:
+            logger.exception("%s failed", name)
     if engine is not None:
         engine.stop_io()
     # The host is told before the executor is torn down: after a failure that may hang.

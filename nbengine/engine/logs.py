@@ -42,10 +42,12 @@ def log_tail(path: str | Path, lines: int = TAIL_LINES) -> str:
 
 def describe_exception(error: BaseException) -> str:
     """Return one line about an exception and what caused it, root cause last."""
-    parts = []
+    parts: list[str] = []
     current: BaseException | None = error
     while current is not None:
-        parts.append(_describe_one(current))
+        # A message often ends with that of its cause.
+        if not (parts and str(current) and str(current) in parts[-1]):
+            parts.append(_describe_one(current))
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return "; caused by ".join(parts)
 

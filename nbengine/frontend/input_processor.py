@@ -135,7 +135,7 @@ class InputProcessor:
         if len(token_ids) > limit:
             raise InvalidArgumentError(
                 "prompt",
-                f"{len(token_ids)} tokens",
+                len(token_ids),
                 f"at most {limit} tokens long (max_model_len={self.max_model_len}, one is left for the output)",
             )
         return token_ids
@@ -160,7 +160,7 @@ class InputProcessor:
                 "prompt", text, f"text that can be written as UTF-8 ({error})"
             ) from error
         if not token_ids:
-            raise InvalidArgumentError("prompt", text, "not empty")
+            raise InvalidArgumentError("prompt", text, "at least one token long")
         return token_ids
 
     def _checked_tokens(self, token_ids: object) -> list[int]:
@@ -168,7 +168,7 @@ class InputProcessor:
             raise InvalidTypeError("prompt_token_ids", token_ids, "a list of token ids")
         checked = [_checked_token(token_id) for token_id in token_ids]
         if not checked:
-            raise InvalidArgumentError("prompt_token_ids", checked, "not empty")
+            raise InvalidArgumentError("prompt_token_ids", checked, "at least one token id")
         self._check_vocabulary("prompt_token_ids", checked)
         return checked
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from nbengine.config import CacheConfig
 from nbengine.errors import EngineStartError
-
-_MIB = 1 << 20
+from nbengine.units import size
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ def num_blocks_for(spec: KVCacheSpec, cache_config: CacheConfig, available_bytes
     num_blocks = budget // spec.page_size_bytes
     if num_blocks < 1:
         raise EngineStartError(
-            f"no room for the KV cache: {budget} bytes are available to it, and one block of "
-            f"{spec.block_size} tokens takes {spec.page_size_bytes}; raise {source}, or lower block_size"
+            f"no room for the KV cache: {size(budget)} is available to it, and one block of "
+            f"{spec.block_size} tokens takes {size(spec.page_size_bytes)}; raise {source}, or lower block_size"
         )
     return num_blocks
 
@@ -69,7 +68,7 @@ def check_max_model_len(
         remedy = "raise gpu_memory_utilization or set kv_cache_memory_bytes"
     raise EngineStartError(
         f"max_model_len={max_model_len} needs {num_needed} KV blocks of {spec.block_size} tokens "
-        f"({num_needed * spec.page_size_bytes / _MIB:.1f} MiB), but the KV cache has {num_blocks} "
-        f"({num_blocks * spec.page_size_bytes / _MIB:.1f} MiB); lower max_model_len to at most "
+        f"({size(num_needed * spec.page_size_bytes)}), but the KV cache has {num_blocks} "
+        f"({size(num_blocks * spec.page_size_bytes)}); lower max_model_len to at most "
         f"{num_blocks * spec.block_size}, or {remedy}"
     )

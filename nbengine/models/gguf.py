@@ -127,7 +127,9 @@ class _Cursor:
         """Make the next `count` bytes available."""
         end = self.pos + count
         if end > self.size:
-            raise self.error(f"truncated: {what} ends at byte {end}, but the file has {self.size} bytes")
+            raise self.error(
+                f"truncated or corrupt: {what} ends at byte {end}, but the file has {self.size} bytes"
+            )
         while len(self._data) < end:
             more = self._file.read(max(_READ_AHEAD, end - len(self._data)))
             if not more:

@@ -16,6 +16,7 @@ from nbengine.models.decoder_config import DecoderConfig
 from nbengine.models.gguf_loader import GGUFWeights
 from nbengine.models.progress import Reporter
 from nbengine.models.safetensors_loader import SafetensorsWeights
+from nbengine.units import size
 
 _REPORT_INTERVAL_SECONDS = 0.1
 _TIED = "lm_head.weight"
@@ -59,8 +60,9 @@ def load_decoder(
         try:
             model = DecoderForCausalLM(config, dtype=dtype, device=device, max_positions=max_positions)
         except (MemoryError, RuntimeError) as error:
-            size = expected.weights_bytes / 2**30
-            raise ModelLoadError(f"cannot allocate {size:.1f} GiB of weights on {device}: {error}") from error
+            raise ModelLoadError(
+                f"cannot allocate {size(expected.weights_bytes)} of weights on {device}: {error}"
+            ) from error
         weights.load(model.weight_slots(), _byte_counter(weights.num_bytes, report))
     report("loaded the weights", 1.0)
     return model

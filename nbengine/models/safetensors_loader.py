@@ -55,7 +55,7 @@ class SafetensorsWeights:
                     part = file.get_slice(name)
                     self._add(path, name, tuple(part.get_shape()), str(part.get_dtype()))
         except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path} is not a valid safetensors file: {error}") from error
+            raise ModelLoadError(f"{path} is truncated, corrupt or no safetensors file: {error}") from error
         self.num_bytes += path.stat().st_size
 
     def _add(self, path: Path, name: str, shape: tuple[int, ...], kind: str) -> None:

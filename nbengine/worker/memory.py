@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 
 from nbengine.errors import EngineStartError
+from nbengine.units import size
 from nbengine.worker.cgroup import ControlGroup
 
 GIB = 1 << 30
@@ -52,8 +53,8 @@ def gpu_kv_budget(total: int, utilization: float, peak: int, others: int) -> int
     if budget <= 0:
         raise EngineStartError(
             f"no GPU memory is left for the KV cache: gpu_memory_utilization={utilization} of "
-            f"{total / GIB:.2f} GiB is {total * utilization / GIB:.2f} GiB, weights and activations take "
-            f"{peak / GIB:.2f} GiB and other uses of the GPU {others / GIB:.2f} GiB; raise "
+            f"{size(total)} is {size(total * utilization)}, weights and activations take "
+            f"{size(peak)} and other uses of the GPU {size(others)}; raise "
             f"gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free the GPU"
         )
     return budget
@@ -67,8 +68,8 @@ def check_weights_fit(model: str, needed: int, available: int, device: str) -> N
     """
     if needed > available:
         raise EngineStartError(
-            f"model {model!r} does not fit on {device}: its weights take about {needed / GIB:.2f} GiB and "
-            f"{available / GIB:.2f} GiB are free; free memory, or choose a smaller model or dtype"
+            f"model {model!r} does not fit on {device}: its weights take about {size(needed)} and "
+            f"{size(available)} are free; free memory, or choose a smaller model or dtype"
         )
 
 
@@ -81,7 +82,7 @@ def check_kv_cache_fits(num_blocks: int, page_size_bytes: int, available: int, d
     needed = num_blocks * page_size_bytes
     if needed > available:
         raise EngineStartError(
-            f"the KV cache does not fit on {device}: {num_blocks} blocks of {page_size_bytes} bytes take "
-            f"{needed / GIB:.2f} GiB and {available / GIB:.2f} GiB are free; lower kv_cache_memory_bytes, "
+            f"the KV cache does not fit on {device}: {num_blocks} blocks of {size(page_size_bytes)} take "
+            f"{size(needed)} and {size(available)} are free; lower kv_cache_memory_bytes, "
             f"num_gpu_blocks_override or gpu_memory_utilization, whichever was given"
         )

@@ -18,9 +18,9 @@ from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.sampler import Sampler
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.units import size
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
-from nbengine.worker.memory import GIB
 from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
 
 
@@ -169,9 +169,9 @@ class ModelRunner:
                 torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)
             ]
         except (MemoryError, OSError, RuntimeError) as error:
-            size = model.num_layers * math.prod(shape) * self._dtype.itemsize
+            num_bytes = model.num_layers * math.prod(shape) * self._dtype.itemsize
             raise EngineStartError(
-                f"could not allocate a KV cache of {size / GIB:.2f} GiB ({num_blocks} blocks) on {self._device}; "
+                f"could not allocate a KV cache of {size(num_bytes)} ({num_blocks} blocks) on {self._device}; "
                 f"lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization: {error}"
             ) from error
 

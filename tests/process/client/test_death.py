@@ -57,7 +57,7 @@ def assert_nothing_left(llm: AsyncLLM) -> None:
     info = llm.connection
     wait_for(lambda: not session_processes(info), "the end of the engine's processes")
     wait_for(lambda: not Path(info.run_dir).exists(), "the end of the run directory")
-    assert not connection_file(info.name).exists()
+    wait_for(lambda: not connection_file(info.name).exists(), "the end of the connection file")
 
 
 def host_of(llm: AsyncLLM) -> int:
@@ -110,6 +110,23 @@ async def test_an_orderly_end_from_outside_keeps_what_streams_have(start_async: 
     wait_for(lambda: llm.engine_core._is_dead, "the news of the end")
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.submit("x", ENDLESS)
+
+
+async def test_the_notice_of_an_orderly_end_does_not_overtake_the_last_outputs(
+    start_async: StartAsync,
+) -> None:
+    llm = start_async(knobs={"step_seconds": 0.01})
+    stream = llm.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
+    await anext(stream)
+    # The thread that reads the outputs is late.
+    late = threading.Event()
+    llm.engine_core.loop_thread.call_soon(late.wait, DEADLINE)
+    ending = asyncio.get_running_loop().run_in_executor(None, stop_engine, llm.connection)
+    wait_for(lambda: llm.engine_core.link._notice is not None, "the host's notice")
+    late.set()
+    outputs = [output async for output in stream]
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    await ending
 
 
 def test_a_dead_engine_ends_a_blocking_generate(start_llm: StartLLM) -> None:

@@ -48,8 +48,8 @@ def test_the_cache_salt_reaches_the_request(input_processor: InputProcessor) -> 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "prompt must be not empty"),
-        ({"prompt_token_ids": []}, "prompt_token_ids must be not empty"),
+        ("", "prompt must be at least one token long"),
+        ({"prompt_token_ids": []}, "prompt_token_ids must be at least one token id"),
         ({"prompt_token_ids": [1, -1]}, r"token ids in \[0, \d+\), got -1"),
         ({"prompt_token_ids": [10**6]}, r"token ids in \[0, \d+\), got 1000000"),
         ({"prompt_token_ids": ["1"]}, "a list of token ids"),
@@ -79,9 +79,7 @@ def test_wrong_types_are_type_errors(input_processor: InputProcessor) -> None:
 def test_a_prompt_may_fill_the_context_but_for_one_token(input_processor: InputProcessor) -> None:
     fitting = {"prompt_token_ids": [1] * (MAX_MODEL_LEN - 1)}
     assert params_of(input_processor, SamplingParams(max_tokens=None), fitting).max_tokens == 1
-    with pytest.raises(
-        InvalidArgumentError, match=r"at most 63 tokens long .max_model_len=64.*got '64 tokens'"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"at most 63 tokens long .max_model_len=64.*got 64$"):
         params_of(input_processor, SamplingParams(), {"prompt_token_ids": [1] * MAX_MODEL_LEN})
 
 

@@ -7,6 +7,7 @@ import pytest
 from nbengine.config import CacheConfig
 from nbengine.errors import EngineStartError
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
+from nbengine.units import size
 
 SPEC = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, dtype_bytes=2, block_size=16)
 PAGE = 30 * 2 * 3 * 64 * 2 * 16
@@ -34,7 +35,7 @@ def test_explicit_bytes_win_over_what_is_available_and_an_explicit_count_over_bo
     ],
 )
 def test_no_room_for_one_block_names_the_numbers_and_the_argument(config: CacheConfig, argument: str) -> None:
-    with pytest.raises(EngineStartError, match=f"5 bytes.*{PAGE}.*{argument}"):
+    with pytest.raises(EngineStartError, match=f"5 B is .*{size(PAGE)}.*{argument}"):
         num_blocks_for(SPEC, config, 5)
 
 

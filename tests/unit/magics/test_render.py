@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nbengine.magics.render import answer_bundle, count, footer_of, seconds, size, table
+from nbengine.magics.render import answer_bundle, count, footer_of, seconds, table
 from nbengine.magics.result import GenerationResult
 from nbengine.outputs import RequestMetrics
+from nbengine.units import size
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "byte order": (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "big-endian"),
     "tensor count": (lambda data: data[:8] + HUGE + data[16:], "tensors cannot fit"),
     "metadata count": (lambda data: data[:16] + HUGE + data[24:], "metadata entries cannot fit"),
-    "string length": (lambda data: data[:24] + HUGE + data[32:], "truncated: metadata key 0"),
+    "string length": (lambda data: data[:24] + HUGE + data[32:], "truncated or corrupt: metadata key 0"),
     "empty": (lambda data: b"", "truncated"),
     "utf-8": (lambda data: data.replace(b"general.architecture", b"general.\xff\xfehitecture", 1), "UTF-8"),
     "key": (lambda data: data.replace(b"general.architecture", b"general.architectur\0", 1), "is missing"),

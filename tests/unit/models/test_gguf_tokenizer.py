@@ -135,7 +135,7 @@ def test_the_child_reports_a_refusal_in_words(tmp_path: Path, capsys: pytest.Cap
     assert main([str(path), str(tmp_path)]) == 3
     assert (
         capsys.readouterr().err
-        == f"{path}: truncated: the tensor count ends at byte 16, but the file has 8 bytes\n"
+        == f"{path}: truncated or corrupt: the tensor count ends at byte 16, but the file has 8 bytes\n"
     )
 
 

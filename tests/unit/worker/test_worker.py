@@ -94,7 +94,7 @@ def test_a_cache_that_does_not_fit_is_refused_instead_of_allocated(
 ) -> None:
     worker = loaded(tiny_config)
     free_memory[0] = 10 * 2048 - 1
-    with pytest.raises(EngineStartError, match=r"10 blocks of 2048 bytes .* lower kv_cache_memory_bytes"):
+    with pytest.raises(EngineStartError, match=r"10 blocks of 2 KiB .* lower kv_cache_memory_bytes"):
         worker.initialize_kv_cache(10)
 
 
@@ -107,7 +107,9 @@ def test_a_failing_allocation_names_the_numbers(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(model_runner_module, "zeros_in_huge_pages", out_of_memory)
-    with pytest.raises(EngineStartError, match=r"\(50 blocks\) on cpu; lower kv_cache.*Cannot alloc") as raised:
+    with pytest.raises(
+        EngineStartError, match=r"\(50 blocks\) on cpu; lower kv_cache.*Cannot alloc"
+    ) as raised:
         worker.initialize_kv_cache(50)
     assert isinstance(raised.value.__cause__, OSError)
 
