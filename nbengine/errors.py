@@ -51,8 +51,8 @@ class WireError(NBEngineError):
     """A message between processes cannot be encoded, or what came cannot be decoded."""
 
 
-class EngineStartError(NBEngineError):
-    """The engine did not start. `log_tail` holds its last log lines, root cause last."""
+class EngineEndError(NBEngineError):
+    """An engine ended, or never started; `log_tail` holds its last log lines, root cause last."""
 
     def __init__(self, cause: str, log_tail: str = "") -> None:
         super().__init__(cause, log_tail)
@@ -60,30 +60,21 @@ class EngineStartError(NBEngineError):
         self.log_tail = log_tail
 
     def __str__(self) -> str:
-        return _with_log_tail(self.cause, self.log_tail)
+        if not self.log_tail:
+            return self.cause
+        return f"last lines of the engine's log:\n{self.log_tail.rstrip()}\n\n{self.cause}"
 
 
-class EngineDeadError(NBEngineError):
-    """The engine ended while it was needed. `log_tail` holds its last log lines, root cause last."""
+class EngineStartError(EngineEndError):
+    """The engine did not start."""
 
-    def __init__(self, cause: str, log_tail: str = "") -> None:
-        super().__init__(cause, log_tail)
-        self.cause = cause
-        self.log_tail = log_tail
 
-    def __str__(self) -> str:
-        return _with_log_tail(self.cause, self.log_tail)
+class EngineDeadError(EngineEndError):
+    """The engine ended while it was needed."""
 
 
 class LeaseExpiredError(NBEngineError):
     """The host saw no heartbeat from this client in time and dropped its requests."""
-
-
-def _with_log_tail(cause: str, log_tail: str) -> str:
-    lines = [line for line in log_tail.splitlines() if cause not in line]
-    if not any(lines):
-        return cause
-    return "\n".join(["last lines of the engine's log:", *lines, "", cause])
 
 
 def _short(value: object, limit: int = 120) -> str:

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine
-from nbengine.config import EngineArgs, EngineConfig
+from nbengine.config import EngineArgs
 from nbengine.errors import InvalidArgumentError, NBEngineError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
-from nbengine.frontend.chat import Message, has_chat_template, render_chat
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.loop_thread import LoopThread
 from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
-from nbengine.frontend.tokenizer import load_tokenizer
+from nbengine.frontend.prompting import Prompting
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM:
+class AsyncLLM(Prompting):
     """An engine whose outputs are streamed; many requests at once, from any thread or event loop.
 
     All its sockets live on one daemon thread. The constructor blocks until the engine takes requests.
@@ -96,7 +91,7 @@ class AsyncLLM:
         return llm
 
     def _set_up(self, client: AsyncMPClient, progress: ProgressCallback | None) -> None:
-        self.engine_core = client
+        self.engine_core: AsyncMPClient = client
         # Ends or leaves the engine when nobody refers to this object any more, and at the interpreter's exit.
         self._finalizer = weakref.finalize(self, client.release)
         parts = assemble(client, progress)
@@ -116,16 +111,6 @@ class AsyncLLM:
     def connection(self) -> ConnectionInfo:
         """Where the engine lives."""
         return self.engine_core.info
-
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's configuration, its model resolved."""
-        return self.engine_core.config
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return has_chat_template(self._tokenizer)
 
     def submit(
         self,
@@ -221,39 +206,6 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if unfinished requests forbid it."""
         return bool(await self.call_utility("reset_prefix_cache"))
-
-    def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
-        return self._callers_tokenizer
-
-    @functools.cached_property
-    def _callers_tokenizer(self) -> PreTrainedTokenizerFast:
-        return load_tokenizer(self.config.model)
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Render a conversation to a prompt for `submit`, with "prompt" and "prompt_token_ids".
-
-        Raises:
-            InvalidArgumentError: a message is malformed, or the model has no chat template.
-        """
-        return render_chat(
-            self._tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-
-    def default_sampling_params(self) -> dict[str, Any]:
-        """Sampling parameters that the model's generation config recommends."""
-        return self.input_processor.default_sampling_params()
 
     def detach(self) -> None:
         """Leave the engine running and drop this client's requests; again does nothing."""

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import RequestError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
-from nbengine.frontend.chat import Message, render_chat
 from nbengine.frontend.input_processor import PromptType, prompt_text
-from nbengine.frontend.tokenizer import load_tokenizer
+from nbengine.frontend.prompting import Prompting
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
-
-class LLMEngine:
+class LLMEngine(Prompting):
     """What `LLM` is built on: `add_request`, then `step` while there are unfinished requests. For one thread.
 
     Raises:
@@ -46,7 +41,6 @@ class LLMEngine:
         # Ends the engine when nobody refers to this object any more, and at the interpreter's exit.
         self._finalizer = weakref.finalize(self, self.engine_core.release)
         parts = assemble(self.engine_core, progress)
-        self.config = self.engine_core.config
         self.ready = parts.ready
         self._tokenizer = parts.tokenizer
         self.input_processor = parts.input_processor
@@ -129,39 +123,6 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """How many requests have not had their last output."""
         return self.output_processor.get_num_unfinished_requests()
-
-    def default_sampling_params(self) -> dict[str, Any]:
-        """Sampling parameters that the model's generation config recommends."""
-        return self.input_processor.default_sampling_params()
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Render a conversation to a prompt for `add_request`, with "prompt" and "prompt_token_ids".
-
-        Raises:
-            InvalidArgumentError: a message is malformed, or the model has no chat template.
-        """
-        return render_chat(
-            self._tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-
-    def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
-        return self._callers_tokenizer
-
-    @functools.cached_property
-    def _callers_tokenizer(self) -> PreTrainedTokenizerFast:
-        return load_tokenizer(self.config.model)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
