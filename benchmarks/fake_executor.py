@@ -1,4 +1,4 @@
-"""An executor without a model: every request gets the byte-level token "a" at a fixed rate.
+"""An executor without a model: every request gets random-tiny's token for "a" at a fixed rate.
 
 It stands in where a benchmark asks what everything around the model costs. `NBENGINE_BENCH_STEP_SECONDS` is the
 time of a step; with `NBENGINE_BENCH_TOKEN_LOG` the moment of each step's end (`time.monotonic()`) goes to that file.
@@ -15,7 +15,7 @@ from nbengine.executor.base import Executor
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
-TOKEN = ord("a")
+TOKEN = 64
 
 
 class FixedRateExecutor(Executor):
