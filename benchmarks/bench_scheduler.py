@@ -10,15 +10,14 @@ update_from_output(), a request each. Medians, in microseconds, prefix caching a
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import platform
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from time import perf_counter_ns
+from typing import Any
+
+from common import parser, report
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.sampling_params import SamplingParams
@@ -134,24 +133,18 @@ def _median_us(samples: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Scheduler and KV cache, microseconds a step.")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    rows = {}
+    """One row a case; the parts of a total stand beside it."""
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=200)
+    arguments = options.parse_args()
+    rows: list[dict[str, Any]] = []
     for num_requests, num_waiting in ((1, 0), (32, 0), (256, 0), (256, 10_000)):
         name = f"decode {num_requests}" + (f", {num_waiting} waiting" if num_waiting else "")
-        repeats = 1 if num_waiting else args.repeats
-        rows[name] = decode(num_requests, num_waiting, args.steps, repeats)
-    rows[f"new request of {PROMPT} tokens, {SHARED} shared"] = new_requests(256, args.repeats)
-    print(f"{'µs, median':44}{'total':>10}  parts")
-    for name, row in rows.items():
-        parts = ", ".join(f"{part} {value:g}" for part, value in row.items() if part != "total")
-        print(f"{name:44}{row['total']:>10g}  {parts}")
-    if args.json:
-        record = {"bench": "scheduler", "python": platform.python_version(), "unit": "us", "rows": rows}
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        rounds = 1 if num_waiting else arguments.rounds
+        rows.append({"µs": name, **decode(num_requests, num_waiting, arguments.steps, rounds)})
+    name = f"new request of {PROMPT} tokens, {SHARED} shared"
+    rows.append({"µs": name, **new_requests(256, arguments.rounds)})
+    report("scheduler and KV cache", rows, arguments.json)
 
 
 if __name__ == "__main__":

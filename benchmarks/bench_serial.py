@@ -8,16 +8,15 @@ request and the scheduler's stats, and a request with a 1,000-token prompt.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from common import parser, report
 
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
@@ -27,7 +26,7 @@ from nbengine.sampling_params import SamplingParams
 REPEATS = 3
 
 
-def timed(function: Callable[[], Any], calls: int) -> dict[str, float]:
+def timed(name: str, function: Callable[[], Any], calls: int) -> dict[str, float]:
     """Median and 90th percentile of one call, in microseconds."""
     for _ in range(calls // 10):
         function()
@@ -40,8 +39,8 @@ def timed(function: Callable[[], Any], calls: int) -> dict[str, float]:
             times.append(time.perf_counter_ns() - start)
     times.sort()
     return {
-        "median_us": round(statistics.median(times) / 1e3, 2),
-        "p90_us": round(times[len(times) * 9 // 10] / 1e3, 2),
+        f"{name} µs": round(statistics.median(times) / 1e3, 2),
+        f"{name} 90th µs": round(times[len(times) * 9 // 10] / 1e3, 2),
     }
 
 
@@ -60,11 +59,10 @@ def bench_outputs(requests: int, calls: int, rng: random.Random) -> dict[str, An
         raise SystemExit("the step outputs did not survive the round trip")
     buffer = bytearray()
     return {
-        "message": "EngineCoreOutputs",
-        "requests": requests,
+        "message": f"EngineCoreOutputs, {requests} requests",
         "bytes": len(wire),
-        "encode": timed(lambda: encoder.encode_into(message, buffer), calls),
-        "decode": timed(lambda: decoder.decode(wire), calls),
+        **timed("encode", lambda: encoder.encode_into(message, buffer), calls),
+        **timed("decode", lambda: decoder.decode(wire), calls),
     }
 
 
@@ -81,28 +79,22 @@ def bench_request(prompt_tokens: int, calls: int, rng: random.Random) -> dict[st
     if decoder.decode(wire).prompt_token_ids != request.prompt_token_ids:
         raise SystemExit("the request did not survive the round trip")
     return {
-        "message": "EngineCoreRequest",
-        "prompt_tokens": prompt_tokens,
+        "message": f"EngineCoreRequest, {prompt_tokens} tokens",
         "bytes": len(wire),
-        "encode": timed(lambda: encoder.encode(request), calls),
-        "decode": timed(lambda: decoder.decode(wire), calls),
+        **timed("encode", lambda: encoder.encode(request), calls),
+        **timed("decode", lambda: decoder.decode(wire), calls),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--calls", type=int, default=2000, help="timed calls, three times over")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    arguments = parser.parse_args()
+    """One row a message."""
+    options = parser(__doc__)
+    options.add_argument("--calls", type=int, default=2000, help="timed calls, three times over")
+    arguments = options.parse_args()
     rng = random.Random(3)
-    results = [bench_outputs(requests, arguments.calls, rng) for requests in (1, 32, 256)]
-    results.append(bench_request(1000, arguments.calls, rng))
-    for result in results:
-        size = result.get("requests", result.get("prompt_tokens"))
-        encode, decode = result["encode"]["median_us"], result["decode"]["median_us"]
-        print(f"{result['message']:18} {size:5}  encode {encode:7.2f} µs  decode {decode:7.2f} µs")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    rows = [bench_outputs(requests, arguments.calls, rng) for requests in (1, 32, 256)]
+    rows.append(bench_request(1000, arguments.calls, rng))
+    report("messages", rows, arguments.json)
 
 
 if __name__ == "__main__":

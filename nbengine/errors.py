@@ -60,9 +60,11 @@ class EngineEndError(NBEngineError):
         self.log_tail = log_tail
 
     def __str__(self) -> str:
-        if not self.log_tail:
+        # The log often ends with the cause.
+        lines = [line for line in self.log_tail.splitlines() if self.cause not in line]
+        if not any(lines):
             return self.cause
-        return f"last lines of the engine's log:\n{self.log_tail.rstrip()}\n\n{self.cause}"
+        return "\n".join(["last lines of the engine's log:", *lines, "", self.cause])
 
 
 class EngineStartError(EngineEndError):

@@ -9,9 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -238,9 +238,9 @@ def _free(name: str) -> bool:
 def _new_log_file(name: str) -> Path:
     directory = log_dir()
     _drop_old_logs(directory)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = directory / f"{name}-{stamp}-{os.getpid()}.log"
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    # Microseconds: an engine started anew must not find the last words of the one before in its log.
+    path = directory / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}.log"
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     return path
 
 

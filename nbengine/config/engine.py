@@ -90,7 +90,7 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> EngineArgs:
-        """Build from keyword arguments; an unknown name raises `InvalidArgumentError` with near matches."""
+        """Build from keyword arguments; an unknown name raises `InvalidArgumentError` with those that there are."""
         known = {f.name for f in fields(cls)}
         for name in kwargs:
             if name not in known:

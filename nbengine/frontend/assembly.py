@@ -14,7 +14,7 @@ from nbengine.config import EngineConfig
 from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
-from nbengine.ipc.messages import EngineReady
+from nbengine.ipc.messages import EngineReady, Progress
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.models.progress import ProgressCallback
 
@@ -35,6 +35,8 @@ class FrontendParts:
 def resolve_files(config: EngineConfig, progress: ProgressCallback | None = None) -> EngineConfig:
     """The configuration with the files of model and tokenizer found, fetched if need be (stage "fetch").
 
+    The next stage, "load", begins with the engine's processes, long before these can report anything.
+
     Raises:
         ModelNotFoundError: no model or tokenizer goes by that name.
         ModelLoadError: files are missing, corrupt or of an unknown kind.
@@ -44,6 +46,8 @@ def resolve_files(config: EngineConfig, progress: ProgressCallback | None = None
     model = resolve_model(config.model, progress)
     if model.tokenizer is not None:
         model = dataclasses.replace(model, tokenizer=resolve_tokenizer(model.tokenizer))
+    if progress is not None:
+        progress(Progress("load", "starting the engine's processes"))
     return dataclasses.replace(config, model=model)
 
 

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 
 import psutil
-import pytest
 from notebook_support.kernel import Kernel
 from notebook_support.paced import start_line
 
@@ -64,28 +63,6 @@ def test_start_generate_status_stop_with_a_real_model(start_kernel: StartKernel)
     assert "MiB of memory came back" in stopped
     assert_gone(processes)
     assert list_connections() == []
-
-
-@pytest.mark.parametrize("victim", [0, 1], ids=["host", "core"])
-def test_an_engine_killed_in_mid_stream_raises_and_can_be_started_again(
-    start_kernel: StartKernel, victim: int
-) -> None:
-    kernel = start_kernel()
-    kernel.run(start_line(tokens_per_second=100))
-    processes = processes_of(engine_called("random-tiny"))
-    cell = kernel.start("%%generate -o answer --max-tokens 3000\nhi\n")
-    kernel.wait_for_text(cell, "ABC")
-    processes[victim].send_signal(signal.SIGKILL)
-    kernel.finish(cell, deadline=5)
-    assert cell.outputs[-1]["ename"] == "EngineDeadError"
-    assert "SIGKILL" in cell.outputs[-1]["evalue"]
-    assert "ABC" in cell.text
-    assert kernel.value("answer.finish_reason") == "abort"
-    assert "no engine is running here" in kernel.run_any("%%generate\nhi\n").text
-    kernel.run(start_line(tokens_per_second=1000) + " --name random-tiny")
-    assert_gone(processes)
-    kernel.run("%%generate --max-tokens 3\nhi\n")
-    kernel.run("%engine stop")
 
 
 def test_a_restarted_kernel_finds_its_engine_warm_and_its_old_request_ended(

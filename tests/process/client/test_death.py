@@ -129,6 +129,21 @@ async def test_the_notice_of_an_orderly_end_does_not_overtake_the_last_outputs(
     await ending
 
 
+def test_an_orderly_end_from_outside_returns_what_a_blocking_generate_has(start_llm: StartLLM) -> None:
+    llm = start_llm(knobs={"step_seconds": 0.01})
+    info = llm.llm_engine.engine_core.info  # type: ignore[attr-defined]
+
+    def stop_when_running() -> None:
+        wait_for(lambda: llm.stats().engines_running, "a running request")
+        stop_engine(info)
+
+    stopper = threading.Thread(target=stop_when_running)
+    stopper.start()
+    outputs = llm.generate([PROMPT, PROMPT], ENDLESS, use_tqdm=False)
+    stopper.join()
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort"]
+
+
 def test_a_dead_engine_ends_a_blocking_generate(start_llm: StartLLM) -> None:
     llm = start_llm(knobs={"step_seconds": 0.01})
     info = llm.llm_engine.engine_core.info  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ def test_a_starting_engine_reports_progress_then_is_ready(start_engine) -> None:
     while not isinstance(message := client.hear(), EngineReady):
         assert isinstance(message, Progress)
         stages.append(message.stage)
-    assert stages == ["load", "profile", "kv"]
+    assert list(dict.fromkeys(stages)) == ["load", "profile", "kv"]
     assert (message.num_blocks, message.block_size, message.max_model_len) == (64, 16, 100)
     assert message.pid == engine.core().pid
     assert message.kv_cache_bytes == 64 * 16 * 2 * 16

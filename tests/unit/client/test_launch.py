@@ -106,6 +106,12 @@ def test_old_logs_go_and_those_of_running_engines_stay() -> None:
     assert created.stat().st_mode & 0o777 == 0o600
 
 
+def test_engines_of_one_name_have_a_log_each() -> None:
+    assert len({launch._new_log_file("e") for _ in range(5)}) == 5
+    path, _ = find_log("e")
+    assert path in log_dir().glob("e-*.log")
+
+
 def test_a_host_that_cannot_be_started_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
