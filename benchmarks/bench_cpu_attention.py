@@ -10,16 +10,15 @@ ratios of neighbouring runs, theirs by ours.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from common import alternate, median_ratio, parser, report
 from torch.nn.functional import scaled_dot_product_attention
 
 from nbengine.kernels.dispatch import Kernels, select_kernels
@@ -37,19 +36,6 @@ class Case:
     batch: int
     query_len: int
     seq_len: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """Medians over the runs, in milliseconds a step."""
-
-    case: str
-    dtype: str
-    ours_ms: float
-    ours_min_ms: float
-    sdpa_ms: float
-    sdpa_min_ms: float
-    ratio: float
 
 
 CASES = [
@@ -114,48 +100,30 @@ def milliseconds(step: Callable[[], None]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measure(case: Case, dtype: torch.dtype, runs: int) -> Result:
-    """Alternate the two sides `runs` times, after one step of each."""
+def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Alternate the two sides `rounds` times, after one step of each."""
     kernels = select_kernels(CPU, dtype)
     sides = ours(case, kernels, dtype), theirs(case, dtype)
-    for side in sides:
-        side()
-    pairs = [(milliseconds(sides[0]), milliseconds(sides[1])) for _ in range(runs)]
-    our_times, their_times = zip(*pairs, strict=True)
-    return Result(
-        case=case.name,
-        dtype=str(dtype).removeprefix("torch."),
-        ours_ms=statistics.median(our_times),
-        ours_min_ms=min(our_times),
-        sdpa_ms=statistics.median(their_times),
-        sdpa_min_ms=min(their_times),
-        ratio=statistics.median(theirs / ours for ours, theirs in pairs),
-    )
+    our_times, their_times = alternate(rounds, lambda: milliseconds(sides[0]), lambda: milliseconds(sides[1]))
+    return {
+        "case": case.name,
+        "type": str(dtype).removeprefix("torch."),
+        "nbengine ms": statistics.median(our_times),
+        "min": min(our_times),
+        "SDPA ms": statistics.median(their_times),
+        "SDPA min": min(their_times),
+        "speed-up (median ratio)": 1 / median_ratio(our_times, their_times),
+    }
 
 
 def main() -> None:
-    """Measure every case and print a line for each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=7, help="runs of each side (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
-    arguments = parser.parse_args()
-    results = []
-    print(f"{'case':34} {'type':9} {'ours':>8} {'min':>8} {'SDPA':>9} {'min':>9} {'ratio':>7}")
+    """One row a case and data type."""
+    arguments = parser(__doc__).parse_args()
+    rows = []
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
-            for case in CASES:
-                result = measure(case, dtype, arguments.runs)
-                results.append(result)
-                print(
-                    f"{result.case:34} {result.dtype:9} {result.ours_ms:8.2f} {result.ours_min_ms:8.2f} "
-                    f"{result.sdpa_ms:9.2f} {result.sdpa_min_ms:9.2f} {result.ratio:6.1f}x",
-                    flush=True,
-                )
-    if arguments.json:
-        report = {"threads": torch.get_num_threads(), "results": [asdict(result) for result in results]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+            rows += [measure(case, dtype, arguments.rounds) for case in CASES]
+    report("attention on the CPU, 30 layers", rows, arguments.json, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":
