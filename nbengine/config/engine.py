@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -90,11 +91,17 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> EngineArgs:
-        """Build from keyword arguments; an unknown name raises `InvalidArgumentError` with those that there are."""
-        known = {f.name for f in fields(cls)}
+        """Build from keyword arguments.
+
+        Raises:
+            InvalidArgumentError: a name is not known; the message has the one that was meant, or all there are.
+        """
+        known = sorted(f.name for f in fields(cls))
         for name in kwargs:
             if name not in known:
-                raise InvalidArgumentError("engine argument", name, "one of " + ", ".join(sorted(known)))
+                near = difflib.get_close_matches(name, known, n=1)
+                allowed = f"a known name such as {near[0]}" if near else "one of " + ", ".join(known)
+                raise InvalidArgumentError("engine argument", name, allowed)
         return cls(**kwargs)
 
     def create_engine_config(self, *, bound: bool) -> EngineConfig:

@@ -55,8 +55,11 @@ def test_write_equals_the_reference_bit_for_bit(make_kernels, make_batch, make_s
     assert torch.equal(actual, expected)
 
 
-def test_warm_up_runs_on_the_device(make_kernels):
-    make_kernels(torch.bfloat16).warm_up(num_heads=9, num_kv_heads=3, head_dim=64, block_size=16)
+def test_kernels_are_right_after_a_warm_up(make_kernels, make_batch, make_shape, assert_close):
+    kernels = make_kernels(torch.bfloat16)
+    kernels.warm_up(num_heads=9, num_kv_heads=3, head_dim=64, block_size=16)
+    batch = make_batch(kernels, make_shape(9, 3, 64, 16), LENS["mixed"], torch.bfloat16, device="cuda")
+    assert_close(batch.run(), batch.expected(), exact_weights=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -93,8 +93,8 @@ def test_a_killed_kernel_leaves_an_engine_that_another_notebook_can_take_over(
     first.run("%%generate -a --max-tokens 3000\nhi\n")
     first.kill()
     second.run("%engine attach")
-    second.run("%%generate --max-tokens 3\nhi\n")
-    second.run("%engine stop")
+    assert "3 tokens" in second.run("%%generate --max-tokens 3\nhi\n").text
+    assert "processes are gone" in second.run("%engine stop").text
 
 
 def test_two_notebooks_share_one_engine_and_have_another_each(start_kernel: StartKernel) -> None:

@@ -1,0 +1,105 @@
+"""Engine arguments: checked one by one, and the same after a trip through JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("block_size", 0),
+    ("block_size", 24),
+    ("block_size", 512),
+    ("data_parallel_size", 0),
+    ("device", "tpu"),
+    ("dtype", "int3"),
+    ("gpu_memory_utilization", 0.0),
+    ("gpu_memory_utilization", 1.01),
+    ("keep_alive", -1.0),
+    ("kv_cache_memory_bytes", 0),
+    ("lease", 0.0),
+    ("load_format", "pickle"),
+    ("long_prefill_token_threshold", -1),
+    ("max_model_len", 0),
+    ("max_num_batched_tokens", 0),
+    ("max_num_seqs", 0),
+    ("model", ""),
+    ("num_gpu_blocks_override", 0),
+    ("pipeline_parallel_size", 0),
+    ("scheduling_policy", "lottery"),
+    ("seed", -1),
+    ("stream_interval", 0),
+    ("tensor_parallel_size", 0),
+]
+NOT_YET: list[tuple[str, Any]] = [
+    ("tensor_parallel_size", 2),
+    ("pipeline_parallel_size", 2),
+    ("data_parallel_size", 2),
+    ("enable_expert_parallel", True),
+    ("distributed_executor_backend", "mp"),
+    ("distributed_executor_backend", "ray"),
+    ("data_parallel_backend", "ray"),
+    ("quantization", "fp8"),
+    ("async_scheduling", True),
+]
+
+
+def config_of(**arguments: Any) -> EngineConfig:
+    return EngineArgs.from_kwargs(arguments).create_engine_config(bound=True)
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"^{name} must be .*, got {value!r}$"):
+        config_of(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_YET)
+def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(NotSupportedError, match=name):
+        config_of(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_num_seqs", "8"),
+        ("max_num_seqs", True),
+        ("enable_prefix_caching", 1),
+        ("dtype", 32),
+        ("seed", None),
+    ],
+)
+def test_a_wrong_type_is_a_type_error(name: str, value: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=name) as raised:
+        config_of(**{name: value})
+    assert isinstance(raised.value, TypeError)
+    assert isinstance(raised.value, ValueError)
+
+
+def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
+    with pytest.raises(InvalidArgumentError, match="such as max_model_len, got 'max_modellen'"):
+        EngineArgs.from_kwargs({"max_modellen": 1})
+    with pytest.raises(InvalidArgumentError, match="one of async_scheduling, block_size, .*, got 'zzz'"):
+        EngineArgs.from_kwargs({"zzz": 1})
+
+
+def test_an_integer_serves_as_a_float() -> None:
+    assert config_of(keep_alive=5).keep_alive == 5.0
+
+
+def test_a_configuration_survives_json() -> None:
+    config = config_of(
+        model="random-tiny",
+        hf_overrides={"rope_theta": 1e6, "layers": [1, {"deep": None}]},
+        kv_cache_memory_bytes=1 << 40,
+        max_num_batched_tokens=17,
+        distributed_executor_backend="a.module:Class",
+    )
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+    assert config.scheduler.max_num_batched_tokens == 17
+    assert config.parallel.distributed_executor_backend == "a.module:Class"
