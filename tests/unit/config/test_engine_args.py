@@ -84,7 +84,7 @@ def test_a_wrong_type_is_a_type_error(name: str, value: Any) -> None:
 def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
     with pytest.raises(InvalidArgumentError, match="such as max_model_len, got 'max_modellen'"):
         EngineArgs.from_kwargs({"max_modellen": 1})
-    with pytest.raises(InvalidArgumentError, match="one of async_scheduling, block_size, .*, got 'zzz'"):
+    with pytest.raises(InvalidArgumentError, match=r"one of async_scheduling, block_size, .*, got 'zzz'"):
         EngineArgs.from_kwargs({"zzz": 1})
 
 

@@ -1,0 +1,99 @@
+"""Sampling parameters: normalised, checked, and independent of their clones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("frequency_penalty", 2.5),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("max_tokens", 0),
+    ("min_p", 1.5),
+    ("min_tokens", -1),
+    ("n", 0),
+    ("output_kind", 9),
+    ("presence_penalty", -2.5),
+    ("prompt_logprobs", 21),
+    ("repetition_penalty", 0.0),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("temperature", -0.1),
+    ("temperature", float("inf")),
+    ("temperature", float("nan")),
+    ("top_k", -2),
+    ("top_p", 0.0),
+    ("top_p", 1.1),
+    ("truncate_prompt_tokens", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"^{name} must be ") as raised:
+        SamplingParams(**{name: value})
+    assert repr(value) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("top_k", 1.5),
+        ("n", True),
+        ("seed", "x"),
+        ("ignore_eos", 1),
+        ("stop", [1]),
+        ("stop_token_ids", ["a"]),
+        ("bad_words", "word"),
+    ],
+)
+def test_a_wrong_type_is_a_type_error(name: str, value: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=rf"^{name} must be "):
+        SamplingParams(**{name: value})
+
+
+def test_spellings_of_the_field_are_taken() -> None:
+    params = SamplingParams(stop="end", stop_token_ids=(1, 2), top_k=-1, output_kind=1, bad_words=None)
+    assert params.stop == ["end"]
+    assert params.stop_token_ids == [1, 2]
+    assert params.top_k == 0
+    assert params.output_kind is RequestOutputKind.DELTA
+    assert params.bad_words == []
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="min_tokens must be at most max_tokens"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    with pytest.raises(InvalidArgumentError, match="stop must be empty when detokenize=False"):
+        SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(InvalidArgumentError, match="stop must be without empty strings"):
+        SamplingParams(stop=["a", ""])
+    with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one kind"):
+        StructuredOutputsParams(regex="a", json_object=True)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-4, False), (1.0, False)])
+def test_a_vanishing_temperature_is_greedy(temperature: float, greedy: bool) -> None:
+    assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+def test_a_clone_shares_no_list() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[1], bad_words=["b"])
+    clone = params.clone()
+    assert clone == params
+    clone.stop.append("c")
+    clone.stop_token_ids.append(2)
+    clone.bad_words.append("d")
+    assert (params.stop, params.stop_token_ids, params.bad_words) == (["a"], [1], ["b"])
+
+
+def test_parameters_survive_the_wire() -> None:
+    params = SamplingParams(temperature=0.5, top_k=3, stop=["x"], seed=2**63 - 1, logit_bias={7: -1.5})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
