@@ -9,8 +9,6 @@ at an arbitrary index instead of stepped.
 
 from __future__ import annotations
 
-import secrets
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,9 +27,20 @@ def seeded_stream(seed: int) -> int:
     return x ^ (x >> 31)
 
 
-def fresh_stream() -> int:
-    """Return the stream of a request without a seed, from the operating system's entropy."""
-    return secrets.randbits(64)
+class UnseededStreams:
+    """Streams of requests without a seed of their own, one after another.
+
+    The engine's seed and the number of such requests before decide: a script that is run again gives the same
+    answers, and all workers of an engine draw alike.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._next = seeded_stream(seed)
+
+    def take(self) -> int:
+        """Return the next stream."""
+        self._next = (self._next + _GAMMA) & _MASK
+        return seeded_stream(self._next)
 
 
 def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from nbengine.sampling.metadata import SamplingMetadata
-from nbengine.sampling.random_streams import fresh_stream, seeded_stream, uniforms
+from nbengine.sampling.random_streams import UnseededStreams, seeded_stream, uniforms
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -52,8 +52,8 @@ class _MinTokens:
 class InputBatch:
     """Requests in rows `0 … num_reqs - 1`; a request that leaves gives its row to the last one.
 
+    Requests without a seed draw from streams that begin at `seed`.
     `token_ids` holds prompt and output tokens, `block_table` the KV blocks of each row; `rows` the rest.
-    `block_table` lies in pinned memory when `pin_memory` is set.
     """
 
     def __init__(
@@ -63,13 +63,10 @@ class InputBatch:
         block_size: int,
         vocab_size: int,
         *,
-        pin_memory: bool = False,
+        seed: int = 0,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self.block_table_tensor = torch.zeros(
-            (max_num_reqs, max_blocks), dtype=torch.int32, pin_memory=pin_memory
-        )
-        self.block_table: NDArray[np.int32] = self.block_table_tensor.numpy()
+        self.block_table = np.zeros((max_num_reqs, max_blocks), np.int32)
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
         self.rows = np.zeros(max_num_reqs, _ROW)
         self.req_ids: list[str] = []
@@ -77,6 +74,7 @@ class InputBatch:
         self.version = 0
         """Changes whenever a row changes hands."""
         self._vocab_size = vocab_size
+        self._streams = UnseededStreams(seed)
         self._preempted: dict[str, CachedRequestState] = {}
         self._min_tokens: dict[str, _MinTokens] = {}
         self._bans = _Bans.none()
@@ -151,7 +149,7 @@ class InputBatch:
         row: np.void = np.zeros(1, _ROW)[0]
         row["num_tokens"] = row["num_prompt_tokens"] = num_tokens
         row["num_computed_tokens"] = new.num_computed_tokens
-        row["stream"] = fresh_stream() if params.seed is None else seeded_stream(params.seed)
+        row["stream"] = self._streams.take() if params.seed is None else seeded_stream(params.seed)
         row["temperature"] = 0 if params.is_greedy else params.temperature
         row["top_k"], row["top_p"], row["min_p"] = params.top_k, params.top_p, params.min_p
         if params.min_tokens:

@@ -69,7 +69,13 @@ class ModelRunner:
         self._kv_caches = self._new_kv_caches(num_blocks)
         model = self._model.config
         self._kernels.warm_up(model.num_heads, model.num_kv_heads, model.head_dim, block_size)
-        self._batch = InputBatch(scheduler.max_num_seqs, max_model_len, block_size, model.vocab_size)
+        self._batch = InputBatch(
+            scheduler.max_num_seqs,
+            max_model_len,
+            block_size,
+            model.vocab_size,
+            seed=self._config.model.seed,
+        )
         self._builder = StepInputBuilder(
             self._batch,
             self._kernels,

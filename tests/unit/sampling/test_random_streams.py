@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from nbengine.sampling.random_streams import fresh_stream, seeded_stream, uniforms
+from nbengine.sampling.random_streams import UnseededStreams, seeded_stream, uniforms
 
 COUNT = 20_000
 
@@ -41,5 +41,10 @@ def test_numbers_are_uniform_and_uncorrelated(axis: str) -> None:
         assert abs(np.corrcoef(numbers[:-lag], numbers[lag:])[0, 1]) < 5 / COUNT**0.5
 
 
-def test_requests_without_a_seed_get_streams_of_their_own() -> None:
-    assert len({fresh_stream() for _ in range(100)}) == 100
+def test_requests_without_a_seed_get_streams_that_the_engines_seed_repeats() -> None:
+    def streams(seed: int) -> list[int]:
+        source = UnseededStreams(seed)
+        return [source.take() for _ in range(100)]
+
+    assert streams(0) == streams(0)
+    assert len({*streams(0), *streams(1), *(seeded_stream(seed) for seed in range(100))}) == 300

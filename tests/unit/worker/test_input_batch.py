@@ -210,3 +210,14 @@ def test_tokens_outside_the_vocabulary_are_no_end_tokens() -> None:
         assert sorted(zip(*(column.tolist() for column in banned), strict=True)) == [(0, 4), (0, 9)]
         batch.append(rows, np.array([5]))
     assert batch.banned_tokens(rows) is None
+
+
+def test_requests_without_a_seed_repeat_with_the_engines_seed_and_differ_from_each_other() -> None:
+    def drawn(seed: int) -> list[float]:
+        batch = InputBatch(MAX_REQS, MAX_LEN, BLOCK, VOCAB, seed=seed)
+        new = [NewRequestData(name, [1, 2], SamplingParams(), [block], 0) for block, name in enumerate("abc")]
+        batch.update(plan(new=new))
+        return [float(number) for number in batch.uniforms(np.arange(3))]
+
+    assert drawn(1) == drawn(1)
+    assert len({*drawn(1), *drawn(2)}) == 6
