@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nbengine import AsyncLLM, SamplingParams
+from nbengine import LLM, AsyncLLM, SamplingParams
 from nbengine.sampling_params import RequestOutputKind
 
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -65,3 +65,15 @@ def test_streams_attachments_and_the_in_process_engine_agree_token_for_token(
     (engine,) = llm.stats_blocking().engines
     assert engine.num_free_blocks == engine.num_blocks
     assert engine.prefix_cache_hits > 0
+
+
+def test_requests_without_a_seed_repeat_with_the_engines_seed(no_leftovers: None) -> None:
+    def sampled(seed: int) -> list[list[int]]:
+        params = SamplingParams(temperature=1, max_tokens=16, ignore_eos=True)
+        with LLM(seed=seed, dtype="float32", **OPTIONS) as llm:  # type: ignore[arg-type]
+            # The weights of random-tiny follow the seed too: another seed is another model.
+            return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+    first = sampled(3)
+    assert sampled(3) == first
+    assert len({tuple(ids) for ids in first}) == len(PROMPTS)
