@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
         "features": [flag for flag in wanted if flag in flags],
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 
