@@ -11,7 +11,6 @@ import sys
 
 from common import parser, report
 
-BARE = "pass"
 IMPORT = "import nbengine"
 SHELL = """
 import time

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import os
-import queue
 import statistics
 import tempfile
 import time
@@ -19,31 +18,13 @@ from typing import Any
 import psutil
 from common import parser, report
 from jupyter_client.manager import start_new_kernel
+from kernel_client import execute
 
 START = (
     "%load_ext nbengine\n"
     "%engine start random-tiny --set distributed_executor_backend=fake_executor:FixedRateExecutor --max-model-len 16384"
 )
 CELL = "%%generate --raw --max-tokens {tokens} --format {format} --set ignore_eos=true\nhello"
-
-
-def execute(client: Any, code: str, on_output: Any = None) -> None:
-    """Run a cell to its end; raise if it failed."""
-    request = client.execute(code)
-    while True:
-        try:
-            message = client.get_iopub_msg(timeout=120)
-        except queue.Empty:
-            raise TimeoutError(f"no message for 120 s from:\n{code}") from None
-        if message["parent_header"].get("msg_id") != request:
-            continue
-        kind, content = message["msg_type"], message["content"]
-        if kind == "error":
-            raise RuntimeError("\n".join(content["traceback"]))
-        if on_output is not None:
-            on_output(kind, content)
-        if kind == "status" and content["execution_state"] == "idle":
-            return
 
 
 class Arrivals:

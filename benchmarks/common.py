@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,17 +55,6 @@ def alternate(rounds: int, *sides: Callable[[], float], warmup: int = 1) -> list
 def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
     """Median of the ratios of neighbouring rounds, so that a drifting machine cancels out."""
     return statistics.median(a / b for a, b in zip(ours, peers, strict=True))
-
-
-def microseconds(call: Callable[[], object], repeat: int, inner: int = 1) -> float:
-    """Median microseconds of one `call`, over `repeat` samples of `inner` calls each."""
-    samples = []
-    for _ in range(repeat):
-        start = time.perf_counter_ns()
-        for _ in range(inner):
-            call()
-        samples.append((time.perf_counter_ns() - start) / 1e3 / inner)
-    return statistics.median(samples)
 
 
 def report(name: str, rows: Sequence[dict[str, Any]], json_path: Path | None, **extra: Any) -> None:

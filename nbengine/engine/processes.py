@@ -40,7 +40,7 @@ class CoreProcess:
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "1000"
 """How often a thread of libgomp looks for work before it sleeps, instead of 300,000 times: spinning threads take
-the cores from whoever else wants them, and a step of a busy machine takes 5 to 30 times as long."""
+the cores from whoever else wants them, and on a busy machine a step takes many times as long."""
 
 
 def child_environment() -> dict[str, str]:
