@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from nbengine.magics.interrupts import ticking
-from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 class GenerationResult:
@@ -24,7 +24,7 @@ class GenerationResult:
         self.prompt = prompt
         self.text = ""
         self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, object]] | None = None
+        self.logprobs: list[dict[int, Logprob]] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_prompt_tokens = 0

@@ -32,6 +32,18 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """Log probability (natural) of one token at one position.
+
+    `rank` counts from 1, the most likely token; `decoded_token` is None with `detokenize=False`.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One completion of a request.
 
@@ -43,7 +55,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, object]] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -62,7 +74,7 @@ class RequestOutput:
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, object] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

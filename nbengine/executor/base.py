@@ -11,7 +11,7 @@ from nbengine.config import EngineConfig
 from nbengine.errors import NotSupportedError
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.progress import ProgressCallback
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(ABC):
@@ -92,7 +92,7 @@ class Executor(ABC):
         """Run the forward pass of a step. None means that sampling is left to `sample_tokens`."""
 
     @abstractmethod
-    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
         """Sample the step that `execute_model` left waiting."""
 
     @abstractmethod

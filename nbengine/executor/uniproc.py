@@ -10,7 +10,7 @@ from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.base import Executor
 from nbengine.models.progress import ProgressCallback
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from nbengine.worker.worker import Worker
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class UniProcExecutor(Executor):
             return _completed(lambda: worker.execute_model(scheduler_output))
         return worker.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
         return self._alive().sample_tokens(grammar_output)
 
     def check_health(self) -> None:

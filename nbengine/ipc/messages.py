@@ -78,6 +78,20 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     external_req_id: str | None = None
 
 
+class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
+    """Log probabilities at N positions of one request, natural logarithms of the model's own distribution.
+
+    Row i has the token at position i first, then the K most likely tokens in descending order, so that the
+    token may occur twice; `sampled_token_ranks[i]` is how many tokens are at least as likely as it (1: none other).
+    """
+
+    logprob_token_ids: list[list[int]]
+    """N rows of K + 1."""
+    logprobs: list[list[float]]
+    """N rows of K + 1."""
+    sampled_token_ranks: list[int]
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step brought to one request."""
 
@@ -89,6 +103,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     num_cached_tokens: int = 0
     error: str | None = None
     """With `FinishReason.ERROR`: why the request was refused, for its caller alone."""
+    new_logprobs: LogprobsLists | None = None
+    """Of `new_token_ids`."""
+    new_prompt_logprobs: LogprobsLists | None = None
+    """Of all prompt tokens but the first; comes once, when the prompt has been computed."""
+    pooling_output: Any = None
+    """Of a pooling request: a float32 array, which comes with its end."""
 
     @property
     def finished(self) -> bool:

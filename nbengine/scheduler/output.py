@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from nbengine.sampling_params import SamplingParams
+from nbengine.ipc.messages import LogprobsLists
+from nbengine.sampling_params import PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -13,11 +19,14 @@ class NewRequestData:
 
     req_id: str
     token_ids: list[int]
-    """Prompt tokens."""
+    """Prompt tokens; of a prompt given as embeddings, zeros."""
     sampling_params: SamplingParams
     block_ids: list[int]
     num_computed_tokens: int
     """Tokens whose keys and values already lie in the blocks (prefix cache)."""
+    pooling_params: PoolingParams | None = None
+    prompt_embeds: Any = None
+    """Of a prompt given as embeddings: a tensor [prompt tokens, hidden size]."""
 
 
 @dataclass(slots=True)
@@ -50,9 +59,24 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
+class GrammarOutput:
+    """Which tokens the requests with a grammar may get in a step."""
+
+    req_ids: list[str]
+    bitmask: NDArray[np.int32]
+    """[len(req_ids), vocabulary / 32 rounded up]; bit i of word w is set where token 32 w + i is allowed."""
+
+
+@dataclass(slots=True)
 class ModelRunnerOutput:
-    """Sampled tokens of one step: `sampled_token_ids[i]` belongs to `req_ids[i]`, and is empty for a request
-    whose prompt is not completely computed yet."""
+    """What one step gave: `sampled_token_ids[i]` belongs to `req_ids[i]`, and is empty for a request
+    whose prompt is not completely computed yet, and for pooling requests."""
 
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
+    logprobs: dict[str, LogprobsLists] | None = None
+    """Of the sampled tokens, for the requests that asked for them."""
+    prompt_logprobs: dict[str, LogprobsLists] | None = None
+    """For the requests that asked for them and whose prompt was completed in this step."""
+    pooler_output: dict[str, NDArray[np.float32]] | None = None
+    """For the pooling requests whose prompt was completed in this step."""

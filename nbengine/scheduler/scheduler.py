@@ -297,6 +297,7 @@ class Scheduler:
                 f"{len(scheduler_output.num_scheduled_tokens)}"
             )
         requests = self.requests
+        logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request_id, new_token_ids in zip(
             model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True
@@ -308,7 +309,12 @@ class Scheduler:
                 if request.num_computed_tokens >= request.num_tokens:
                     raise NBEngineError(f"the model runner sampled no token for request {request_id}")
                 continue
-            outputs[request.client_index].append(self._advance(request, new_token_ids))
+            output = self._advance(request, new_token_ids)
+            if logprobs is not None:
+                output.new_logprobs = logprobs.get(request_id)
+            if prompt_logprobs is not None:
+                output.new_prompt_logprobs = prompt_logprobs.get(request_id)
+            outputs[request.client_index].append(output)
         timestamp = self._clock()
         return {
             client: EngineCoreOutputs(self.engine_index, client_outputs, timestamp=timestamp)

@@ -17,7 +17,7 @@ from nbengine.kernels.huge_pages import zeros_in_huge_pages
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.sampler import Sampler
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from nbengine.units import size
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
@@ -111,7 +111,7 @@ class ModelRunner:
         return None
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:  # noqa: ARG002
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:  # noqa: ARG002
         """Sample the step that `execute_model` left waiting, and append its tokens to the batch.
 
         Raises:

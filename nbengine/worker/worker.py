@@ -15,7 +15,7 @@ from nbengine.models.decoder_config import decoder_config
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.registry import load_model, resolve_device, resolve_dtype
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from nbengine.worker.memory import (
     available_host_memory,
     check_kv_cache_fits,
@@ -120,7 +120,7 @@ class Worker:
         """See `ModelRunner.execute_model`."""
         return self.model_runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
         """See `ModelRunner.sample_tokens`."""
         return self.model_runner.sample_tokens(grammar_output)
 
