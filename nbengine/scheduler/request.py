@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 
 from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
@@ -36,7 +37,7 @@ class Request:
     """Tokens, progress and blocks of one request.
 
     `num_computed_tokens` counts the tokens whose keys and values are computed or planned; it catches up with
-    `num_tokens`, which grows by what is sampled. The scheduler fills in `order` and `max_total_tokens` when
+    `num_tokens`, which grows by what is sampled, and passes it while sampled tokens are in flight. The scheduler fills in `order` and `max_total_tokens` when
     it takes the request; the KV cache manager owns the fields from `block_ids` on.
     """
 
@@ -49,6 +50,8 @@ class Request:
         "eos_token_id",
         "events",
         "extra_keys",
+        "first_step",
+        "last_step",
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
@@ -64,6 +67,7 @@ class Request:
         "request_id",
         "sampling_params",
         "skip_reading_prefix_cache",
+        "spec_token_ids",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -95,6 +99,12 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        self.spec_token_ids: list[int] = []
+        """Drafts to be verified in the next step."""
+        self.first_step = sys.maxsize
+        """The step of its first admission."""
+        self.last_step = -1
+        """Of a preempted request: the last step in which it may have been planned."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache at the first admission; -1 before it."""
 
@@ -143,6 +153,11 @@ class Request:
             extra_keys=() if salt is None else (("cache_salt", salt),),
             block_hasher=block_hasher,
         )
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Output tokens in flight: planned to be sampled, not known yet. Of a preempted request, 0."""
+        return max(0, self.num_computed_tokens - self.num_tokens + 1)
 
     @property
     def num_output_tokens(self) -> int:

@@ -11,7 +11,9 @@ from nbengine.errors import InvalidArgumentError, NBEngineError, RequestError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from nbengine.kv_cache.manager import KVCacheManager
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.scheduler.limits import RequestLimits
 from nbengine.scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from nbengine.scheduler.stop import append_tokens, token_limit
@@ -26,11 +28,19 @@ class Scheduler:
     always the last running request, and never one that the step has already planned. A preempted request
     gives up its blocks and computes again what the prefix cache no longer has.
 
-    Progress: the first running request can always take the blocks of all others, and a request that would
-    not fit in the pool alone is refused, so every step with an unfinished request computes something.
+    Every plan of `schedule` must be executed, in order, and answered with `update_from_output`, in order; any
+    number of them may be in flight, that is, made and not answered. Requests may be added and finished between
+    any two calls. Blocks are given up at once, even while steps in flight use them: whoever gets them next
+    writes in a later step.
 
-    Every plan of `schedule` must be executed, in order, and answered with `update_from_output`. Requests may
-    be added and finished between any two calls.
+    A request whose known tokens are all planned has its next ones in flight. With `async_scheduling` it is
+    planned further, as if it had them, up to the most tokens that it may have; what is computed beyond its end
+    is dropped. Otherwise it waits for them.
+
+    Progress: the first running request can always take the blocks of all others, and a request that would
+    not fit in the pool alone is refused, so every step with an unfinished request computes something, unless
+    steps are in flight or the scheduler is paused. Among requests of one priority none is overtaken for good;
+    a steady stream of requests of higher priority holds up those of lower priority for as long as it lasts.
     """
 
     def __init__(
@@ -42,9 +52,18 @@ class Scheduler:
         engine_index: int = 0,
         *,
         num_lookahead_tokens: int = 0,
+        async_scheduling: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_lookahead_tokens` slots are kept free after each request's tokens, for drafts."""
+        """Build an empty one.
+
+        Args:
+            num_lookahead_tokens: most drafts of a request in a step; as many slots are kept free after its
+                tokens. Where a request goes on then depends on how many were accepted, so that nothing is
+                scheduled ahead.
+            async_scheduling: plan requests further while what was sampled for them is in flight.
+            clock: timestamps of events and outputs, in seconds.
+        """
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_num_batched_tokens = scheduler_config.max_num_batched_tokens
         self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
@@ -58,9 +77,23 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue()
         self.running = RequestQueue()
-        self.finished_req_ids: set[str] = set()
+        self.pause_state = PauseState.UNPAUSED
         self.num_preemptions = 0
         self.step_counter = 0
+        # What the next plan tells the workers, and the next outputs the clients.
+        self.finished_req_ids: set[str] = set()
+        self._preempted_req_ids: set[str] = set()
+        self._ended_by_client: defaultdict[int, list[str]] = defaultdict(list)
+        self._last_answered_step = -1
+        self._schedules_ahead = async_scheduling and not num_lookahead_tokens
+        self._limits = RequestLimits(
+            max_model_len,
+            self.max_num_batched_tokens,
+            self.enable_chunked_prefill,
+            num_blocks,
+            cache_config.block_size,
+            num_lookahead_tokens,
+        )
         self._by_priority = scheduler_config.policy == "priority"
         self._chunk_limit = self.max_num_batched_tokens
         if self.enable_chunked_prefill and scheduler_config.long_prefill_token_threshold:
@@ -76,28 +109,7 @@ class Scheduler:
         Raises:
             RequestError: the message says which limit the request exceeds.
         """
-        num_prompt = request.num_prompt_tokens
-        if not num_prompt:
-            raise RequestError(f"request {request.request_id}: the prompt has no tokens")
-        if num_prompt >= self.max_model_len:
-            raise RequestError(
-                f"request {request.request_id}: the prompt has {num_prompt} tokens, but with "
-                f"max_model_len={self.max_model_len} at most {self.max_model_len - 1} leave room for an output"
-            )
-        if not self.enable_chunked_prefill and num_prompt > self.max_num_batched_tokens:
-            raise RequestError(
-                f"request {request.request_id}: the prompt has {num_prompt} tokens, but with "
-                f"enable_chunked_prefill=False it must fit in one step of "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}"
-            )
-        limit = token_limit(num_prompt, request.sampling_params, self.max_model_len)
-        num_slots = min(limit - 1 + self.num_lookahead_tokens, self.max_model_len)
-        num_needed = self.kv_cache_manager.num_blocks_for(num_slots)
-        if num_needed > self.num_blocks:
-            raise RequestError(
-                f"request {request.request_id}: a prompt of {num_prompt} tokens with {limit - num_prompt} output "
-                f"tokens needs {num_needed} KV blocks, and there are {self.num_blocks}; lower max_tokens"
-            )
+        self._limits.check(request)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -121,10 +133,13 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
+    def finish_requests(
+        self, request_ids: str | Iterable[str], status: RequestStatus, *, tell_client: bool = True
+    ) -> None:
         """End requests from outside. Ids that are unknown or already finished are ignored.
 
-        No output is made for them; whatever is in flight for them is dropped.
+        No output is made for them; whatever is in flight for them is dropped. With `tell_client` their client
+        finds them in the `finished_requests` of the next outputs: for ends that it has not asked for itself.
 
         Raises:
             InvalidArgumentError: `status` is not a finished one.
@@ -134,23 +149,33 @@ class Scheduler:
         for request_id in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
             request = self.requests.get(request_id)
             if request is not None:
-                queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-                queue.remove(request)
-                request.status = status
-                self._release(request)
+                before, request.status = request.status, status
+                self._release(request, before)
+                if tell_client:
+                    self._ended_by_client[request.client_index].append(request_id)
 
     def abort_client(self, client_index: int) -> list[str]:
-        """Abort everything that a client has asked for, and return the ids."""
+        """Abort everything that a client has asked for, without telling it, and return the ids."""
         request_ids = [r.request_id for r in self.requests.values() if r.client_index == client_index]
-        self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
         return request_ids
 
+    def set_pause_state(self, state: PauseState) -> None:
+        """Pause or go on, from the next `schedule` on."""
+        self.pause_state = state
+
     def has_requests(self) -> bool:
-        """Whether a step is due: there are unfinished requests, or ended ones that the workers still hold."""
-        return bool(self.requests or self.finished_req_ids)
+        """Whether a step is due: there is something to schedule, or the workers must be told of something."""
+        if self.finished_req_ids or self._preempted_req_ids:
+            return True
+        if self.pause_state is PauseState.UNPAUSED:
+            return bool(self.requests)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        return bool(self.running) or any(r.status is RequestStatus.PREEMPTED for r in self.waiting)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request waits or runs, paused or not."""
         return bool(self.requests)
 
     def get_num_unfinished_requests(self) -> int:
@@ -170,14 +195,18 @@ class Scheduler:
             num_scheduled_tokens={},
             total_num_scheduled_tokens=0,
             finished_req_ids=self.finished_req_ids,
+            preempted_req_ids=self._preempted_req_ids,
             step=self.step_counter,
         )
         self.finished_req_ids = set()
+        self._preempted_req_ids = set()
+        if self.pause_state is not PauseState.PAUSED_ALL:
+            num_preemptions = self.num_preemptions
+            budget = self._schedule_running(plan, self.max_num_batched_tokens)
+            if self.waiting and self.num_preemptions == num_preemptions:
+                budget = self._schedule_waiting(plan, budget)
+            plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
         self.step_counter += 1
-        budget = self._schedule_running(plan, self.max_num_batched_tokens)
-        if self.waiting and not plan.preempted_req_ids:
-            budget = self._schedule_waiting(plan, budget)
-        plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
         return plan
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
@@ -186,7 +215,16 @@ class Scheduler:
         lookahead = self.num_lookahead_tokens
         for request in self.running:
             num_computed = request.num_computed_tokens
-            num_new = min(request.num_tokens - num_computed, self._chunk_limit, budget)
+            num_known = request.num_tokens
+            num_new = num_known - num_computed
+            if num_new <= 0:
+                # All known tokens are planned, and the next is in flight.
+                if not self._schedules_ahead or num_computed + 1 >= request.max_total_tokens:
+                    continue
+                num_new = 1
+            elif request.spec_token_ids:
+                num_new += min(len(request.spec_token_ids), request.max_total_tokens - num_known - 1)
+            num_new = min(num_new, self._chunk_limit, budget)
             new_block_ids = None
             if num_computed + num_new + lookahead > request.num_slots:
                 new_block_ids = self._allocate_or_preempt(request, num_new, plan)
@@ -197,6 +235,12 @@ class Scheduler:
             cached.num_computed_tokens.append(num_computed)
             num_scheduled_tokens[request.request_id] = num_new
             request.num_computed_tokens = num_computed = num_computed + num_new
+            if num_computed < num_known:
+                plan.incomplete_req_ids.add(request.request_id)
+            elif request.spec_token_ids:
+                drafts, request.spec_token_ids = request.spec_token_ids, []
+                if num_computed > num_known:
+                    plan.scheduled_spec_decode_tokens[request.request_id] = drafts[: num_computed - num_known]
             if num_computed >= request.next_cache_point:
                 self.kv_cache_manager.cache_blocks(request)
             budget -= num_new
@@ -216,16 +260,17 @@ class Scheduler:
             )
         ) is None:
             victim = self.running.pop_last()
-            self._preempt(victim)
-            plan.preempted_req_ids.add(victim.request_id)
+            self._preempt(victim, plan.preempted_req_ids)
             if victim is request:
                 return None
         return block_ids or None
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> int:
         manager = self.kv_cache_manager
-        while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek()
+        while budget and len(self.running) < self.max_num_seqs:
+            request = self._next_waiting()
+            if request is None:
+                break
             computed_blocks, num_computed = manager.get_computed_blocks(request)
             num_new = self._first_chunk(request.num_tokens - num_computed, budget)
             if not num_new:
@@ -235,9 +280,19 @@ class Scheduler:
             )
             if new_block_ids is None:
                 break
-            self._admit(self.waiting.pop_first(), num_computed, num_new, plan)
+            self.waiting.remove(request)
+            self._admit(request, num_computed, num_new, plan)
             budget -= num_new
         return budget
+
+    def _next_waiting(self) -> Request | None:
+        """The first request that may be admitted; one whose tokens are not all known yet lets none pass it."""
+        for request in self.waiting:
+            if request.status is RequestStatus.PREEMPTED:
+                return request if self._last_answered_step >= request.last_step else None
+            if self.pause_state is PauseState.UNPAUSED:
+                return request
+        return None
 
     def _first_chunk(self, num_uncomputed: int, budget: int) -> int:
         """How many tokens to compute of a request that is about to be admitted; 0: not in this step.
@@ -264,20 +319,27 @@ class Scheduler:
                     request_id, request.prompt_token_ids, request.sampling_params, block_ids, num_computed
                 )
             )
+            request.first_step = plan.step
             request.num_cached_tokens = num_computed
             self.kv_cache_manager.record_lookup(request, num_computed)
         plan.num_scheduled_tokens[request_id] = num_new
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed + num_new
+        if request.num_computed_tokens < request.num_tokens:
+            plan.incomplete_req_ids.add(request_id)
         request.record_event(EngineCoreEventType.SCHEDULED, self._clock())
         self.kv_cache_manager.cache_blocks(request)
         self.running.add(request)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, preempted_req_ids: set[str]) -> None:
+        """Take all blocks from a request, which has left `running`. What is in flight for it still counts."""
         self.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
+        request.spec_token_ids = []
+        request.last_step = self.step_counter - 1
         request.status = RequestStatus.PREEMPTED
         request.record_event(EngineCoreEventType.PREEMPTED, self._clock())
+        preempted_req_ids.add(request.request_id)
         self.num_preemptions += 1
         self.waiting.add(request)
 
@@ -291,43 +353,60 @@ class Scheduler:
         Raises:
             NBEngineError: the model runner left out a request of the plan, or a token that was due.
         """
+        step = scheduler_output.step
+        self._last_answered_step = step
         if len(model_runner_output.req_ids) != len(scheduler_output.num_scheduled_tokens):
             raise NBEngineError(
                 f"the model runner answered for {len(model_runner_output.req_ids)} requests of "
                 f"{len(scheduler_output.num_scheduled_tokens)}"
             )
         requests = self.requests
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request_id, new_token_ids in zip(
             model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True
         ):
             request = requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            # An id may have been used again: what was planned before is not for its successor.
+            if request is None or step < request.first_step:
                 continue
             if not new_token_ids:
-                if request.num_computed_tokens >= request.num_tokens:
+                if request_id not in scheduler_output.incomplete_req_ids:
                     raise NBEngineError(f"the model runner sampled no token for request {request_id}")
                 continue
+            if drafts and request_id in drafts and request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens -= len(drafts[request_id]) + 1 - len(new_token_ids)
             output = self._advance(request, new_token_ids)
             if logprobs is not None:
                 output.new_logprobs = logprobs.get(request_id)
             if prompt_logprobs is not None:
                 output.new_prompt_logprobs = prompt_logprobs.get(request_id)
             outputs[request.client_index].append(output)
+        if model_runner_output.draft_token_ids is not None:
+            self._take_drafts(model_runner_output.draft_token_ids, step)
         timestamp = self._clock()
+        ended, self._ended_by_client = self._ended_by_client, defaultdict(list)
         return {
-            client: EngineCoreOutputs(self.engine_index, client_outputs, timestamp=timestamp)
-            for client, client_outputs in outputs.items()
+            client: EngineCoreOutputs(
+                self.engine_index,
+                outputs.get(client, []),
+                timestamp=timestamp,
+                finished_requests=ended.get(client),
+            )
+            for client in (outputs if not ended else outputs.keys() | ended.keys())
         }
 
     def _advance(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
+        """Append sampled tokens to a request, which runs or was preempted since, and end it if they do."""
+        before = request.status
         new_token_ids = append_tokens(request, new_token_ids)
         finish_reason = None
-        if request.status is not RequestStatus.RUNNING:
+        if request.status is not before:
             finish_reason = FINISH_REASONS[request.status]
-            self.running.remove(request)
-            self._release(request)
+            self._release(request, before)
+        elif request.num_computed_tokens >= request.next_cache_point:
+            self.kv_cache_manager.cache_blocks(request)
         events = request.events
         request.events = None
         return EngineCoreOutput(
@@ -339,9 +418,23 @@ class Scheduler:
             request.num_cached_tokens,
         )
 
-    def _release(self, request: Request) -> None:
+    def _take_drafts(self, draft_token_ids: dict[str, list[int]], step: int) -> None:
+        for request_id, drafts in draft_token_ids.items():
+            request = self.requests.get(request_id)
+            if (
+                request is not None
+                and request.status is RequestStatus.RUNNING
+                and step >= request.first_step
+                and request.num_computed_tokens == request.num_tokens - 1
+            ):
+                request.spec_token_ids = drafts[: self.num_lookahead_tokens]
+
+    def _release(self, request: Request, before: RequestStatus) -> None:
+        """Let go of a request that has just ended, and was in the state `before`."""
+        (self.running if before is RequestStatus.RUNNING else self.waiting).remove(request)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
+        self._preempted_req_ids.discard(request.request_id)
         self.finished_req_ids.add(request.request_id)
 
     # The KV cache, seen from outside.
@@ -362,8 +455,13 @@ class Scheduler:
             step_counter=self.step_counter,
         )
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; refused (False) while any request holds blocks."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; refused (False) while any request holds blocks.
+
+        With `reset_running_requests` all running requests are preempted first, to compute their tokens again.
+        """
+        while reset_running_requests and self.running:
+            self._preempt(self.running.pop_last(), self._preempted_req_ids)
         return self.kv_cache_manager.reset_prefix_cache()
 
     def check_integrity(self) -> None:
