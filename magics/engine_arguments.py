@@ -45,7 +45,7 @@ _HELP = {
     "enable_chunked_prefill": "let a long prompt take several steps",
     "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no limit (default)",
     "scheduling_policy": "fcfs or priority",
-    "async_scheduling": "plan a step while the one before runs: not available yet",
+    "async_scheduling": "plan a step while the one before runs: on for GPUs (default), or always, or never",
     "stream_interval": "tokens between two updates of a stream",
     "enforce_eager": "no compilation, no CUDA graphs",
     "tensor_parallel_size": "GPUs that share each layer, only 1 for now",

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbengine.config import EngineConfig
-from nbengine.errors import EngineStartError, RequestError, UtilityError
+from nbengine.errors import EngineStartError, NBEngineError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
-from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.units import size
@@ -27,6 +30,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUPPORTED_TASKS = ("generate",)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A plan that has been given to the executor, and what will come of it."""
+
+    plan: SchedulerOutput
+    executed: Future[ModelRunnerOutput | None]
+    sampled: Future[ModelRunnerOutput] | None
+    """None for a plan without tokens, whose output is that of `executed`."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the end of the step, and raise what it raised."""
+        output = self.executed.result()
+        if self.sampled is not None:
+            output = self.sampled.result()
+        if output is None:
+            raise NBEngineError(f"step {self.plan.step} has no output")
+        return output
 
 
 class EngineCore:
@@ -56,7 +78,12 @@ class EngineCore:
             self.model_executor.shutdown()
             raise
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, self.num_blocks, self.max_model_len, engine_index
+            config.scheduler,
+            config.cache,
+            self.num_blocks,
+            self.max_model_len,
+            engine_index,
+            async_scheduling=self.model_executor.async_scheduling,
         )
         self._vocab_size: int = self.model_info["vocab_size"]
         self._block_hasher = (
@@ -64,7 +91,12 @@ class EngineCore:
         )
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
-        self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
+        self.batch_queue_size = self.model_executor.max_concurrent_batches
+        self.batch_queue: deque[StepInFlight] = deque()
+        """Steps in flight, the oldest first."""
+        self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = (
+            self.step if self.batch_queue_size == 1 else self.step_with_batch_queue
+        )
         self._utilities: dict[str, Callable[..., Any]] = {
             "get_supported_tasks": lambda: list(SUPPORTED_TASKS),
             "stats": self.stats,
@@ -108,8 +140,8 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Abort requests; ids that are unknown or finished are ignored."""
-        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        """Abort requests as their client wants it; ids that are unknown or finished are ignored."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
 
     def abort_for_client(self, client_index: int, request_ids: list[str] | None) -> None:
         """Abort requests of one client, all of them if None; those of others are left alone."""
@@ -126,6 +158,15 @@ class EngineCore:
         )
 
     # A step.
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that have been planned and whose outcome has not been taken in."""
+        return len(self.batch_queue)
+
+    def has_work(self) -> bool:
+        """Whether `step_fn` has anything to do."""
+        return bool(self.batch_queue) or self.scheduler.has_requests()
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Schedule, execute, and make outputs, by client index; tells also whether the model was executed."""
@@ -144,6 +185,38 @@ class EngineCore:
         self._process_aborts_queue()
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
         return outputs, scheduler_output.total_num_scheduled_tokens > 0
+
+    def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Schedule and start a step, then wait for the oldest one in flight and make its outputs.
+
+        As long as there is room for further steps and none has ended, nothing is waited for: the next call
+        schedules ahead of what is in flight. Tells also whether a step with tokens was started.
+        """
+        queue = self.batch_queue
+        started = False
+        if self.scheduler.has_requests():
+            plan = self.scheduler.schedule()
+            queue.append(self._start(plan))
+            started = plan.total_num_scheduled_tokens > 0
+            if started and len(queue) < self.batch_queue_size and not queue[0].executed.done():
+                return {}, True
+        if not queue:
+            return {}, False
+        step = queue.popleft()
+        try:
+            model_output = step.result()
+        except Exception:
+            logger.error("step %s failed", describe_step(step.plan))
+            raise
+        self._process_aborts_queue()
+        return self.scheduler.update_from_output(step.plan, model_output), started
+
+    def _start(self, plan: SchedulerOutput) -> StepInFlight:
+        executed = self.model_executor.execute_model(plan, non_block=True)
+        sampled = None
+        if plan.total_num_scheduled_tokens:
+            sampled = self.model_executor.sample_tokens(None, non_block=True)
+        return StepInFlight(plan, executed, sampled)
 
     def post_step(self, model_executed: bool) -> None:
         """Called after each step, whoever drives the engine. Nothing to do here."""

@@ -386,16 +386,19 @@ class Scheduler:
         if model_runner_output.draft_token_ids is not None:
             self._take_drafts(model_runner_output.draft_token_ids, step)
         timestamp = self._clock()
-        ended, self._ended_by_client = self._ended_by_client, defaultdict(list)
-        return {
-            client: EngineCoreOutputs(
-                self.engine_index,
-                outputs.get(client, []),
-                timestamp=timestamp,
-                finished_requests=ended.get(client),
-            )
-            for client in (outputs if not ended else outputs.keys() | ended.keys())
+        by_client = {
+            client: EngineCoreOutputs(self.engine_index, client_outputs, timestamp=timestamp)
+            for client, client_outputs in outputs.items()
         }
+        if self._ended_by_client:
+            self._tell_ended(by_client, timestamp)
+        return by_client
+
+    def _tell_ended(self, by_client: dict[int, EngineCoreOutputs], timestamp: float) -> None:
+        for client, request_ids in self._ended_by_client.items():
+            outputs = by_client.setdefault(client, EngineCoreOutputs(self.engine_index, timestamp=timestamp))
+            outputs.finished_requests = request_ids
+        self._ended_by_client.clear()
 
     def _advance(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
         """Append sampled tokens to a request, which runs or was preempted since, and end it if they do."""

@@ -44,7 +44,6 @@ NOT_YET: list[tuple[str, Any]] = [
     ("distributed_executor_backend", "ray"),
     ("data_parallel_backend", "ray"),
     ("quantization", "fp8"),
-    ("async_scheduling", True),
 ]
 
 

@@ -52,8 +52,6 @@ class Answer:
     events: list[EngineCoreEventType] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     aborted: bool = False
-    told: bool = False
-    """Its client was told of an end that it had not asked for."""
 
     @property
     def done(self) -> bool:
@@ -81,7 +79,8 @@ class Simulation:
         self.live: dict[str, Answer] = {}
         self.answers: list[Answer] = []
         self.in_flight: deque[InFlight] = deque()
-        self.to_be_told: dict[str, list[Answer]] = {}
+        self.to_be_told: dict[int, list[str]] = {}
+        """Requests of each client that have ended without its doing."""
         self.steps_needed = 1
 
     def _tick(self) -> float:
@@ -138,7 +137,7 @@ class Simulation:
         answer = self._forget(req_id)
         if answer is not None and not by_client:
             TOTALS["abort by others"] += 1
-            self.to_be_told.setdefault(req_id, []).append(answer)
+            self.to_be_told.setdefault(answer.client, []).append(req_id)
         self.check()
 
     def abort_client(self, client: int) -> None:
@@ -230,11 +229,8 @@ class Simulation:
                 assert item.request_id not in got
                 got[item.request_id] = item
                 assert self.live[item.request_id].client == client
-            for req_id in outputs.finished_requests or ():
-                answer = self.to_be_told[req_id].pop(0)
-                assert answer.client == client
-                answer.told = True
-        assert not any(self.to_be_told.values()), "clients are told with the next outputs"
+            assert outputs.finished_requests == self.to_be_told.pop(client, None)
+        assert not self.to_be_told, "clients are told with the next outputs"
         assert got.keys() == expected.keys()
         self.reference.answered = plan.step
         for req_id, tokens in expected.items():
@@ -266,7 +262,7 @@ class Simulation:
             self.update()
         assert not self.live
         assert all(answer.done for answer in self.answers)
-        assert not any(self.to_be_told.values())
+        assert not self.to_be_told
         stats = self.scheduler.make_stats()
         assert stats.num_free_blocks == stats.num_blocks == self.limits.num_blocks
         assert stats.kv_cache_usage == 0
