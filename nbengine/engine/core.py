@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nbengine.config import EngineConfig
+from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
 from nbengine.kv_cache.prefix import BlockHasher
@@ -55,10 +58,18 @@ class EngineCore:
         except BaseException:
             self.model_executor.shutdown()
             raise
-        self.scheduler = Scheduler(
-            config.scheduler, config.cache, self.num_blocks, self.max_model_len, engine_index
-        )
         self._vocab_size: int = self.model_info["vocab_size"]
+        self._structured_outputs = StructuredOutputManager(
+            config.model, self._vocab_size, config.scheduler.max_num_seqs
+        )
+        self.scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            self.num_blocks,
+            self.max_model_len,
+            engine_index,
+            grammar_masks=self._structured_outputs,
+        )
         self._block_hasher = (
             BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
         )
@@ -88,7 +99,12 @@ class EngineCore:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
             self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
             self._check_vocabulary("logit_bias", params.logit_bias or ())
+        grammar = None if params is None else self._structured_outputs.compile(params)
+        if params is not None and params.min_tokens and grammar is not None:
+            # The grammar holds the end back itself: it knows where nothing else can follow.
+            request.sampling_params = msgspec.structs.replace(params, min_tokens=0)
         prepared = Request.from_engine_core_request(request, self._block_hasher)
+        prepared.grammar = grammar
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
 
@@ -134,9 +150,10 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         try:
             future = self.model_executor.execute_model(scheduler_output, non_block=True)
+            grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
             model_output = future.result()
             if model_output is None:
-                model_output = self.model_executor.sample_tokens(None)
+                model_output = self.model_executor.sample_tokens(grammar_output)
         except Exception:
             logger.error("step %s failed", describe_step(scheduler_output))
             raise
@@ -189,6 +206,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Release the executor and its workers."""
+        self._structured_outputs.shutdown()
         self.model_executor.shutdown()
 
     # Start.
