@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nbengine.config import EngineConfig
+from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import EngineStartError, NBEngineError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
 from nbengine.kv_cache.prefix import BlockHasher
@@ -32,14 +35,19 @@ logger = logging.getLogger(__name__)
 SUPPORTED_TASKS = ("generate",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepInFlight:
     """A plan that has been given to the executor, and what will come of it."""
 
     plan: SchedulerOutput
     executed: Future[ModelRunnerOutput | None]
-    sampled: Future[ModelRunnerOutput] | None
-    """None for a plan without tokens, whose output is that of `executed`."""
+    sampled: Future[ModelRunnerOutput] | None = None
+    """None as long as sampling waits for masks, and for a plan without tokens."""
+
+    @property
+    def awaits_sampling(self) -> bool:
+        """Whether the executor has yet to be told to sample."""
+        return self.sampled is None and self.plan.total_num_scheduled_tokens > 0
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the end of the step, and raise what it raised."""
@@ -77,6 +85,10 @@ class EngineCore:
         except BaseException:
             self.model_executor.shutdown()
             raise
+        self._vocab_size: int = self.model_info["vocab_size"]
+        self._structured_outputs = StructuredOutputManager(
+            config.model, self._vocab_size, config.scheduler.max_num_seqs
+        )
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -84,8 +96,8 @@ class EngineCore:
             self.max_model_len,
             engine_index,
             async_scheduling=self.model_executor.async_scheduling,
+            grammar_masks=self._structured_outputs,
         )
-        self._vocab_size: int = self.model_info["vocab_size"]
         self._block_hasher = (
             BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
         )
@@ -120,7 +132,12 @@ class EngineCore:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
             self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
             self._check_vocabulary("logit_bias", params.logit_bias or ())
+        grammar = None if params is None else self._structured_outputs.compile(params)
+        if params is not None and params.min_tokens and grammar is not None:
+            # The grammar holds the end back itself: it knows where nothing else can follow.
+            request.sampling_params = msgspec.structs.replace(params, min_tokens=0)
         prepared = Request.from_engine_core_request(request, self._block_hasher)
+        prepared.grammar = grammar
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
 
@@ -175,9 +192,10 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         try:
             future = self.model_executor.execute_model(scheduler_output, non_block=True)
+            grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
             model_output = future.result()
             if model_output is None:
-                model_output = self.model_executor.sample_tokens(None)
+                model_output = self.model_executor.sample_tokens(grammar_output)
         except Exception:
             logger.error("step %s failed", describe_step(scheduler_output))
             raise
@@ -190,33 +208,38 @@ class EngineCore:
         """Schedule and start a step, then wait for the oldest one in flight and make its outputs.
 
         As long as there is room for further steps and none has ended, nothing is waited for: the next call
-        schedules ahead of what is in flight. Tells also whether a step with tokens was started.
+        schedules ahead of what is in flight. A step that needs masks is executed like any other, but sampled
+        when the outputs of all earlier ones have been taken in. Tells also whether a step with tokens was started.
         """
         queue = self.batch_queue
         started = False
-        if self.scheduler.has_requests():
+        if self.scheduler.has_requests() and not (queue and queue[-1].awaits_sampling):
             plan = self.scheduler.schedule()
-            queue.append(self._start(plan))
+            step = StepInFlight(plan, self.model_executor.execute_model(plan, non_block=True))
+            queue.append(step)
             started = plan.total_num_scheduled_tokens > 0
-            if started and len(queue) < self.batch_queue_size and not queue[0].executed.done():
-                return {}, True
+            if not (plan.has_structured_output_requests and len(queue) > 1):
+                self._sample(step)
+                if started and len(queue) < self.batch_queue_size and not queue[0].executed.done():
+                    return {}, True
         if not queue:
             return {}, False
-        step = queue.popleft()
+        oldest = queue.popleft()
         try:
-            model_output = step.result()
+            model_output = oldest.result()
         except Exception:
-            logger.error("step %s failed", describe_step(step.plan))
+            logger.error("step %s failed", describe_step(oldest.plan))
             raise
         self._process_aborts_queue()
-        return self.scheduler.update_from_output(step.plan, model_output), started
+        outputs = self.scheduler.update_from_output(oldest.plan, model_output)
+        if len(queue) == 1:
+            self._sample(queue[0])
+        return outputs, started
 
-    def _start(self, plan: SchedulerOutput) -> StepInFlight:
-        executed = self.model_executor.execute_model(plan, non_block=True)
-        sampled = None
-        if plan.total_num_scheduled_tokens:
-            sampled = self.model_executor.sample_tokens(None, non_block=True)
-        return StepInFlight(plan, executed, sampled)
+    def _sample(self, step: StepInFlight) -> None:
+        if step.awaits_sampling:
+            grammar_output = self.scheduler.get_grammar_bitmask(step.plan)
+            step.sampled = self.model_executor.sample_tokens(grammar_output, non_block=True)
 
     def post_step(self, model_executed: bool) -> None:
         """Called after each step, whoever drives the engine. Nothing to do here."""
@@ -262,6 +285,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Release the executor and its workers."""
+        self._structured_outputs.shutdown()
         self.model_executor.shutdown()
 
     # Start.

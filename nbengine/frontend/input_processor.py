@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import operator
 import secrets
 import time
@@ -55,7 +57,6 @@ _UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "bad_words": [],
     "allowed_token_ids": None,
     "logit_bias": None,
-    "structured_outputs": None,
     "truncate_prompt_tokens": None,
 }
 """Sampling parameters that must keep their default in this version."""
@@ -244,4 +245,11 @@ def _checked_params(params: object) -> SamplingParams:
         value = getattr(params, name)
         if value != default:
             raise NotSupportedError(f"{name}={value!r} is not available yet; leave it at {default!r}")
+    if params.structured_outputs is not None and not _can_structure():
+        raise NotSupportedError("structured_outputs needs llguidance: pip install nbengine[structured]")
     return params
+
+
+@functools.cache
+def _can_structure() -> bool:
+    return importlib.util.find_spec("llguidance") is not None

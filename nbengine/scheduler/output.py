@@ -59,6 +59,8 @@ class SchedulerOutput:
     """Have known tokens after those of this step, so that nothing is sampled for them."""
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     """Drafts that are computed after a request's last known token, and count in `num_scheduled_tokens`."""
+    has_structured_output_requests: bool = False
+    """Some request that gets a token has a grammar: a `GrammarOutput` is due before sampling."""
     step: int = 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,12 +12,21 @@ from nbengine.errors import InvalidArgumentError, NBEngineError, RequestError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from nbengine.kv_cache.manager import KVCacheManager
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.scheduler.grammar import Grammar, GrammarMaskBuilder
 from nbengine.scheduler.limits import RequestLimits
-from nbengine.scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from nbengine.scheduler.output import (
+    CachedRequestData,
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from nbengine.scheduler.stop import append_tokens, token_limit
+from nbengine.scheduler.stop import append_tokens, follow_grammar, token_limit
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -53,6 +63,7 @@ class Scheduler:
         *,
         num_lookahead_tokens: int = 0,
         async_scheduling: bool = False,
+        grammar_masks: GrammarMaskBuilder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Build an empty one.
@@ -62,6 +73,7 @@ class Scheduler:
                 tokens. Where a request goes on then depends on how many were accepted, so that nothing is
                 scheduled ahead.
             async_scheduling: plan requests further while what was sampled for them is in flight.
+            grammar_masks: needed by requests that have a grammar.
             clock: timestamps of events and outputs, in seconds.
         """
         self.max_num_seqs = scheduler_config.max_num_seqs
@@ -99,6 +111,9 @@ class Scheduler:
         if self.enable_chunked_prefill and scheduler_config.long_prefill_token_threshold:
             self._chunk_limit = min(self._chunk_limit, scheduler_config.long_prefill_token_threshold)
         self._num_added = 0
+        self._grammar_masks = grammar_masks
+        self._structured: dict[str, Request] = {}
+        """The unfinished requests that have a grammar."""
         self._clock = clock
 
     # Requests.
@@ -131,6 +146,8 @@ class Scheduler:
             request.order = (0, 0.0, sequence)
         request.record_event(EngineCoreEventType.QUEUED, self._clock())
         self.requests[request.request_id] = request
+        if request.grammar is not None:
+            self._structured[request.request_id] = request
         self.waiting.add(request)
 
     def finish_requests(
@@ -207,7 +224,13 @@ class Scheduler:
                 budget = self._schedule_waiting(plan, budget)
             plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
         self.step_counter += 1
+        if self._structured:
+            plan.has_structured_output_requests = any(self._gets_mask(plan, r) for r in self._structured)
         return plan
+
+    @staticmethod
+    def _gets_mask(plan: SchedulerOutput, request_id: str) -> bool:
+        return request_id in plan.num_scheduled_tokens and request_id not in plan.incomplete_req_ids
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         cached = plan.scheduled_cached_reqs
@@ -343,6 +366,28 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.add(request)
 
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Return the masks of the requests with a grammar that get a token in this step; None: there are none.
+
+        To be called after the outputs of all earlier steps were taken in, for instance while the model runs.
+        The mask's buffer is overwritten by the next call.
+
+        Raises:
+            NBEngineError: the scheduler was made without `grammar_masks`.
+        """
+        if not self._structured:
+            return None
+        if self._grammar_masks is None:
+            raise NBEngineError("there are requests with a grammar, and nothing to build their masks")
+        req_ids: list[str] = []
+        grammars: list[Grammar] = []
+        for request_id, request in self._structured.items():
+            is_planned = self._gets_mask(scheduler_output, request_id)
+            if is_planned and scheduler_output.step >= request.first_step and request.grammar is not None:
+                req_ids.append(request_id)
+                grammars.append(request.grammar)
+        return GrammarOutput(req_ids, self._grammar_masks.fill_bitmasks(grammars)) if req_ids else None
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -404,7 +449,10 @@ class Scheduler:
         """Append sampled tokens to a request, which runs or was preempted since, and end it if they do."""
         before = request.status
         new_token_ids = append_tokens(request, new_token_ids)
-        finish_reason = None
+        finish_reason = error = None
+        if request.grammar is not None and not follow_grammar(request, new_token_ids):
+            error = f"structured_outputs: {request.grammar.error}"
+            logger.error("request %s: %s", request.request_id, error)
         if request.status is not before:
             finish_reason = FINISH_REASONS[request.status]
             self._release(request, before)
@@ -419,6 +467,7 @@ class Scheduler:
             request.stop_reason,
             events,
             request.num_cached_tokens,
+            error,
         )
 
     def _take_drafts(self, draft_token_ids: dict[str, list[int]], step: int) -> None:
@@ -427,6 +476,7 @@ class Scheduler:
             if (
                 request is not None
                 and request.status is RequestStatus.RUNNING
+                and request.grammar is None
                 and step >= request.first_step
                 and request.num_computed_tokens == request.num_tokens - 1
             ):
@@ -437,6 +487,7 @@ class Scheduler:
         (self.running if before is RequestStatus.RUNNING else self.waiting).remove(request)
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
+        self._structured.pop(request.request_id, None)
         self._preempted_req_ids.discard(request.request_id)
         self.finished_req_ids.add(request.request_id)
 

@@ -111,7 +111,7 @@ class ModelRunner:
         return None
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:  # noqa: ARG002
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
         """Sample the step that `execute_model` left waiting, and append its tokens to the batch.
 
         Raises:
@@ -123,6 +123,8 @@ class ModelRunner:
         inputs = state.inputs
         token_ids: list[list[int]] = [[] for _ in inputs.req_ids]
         if state.logits is not None:
+            if grammar_output is not None:
+                _apply_grammar(state.logits, inputs, grammar_output)
             tokens = self._sample(state.logits, inputs.sampled_rows).cpu().numpy()
             self._batch.append(inputs.sampled_rows, tokens)
             for position, token in zip(inputs.sampled.tolist(), tokens.tolist(), strict=True):
@@ -202,3 +204,11 @@ class ModelRunner:
             self._metadata = self._batch.sampling_metadata(rows, self._device)
             self._metadata_key = key
         return self._metadata
+
+
+def _apply_grammar(logits: Tensor, inputs: StepInputs, grammar_output: GrammarOutput) -> None:
+    sampled = [inputs.req_ids[position] for position in inputs.sampled.tolist()]
+    rows = [sampled.index(req_id) for req_id in grammar_output.req_ids]
+    bits = np.unpackbits(grammar_output.bitmask.view(np.uint8), axis=1, bitorder="little")
+    banned = torch.from_numpy(bits[:, : logits.shape[1]] == 0).to(logits.device)
+    logits[rows] = logits[rows].masked_fill(banned, -torch.inf)
