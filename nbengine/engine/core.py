@@ -49,6 +49,11 @@ class StepInFlight:
         """Whether the executor has yet to be told to sample."""
         return self.sampled is None and self.plan.total_num_scheduled_tokens > 0
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` need not wait."""
+        return self.executed.done() if self.sampled is None else self.sampled.done()
+
     def result(self) -> ModelRunnerOutput:
         """Wait for the end of the step, and raise what it raised."""
         output = self.executed.result()
@@ -220,7 +225,7 @@ class EngineCore:
             started = plan.total_num_scheduled_tokens > 0
             if not (plan.has_structured_output_requests and len(queue) > 1):
                 self._sample(step)
-                if started and len(queue) < self.batch_queue_size and not queue[0].executed.done():
+                if started and len(queue) < self.batch_queue_size and not queue[0].is_done:
                     return {}, True
         if not queue:
             return {}, False

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tests.unit.scheduler.fake_grammar import VOCAB_SIZE, allowed_tokens, tokens_of_mask
 
-VOCAB_SIZE = 24
 EOS = 0
 _MASK = (1 << 61) - 1
 
@@ -21,7 +21,7 @@ def _mix(state: int, value: int) -> int:
     return ((state ^ value) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % _MASK
 
 
-def sequential_tokens(prompt: list[int], count: int) -> list[int]:
+def sequential_tokens(prompt: list[int], count: int, *, constrained: bool = False) -> list[int]:
     """The oracle: `count` tokens after `prompt`, computed one after another without any cache."""
     first = second = 0
     tokens = list(prompt)
@@ -29,10 +29,14 @@ def sequential_tokens(prompt: list[int], count: int) -> list[int]:
         first = _mix(first, token)
         second = _mix(second, first)
     for _ in range(count):
-        tokens.append(second % VOCAB_SIZE)
+        tokens.append(_pick(second, allowed_tokens(tokens[len(prompt) :]) if constrained else None))
         first = _mix(first, tokens[-1])
         second = _mix(second, first)
     return tokens[len(prompt) :]
+
+
+def _pick(value: int, allowed: list[int] | None) -> int:
+    return value % VOCAB_SIZE if allowed is None else allowed[value % len(allowed)]
 
 
 def sequential_value(tokens: list[int]) -> int:
@@ -114,7 +118,7 @@ class FakeWorker:
         self.num_computed_tokens = 0
         self._rng = rng
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, plan: SchedulerOutput, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         for req_id in plan.finished_req_ids:
             self.states.pop(req_id, None)
         for req_id in plan.preempted_req_ids:
@@ -131,9 +135,16 @@ class FakeWorker:
         ]
         self._check_writes(rows)
         values = self.memory.forward(rows)
+        allowed = {}
+        if grammar_output is not None:
+            assert plan.has_structured_output_requests
+            for number, req_id in enumerate(grammar_output.req_ids):
+                allowed[req_id] = tokens_of_mask(grammar_output.bitmask, number)
         sampled = [
-            self._sample(row, new, drafts.get(row.req_id, [])) for row, new in zip(rows, values, strict=True)
+            self._sample(row, new, drafts.get(row.req_id, []), allowed.pop(row.req_id, None))
+            for row, new in zip(rows, values, strict=True)
         ]
+        assert not allowed, "masks of requests that get no token"
         assert {r.req_id for r, tokens in zip(rows, sampled, strict=True) if not tokens} == (
             plan.incomplete_req_ids
         )
@@ -208,18 +219,19 @@ class FakeWorker:
             and state.tokens[:end] == self.states[row.req_id].tokens[:end]
         )
 
-    def _sample(self, row: Row, values: list[int], drafts: list[int]) -> list[int]:
+    def _sample(self, row: Row, values: list[int], drafts: list[int], allowed: list[int] | None) -> list[int]:
         """Sample after the last known token, and after each draft that is what was sampled before it."""
         state = self.states[row.req_id]
         known = len(state.tokens)
         if row.end < known:
+            assert allowed is None
             assert values[-1] == sequential_value(state.tokens[: row.end])
             state.num_computed = row.end
             return []
         sampled: list[int] = []
         for value, draft in zip(values[known - 1 - row.start :], [*drafts, None], strict=True):
             assert value == sequential_value(state.tokens), f"{row.req_id} computed a wrong value"
-            state.tokens.append(value % VOCAB_SIZE)
+            state.tokens.append(_pick(value, allowed))
             sampled.append(state.tokens[-1])
             if draft != state.tokens[-1]:
                 break

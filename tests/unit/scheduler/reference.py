@@ -50,6 +50,7 @@ class ReferenceRequest:
     resumable_after: int = -1
     """The step that must have been answered first."""
     cached_at_first: int | None = None
+    grammar_length: int | None = None
 
 
 @dataclass
@@ -159,10 +160,12 @@ class ReferenceScheduler:
         arrival: float,
         client: int,
         salt: str | None,
+        grammar_length: int | None,
     ) -> ReferenceRequest:
         order = (priority, arrival, self.added) if self.limits.policy == "priority" else (0, 0.0, self.added)
         self.added += 1
         request = ReferenceRequest(req_id, list(prompt), len(prompt), params, order, client, salt)
+        request.grammar_length = grammar_length
         self.waiting.append(request)
         return request
 
@@ -356,6 +359,8 @@ class ReferenceScheduler:
 
     def propose(self, req_id: str, drafts: list[int]) -> None:
         request = self.find(req_id)
+        if request is None or request.grammar_length is not None:
+            return
         if request in self.running and request.computed + 1 == len(request.tokens):
             request.drafts = drafts[: self.limits.lookahead]
 
@@ -366,7 +371,8 @@ class ReferenceScheduler:
         num_output = len(request.tokens) - request.num_prompt
         is_eos = token == params.eos_token_id and not params.ignore_eos
         reason = None
-        if (is_eos or token in params.stop_token_ids) and num_output >= params.min_tokens:
+        is_end = (is_eos or token in params.stop_token_ids) and num_output >= params.min_tokens
+        if is_end or num_output == request.grammar_length:
             reason = "stop"
         elif len(request.tokens) >= self.total_limit(request.num_prompt, params):
             reason = "length"

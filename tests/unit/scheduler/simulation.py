@@ -16,6 +16,7 @@ from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.fake_grammar import FakeGrammar, FakeMasks
 from tests.unit.scheduler.paged_model import FakeWorker, sequential_tokens
 from tests.unit.scheduler.reference import Limits, ReferencePlan, ReferenceScheduler
 
@@ -37,6 +38,7 @@ def make_scheduler(limits: Limits, **kwargs: object) -> Scheduler:
         limits.max_model_len,
         num_lookahead_tokens=limits.lookahead,
         async_scheduling=limits.ahead,
+        grammar_masks=FakeMasks(),
         **kwargs,  # type: ignore[arg-type]
     )
 
@@ -48,6 +50,7 @@ class Answer:
     prompt: list[int]
     params: SamplingParams
     client: int
+    constrained: bool
     tokens: list[int] = field(default_factory=list)
     events: list[EngineCoreEventType] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -105,6 +108,7 @@ class Simulation:
         arrival: float = 0.0,
         client: int = 0,
         salt: str | None = None,
+        grammar_length: int | None = None,
     ) -> None:
         TOTALS["add"] += 1
         wire = EngineCoreRequest(
@@ -117,14 +121,16 @@ class Simulation:
             client_index=client,
         )
         request = Request.from_engine_core_request(wire, self.scheduler.kv_cache_manager.block_hasher)
+        if grammar_length is not None:
+            request.grammar = FakeGrammar(grammar_length)
         if req_id in self.live or self.reference.refuses(prompt, params):
             TOTALS["refused"] += 1
             with pytest.raises(RequestError, match=req_id):
                 self.scheduler.add_request(request)
         else:
             self.scheduler.add_request(request)
-            self.reference.add(req_id, prompt, params, priority, arrival, client, salt)
-            answer = Answer(list(prompt), params, client)
+            self.reference.add(req_id, prompt, params, priority, arrival, client, salt, grammar_length)
+            answer = Answer(list(prompt), params, client, grammar_length is not None)
             self.live[req_id] = answer
             self.answers.append(answer)
             self.steps_needed += self.reference.total_limit(len(prompt), params)
@@ -210,7 +216,9 @@ class Simulation:
         TOTALS["update"] += 1
         step = self.in_flight.popleft()
         plan = step.plan
-        output = self.worker.execute(plan)
+        grammar_output = self.scheduler.get_grammar_bitmask(plan)
+        TOTALS["masks"] += 0 if grammar_output is None else len(grammar_output.req_ids)
+        output = self.worker.execute(plan, grammar_output)
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
         for req_id, tokens in sampled.items():
             TOTALS["tokens dropped"] += (
@@ -281,12 +289,15 @@ class Simulation:
         assert item.num_cached_tokens == request.cached_at_first
         assert (str(item.finish_reason) if item.finished else None) == reason
         is_stop_id = reason == "stop" and kept[-1] in answer.params.stop_token_ids
+        is_stop_id &= len(answer.tokens) >= answer.params.min_tokens
         is_eos = kept[-1] == answer.params.eos_token_id and not answer.params.ignore_eos
         assert item.stop_reason == (kept[-1] if is_stop_id and not is_eos else None)
         if item.finished:
             TOTALS["finished"] += 1
             answer.finish_reason = item.finish_reason
-            assert answer.tokens == sequential_tokens(answer.prompt, len(answer.tokens))
+            assert answer.tokens == sequential_tokens(
+                answer.prompt, len(answer.tokens), constrained=answer.constrained
+            )
             _check_events(answer.events)
             del self.live[item.request_id]
 

@@ -76,12 +76,22 @@ class SchedulerHistories(RuleBasedStateMachine):
         arrival=st.sampled_from([0.0, 1.0, 2.0]),
         client=st.integers(0, 1),
         salt=st.sampled_from([None, None, None, "", "salt"]),
+        length=st.sampled_from([None, None, 1, 4, 30]),
         cut=st.sampled_from([True, True, True, False]),
     )
-    def add(self, req_id, prompt, params, priority, arrival, client, salt, cut) -> None:
+    def add(self, req_id, prompt, params, priority, arrival, client, salt, length, cut) -> None:
         if cut:
             prompt = self.sim.cut_to_fit(prompt)
-        self.sim.add(req_id, prompt, params, priority=priority, arrival=arrival, client=client, salt=salt)
+        self.sim.add(
+            req_id,
+            prompt,
+            params,
+            priority=priority,
+            arrival=arrival,
+            client=client,
+            salt=salt,
+            grammar_length=length,
+        )
 
     @rule(prompt=prompt_strategy, params=params_strategy, first=st.integers(0, 16), count=st.integers(2, 4))
     def add_the_same_prompt_several_times(self, prompt, params, first, count) -> None:
@@ -168,6 +178,7 @@ def _random_event(sim: Simulation, rng: random.Random, number: int) -> None:
             priority=rng.randrange(3),
             client=rng.randrange(3),
             salt=salt,
+            grammar_length=rng.choice([None, None, None, 3, 20]),
         )
     elif kind < 0.25:
         sim.abort(rng.choice([*sim.live, "unknown"]), by_client=rng.random() < 0.7)
