@@ -232,9 +232,15 @@ class _Requests:
         """Register a request and send it."""
         try:
             self._client.check_alive()
-            self._output_processor.add_request(request, prompt, collector)
-            self._client.add_request(request)
+            to_send = self._output_processor.add_request(request, prompt, collector)
         except NBEngineError as error:
+            collector.put_error(error)
+            return
+        try:
+            for part in to_send:
+                self._client.add_request(part)
+        except NBEngineError as error:
+            self._client.abort_requests(self._output_processor.discard_request(request.request_id))
             collector.put_error(error)
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:

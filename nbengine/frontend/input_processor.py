@@ -46,9 +46,6 @@ _GENERATION_DEFAULTS = {
 }
 """Entries of generation_config.json that become sampling parameters, and under which name."""
 _UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "n": 1,
-    "logprobs": None,
-    "prompt_logprobs": None,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
