@@ -34,7 +34,8 @@ class RequestMetrics:
         return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
 
 
-# Structs, which take less than half of a dataclass's time to make: every step makes two a request.
+# Every step makes two of these a request: structs take less than half of a dataclass's time to make, and the garbage
+# collector need not look at them, since they never refer back to what holds them.
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -48,7 +49,7 @@ class Logprob(msgspec.Struct, gc=False):
     decoded_token: str | None = None
 
 
-class CompletionOutput(msgspec.Struct):
+class CompletionOutput(msgspec.Struct, gc=False):
     """One completion of a request.
 
     `finish_reason` is None while the request runs, then "stop", "length" or "abort"; `stop_reason` is
@@ -71,7 +72,7 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
-class RequestOutput(msgspec.Struct):
+class RequestOutput(msgspec.Struct, gc=False):
     """The state of a request as its caller sees it, not to be changed: later outputs are built from it.
 
     `outputs` has one entry a completion, by index, as far as they have begun; a delta, those that have something new.

@@ -162,15 +162,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return self.temperature < GREEDY_TEMPERATURE
 
     def clone(self) -> SamplingParams:
-        """Return a copy that shares nothing mutable with this one."""
-        clone = copy.copy(self)
-        clone.stop = self.stop.copy()
-        clone.stop_token_ids = self.stop_token_ids.copy()
-        clone.bad_words = self.bad_words.copy()
-        clone.allowed_token_ids = copy.copy(self.allowed_token_ids)
-        clone.logit_bias = copy.copy(self.logit_bias)
-        clone.structured_outputs = copy.deepcopy(self.structured_outputs)
-        return clone
+        """Return a copy that shares nothing mutable with this one, checked again."""
+        return msgspec.structs.replace(
+            self,
+            stop=list(self.stop),
+            stop_token_ids=list(self.stop_token_ids),
+            bad_words=list(self.bad_words),
+            allowed_token_ids=copy.copy(self.allowed_token_ids),
+            logit_bias=copy.copy(self.logit_bias),
+            structured_outputs=copy.deepcopy(self.structured_outputs),
+        )
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):

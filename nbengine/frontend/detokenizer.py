@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -73,7 +74,9 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         super().__init__()
         self._tokenizer = tokenizer
         self._skip_special = params.skip_special_tokens
-        self._step = DecodeStream(skip_special_tokens=self._skip_special).step
+        self._step: Callable[[Tokenizer, int], str | None] = DecodeStream(
+            skip_special_tokens=self._skip_special
+        ).step
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._matcher = StopStringMatcher(params.stop) if params.stop else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -27,7 +26,7 @@ def stream(
     for index, new_ids in enumerate(steps):
         reason = finish if index == len(steps) - 1 else None
         stop = detokenizer.update(new_ids, reason)
-        deltas.append(detokenizer.get_next_output_text(reason is not None or stop is not None, True))
+        deltas.append(detokenizer.take_text(reason is not None or stop is not None))
         if stop is not None:
             return deltas, stop, detokenizer
     return deltas, None, detokenizer
@@ -103,18 +102,6 @@ def test_an_incomplete_character_is_flushed_at_the_end(byte_level: Tokenizer) ->
     assert "".join(deltas) == byte_level.decode(ids) == "a\ufffd"
 
 
-def test_cumulative_text_grows_and_ends_complete(byte_level: Tokenizer) -> None:
-    detokenizer = FastIncrementalDetokenizer(byte_level, SamplingParams())
-    ids = byte_level.encode("naïve café 東京").ids
-    seen = []
-    for index, token_id in enumerate(ids):
-        finish = LENGTH if index == len(ids) - 1 else None
-        detokenizer.update([token_id], finish)
-        seen.append(detokenizer.get_next_output_text(finish is not None, False))
-    assert all(after.startswith(before) for before, after in itertools.pairwise(seen))
-    assert seen[-1] == "naïve café 東京"
-
-
 def test_a_stream_goes_on_after_its_decoder_has_rewritten_what_it_had_given_out(
     byte_fallback: Tokenizer,
 ) -> None:
@@ -126,7 +113,7 @@ def test_a_stream_goes_on_after_its_decoder_has_rewritten_what_it_had_given_out(
     assert deltas[0] == "]"
     assert "".join(deltas).endswith("ah the foxsé")
     assert isinstance(detokenizer, FastIncrementalDetokenizer)
-    assert detokenizer._stream is None
+    assert detokenizer._step == detokenizer._decode_again
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -185,9 +172,9 @@ def test_no_stop_string_counts_before_min_tokens(byte_level: Tokenizer) -> None:
 def test_an_abort_releases_what_was_held_back(byte_level: Tokenizer) -> None:
     detokenizer = FastIncrementalDetokenizer(byte_level, SamplingParams(stop=["fog"]))
     detokenizer.update([byte_level.encode("f").ids[0]], None)
-    assert detokenizer.get_next_output_text(False, True) == ""
+    assert detokenizer.take_text(finished=False) == ""
     detokenizer.update([], FinishReason.ABORT)
-    assert detokenizer.get_next_output_text(True, True) == "f"
+    assert detokenizer.take_text(finished=True) == "f"
 
 
 def test_without_detokenization_there_are_only_token_ids(byte_level: Tokenizer) -> None:
