@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from typing import TypeVar
+
+S = TypeVar("S", str, list[int])
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, int] | None:
@@ -15,16 +18,11 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, int] | None:
     return None
 
 
-def chunkings(text: str) -> list[list[str]]:
-    """Every way to cut `text` into pieces."""
+def chunkings(text: S) -> list[list[S]]:
+    """Every way to cut a text, or a list of tokens, into pieces."""
     cuts = itertools.product((False, True), repeat=max(0, len(text) - 1))
     result = []
     for cut in cuts:
-        pieces = [text[:1]]
-        for character, new_piece in zip(text[1:], cut, strict=True):
-            if new_piece:
-                pieces.append(character)
-            else:
-                pieces[-1] += character
-        result.append(pieces)
+        bounds = [0, *(position for position, is_cut in enumerate(cut, 1) if is_cut), len(text)]
+        result.append([text[begin:end] for begin, end in itertools.pairwise(bounds)])
     return result

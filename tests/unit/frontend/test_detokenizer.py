@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from nbengine.frontend.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 from nbengine.ipc.messages import FinishReason
 from nbengine.sampling_params import SamplingParams
+from tests.unit.frontend.stop_reference import chunkings, first_stop
 
 LENGTH = FinishReason.LENGTH
 STOP = FinishReason.STOP
@@ -138,6 +140,31 @@ def test_stop_strings_give_the_same_text_for_every_split_of_the_tokens(
         deltas, stop, _ = stream(byte_level, steps, params)
         assert stop == params.stop[0]
         assert "".join(deltas) == text[:end]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_overlapping_stop_strings_mean_the_same_for_every_chunking_of_bytes(
+    byte_level: Tokenizer, seed: int, include: bool
+) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices("aabé€", k=6))
+    # Every token is a byte of UTF-8, so that most end within a character; the last one may be incomplete.
+    pieces = ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    tokens = [byte_level.token_to_id(byte) for piece, _ in pieces for byte in piece][:11]
+    text = byte_level.decode(tokens)
+    stops = ["".join(rng.choices("aabé€", k=rng.randint(1, 3))) for _ in range(3)]
+    expected = first_stop(text, stops)
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    for steps in chunkings(tokens):
+        deltas, stop, detokenizer = stream(byte_level, steps, params)
+        if expected is None:
+            assert (stop, "".join(deltas), detokenizer.token_ids) == (None, text, tokens)
+            continue
+        end = expected[1] + len(expected[0])
+        assert stop == expected[0]
+        assert "".join(deltas) == text[: end if include else expected[1]]
+        assert detokenizer.token_ids == tokens[: len(text[:end].encode())]
 
 
 def test_text_that_may_become_a_stop_string_is_held_back_and_released_when_it_does_not(
