@@ -41,7 +41,13 @@ class RequestOutputCollector:
         self._waiter: Waiter | None = None
         self._num_blocked = 0
 
-    def put(self, delta: RequestOutput) -> Waiter | None:
+    def put(self, delta: RequestOutput) -> None:
+        """Hand over an output and wake the reader."""
+        waiter = self.add(delta)
+        if waiter is not None:
+            wake([waiter])
+
+    def add(self, delta: RequestOutput) -> Waiter | None:
         """Hand over an output. If a coroutine waits for it, what it waits on is returned, to be given to `wake`."""
         with self._lock:
             self._parts.append(delta)

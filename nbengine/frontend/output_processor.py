@@ -247,7 +247,7 @@ class OutputProcessor:
             delta = state.make_delta(finish_reason, stop_reason)
             if delta is None:
                 continue
-            waiter = state.queue.put(delta)
+            waiter = state.queue.add(delta)
             if waiter is not None:
                 waiters.append(waiter)
             elif state.is_polled:
@@ -310,9 +310,8 @@ class OutputProcessor:
         state.detokenizer.update([], FinishReason.ABORT)
         self._finish(state, time.monotonic())
         delta = state.make_delta(FinishReason.ABORT, None)
-        waiter = None if delta is None else state.queue.put(delta)
-        if waiter is not None:
-            wake([waiter])
+        if delta is not None:
+            state.queue.put(delta)
 
     def _fail(self, state: RequestState, reason: str | None, result: OutputProcessorOutput) -> None:
         """End a request that the engine refused; with `n > 1` no completion comes without the others."""

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.frontend.output_collector import RequestOutputCollector, wake
+from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import RequestOutputKind
 
@@ -89,9 +89,7 @@ async def test_a_coroutine_misses_nothing_that_another_thread_puts(kind: Request
     def produce() -> None:
         for index in range(count):
             last = index == count - 1
-            waiter = queue.put(output("x", [index], finished=last))
-            if waiter is not None:
-                wake([waiter])
+            queue.put(output("x", [index], finished=last))
 
     producer = threading.Thread(target=produce)
     producer.start()
