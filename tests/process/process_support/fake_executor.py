@@ -2,6 +2,8 @@
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
 long a step takes), `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the model).
+
+Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.messages import LogprobsLists, Progress
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
@@ -21,12 +23,19 @@ logger = logging.getLogger(__name__)
 VOCAB_SIZE = 1000
 
 
+def rows(token_ids: list[int], count: int) -> LogprobsLists:
+    ids = [[token_id, *range(count)] for token_id in token_ids]
+    return LogprobsLists(ids, [[-float(i) for i in row] for row in ids], [t + 1 for t in token_ids])
+
+
 class FakeExecutor(Executor):
     def __init__(self, config, progress=None):
         self.knobs: dict[str, Any] = config.model.hf_overrides
         self.block_size = config.cache.block_size
         self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
         self.last_token: dict[str, int] = {}
+        self.logprobs: dict[str, int] = {}
+        self.prompt_logprobs: dict[str, LogprobsLists] = {}
         if progress is not None:
             progress(Progress("load", "the model that adds one", 0.5))
         time.sleep(self.knobs.get("load_seconds", 0))
@@ -61,13 +70,26 @@ class FakeExecutor(Executor):
             time.sleep(seconds)
         for request_id in plan.finished_req_ids:
             self.last_token.pop(request_id, None)
+            self.logprobs.pop(request_id, None)
         for new in plan.scheduled_new_reqs:
             self.last_token[new.req_id] = new.token_ids[-1]
+            params = new.sampling_params
+            if params.logprobs is not None:
+                self.logprobs[new.req_id] = params.logprobs
+            if params.prompt_logprobs is not None:
+                self.prompt_logprobs[new.req_id] = rows(new.token_ids[1:], params.prompt_logprobs)
         sampled = [
             [] if request_id in plan.incomplete_req_ids else [self.next_token(request_id)]
             for request_id in plan.num_scheduled_tokens
         ]
-        return ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled)
+        output = ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled)
+        tokens = dict(zip(output.req_ids, sampled, strict=True))
+        output.logprobs = {
+            name: rows(tokens[name], k) for name, k in self.logprobs.items() if tokens.get(name)
+        }
+        done_prompts = [name for name in self.prompt_logprobs if tokens.get(name)]
+        output.prompt_logprobs = {name: self.prompt_logprobs.pop(name) for name in done_prompts}
+        return output
 
     def next_token(self, request_id: str) -> int:
         token = (self.last_token[request_id] + 1) % self.vocab_size
