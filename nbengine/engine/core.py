@@ -22,7 +22,7 @@ from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.units import size
@@ -42,7 +42,7 @@ class StepInFlight:
 
     plan: SchedulerOutput
     executed: Future[ModelRunnerOutput | None]
-    sampled: Future[ModelRunnerOutput] | None = None
+    sampled: Future[ModelRunnerOutput | AsyncModelRunnerOutput] | None = None
     """None as long as sampling waits for masks, and for a plan without tokens."""
 
     @property
@@ -53,13 +53,20 @@ class StepInFlight:
     @property
     def is_done(self) -> bool:
         """Whether `result` need not wait."""
-        return self.executed.done() if self.sampled is None else self.sampled.done()
+        if self.sampled is None:
+            return self.executed.done()
+        if not self.sampled.done() or self.sampled.exception() is not None:
+            return self.sampled.done()
+        output = self.sampled.result()
+        return not isinstance(output, AsyncModelRunnerOutput) or output.is_ready
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the end of the step, and raise what it raised."""
-        output = self.executed.result()
+        output: ModelRunnerOutput | AsyncModelRunnerOutput | None = self.executed.result()
         if self.sampled is not None:
             output = self.sampled.result()
+        if isinstance(output, AsyncModelRunnerOutput):
+            return output.get_output()
         if output is None:
             raise NBEngineError(f"step {self.plan.step} has no output")
         return output

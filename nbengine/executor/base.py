@@ -11,7 +11,12 @@ from nbengine.config import EngineConfig
 from nbengine.errors import NotSupportedError
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.progress import ProgressCallback
-from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import (
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 
 class Executor(ABC):
@@ -102,12 +107,12 @@ class Executor(ABC):
     @overload
     def sample_tokens(
         self, grammar_output: GrammarOutput | None = None, *, non_block: Literal[True]
-    ) -> Future[ModelRunnerOutput]: ...
+    ) -> Future[ModelRunnerOutput | AsyncModelRunnerOutput]: ...
 
     @abstractmethod
     def sample_tokens(
         self, grammar_output: GrammarOutput | None = None, *, non_block: bool = False
-    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | AsyncModelRunnerOutput]:
         """Sample the step that `execute_model` left waiting, the latest one."""
 
     @abstractmethod

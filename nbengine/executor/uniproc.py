@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.base import Executor
 from nbengine.models.progress import ProgressCallback
-from nbengine.scheduler.output import GrammarOutput, SchedulerOutput
+from nbengine.models.registry import resolve_device
+from nbengine.scheduler.output import AsyncModelRunnerOutput, GrammarOutput, SchedulerOutput
 from nbengine.worker.worker import Worker
 
 T = TypeVar("T")
@@ -24,12 +26,12 @@ class UniProcExecutor(Executor):
     """
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        is_async = _schedules_asynchronously(config)
+        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=is_async))
+        self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
         self._worker: Worker | None = Worker(config, progress)
-        self._thread: ThreadPoolExecutor | None = None
         try:
-            self._worker.init_device()
-            if _schedules_asynchronously(config, self._worker.device.type):
-                self._thread = ThreadPoolExecutor(1, "nbengine-worker")
+            self._call(self._worker.init_device)
             self._call(self._worker.load_model)
         except BaseException:
             self.shutdown()
@@ -55,7 +57,8 @@ class UniProcExecutor(Executor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None, *, non_block: bool = False) -> Any:
         worker = self._alive()
-        return self._call(lambda: worker.sample_tokens(grammar_output), non_block=non_block)
+        output = self._call(lambda: worker.sample_tokens(grammar_output), non_block=non_block)
+        return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 
     def check_health(self) -> None:
         self._alive()
@@ -89,10 +92,10 @@ class UniProcExecutor(Executor):
         return _completed(function) if non_block else function()
 
 
-def _schedules_asynchronously(config: EngineConfig, device_type: str) -> bool:
+def _schedules_asynchronously(config: EngineConfig) -> bool:
     """On a GPU it hides what a step costs the CPU; on a CPU the model leaves no core idle to hide it on."""
     wanted = config.scheduler.async_scheduling
-    return device_type != "cpu" if wanted is None else wanted
+    return resolve_device(config.model).type != "cpu" if wanted is None else wanted
 
 
 def _completed(call: Callable[[], T]) -> Future[T]:

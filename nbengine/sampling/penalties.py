@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nbengine.sampling.rows import Rows, add_to_rows, rows_of, take_rows
+from nbengine.sampling.rows import Rows, add_to_rows, rows_of, take_rows, upload
 from nbengine.sampling_params import SamplingParams
 
 _GRAIN = 32
@@ -52,7 +52,7 @@ class PenaltyRows:
     ) -> PenaltyRows:
         """Build for rows of the table, whose logits are at `positions` of `num_positions`."""
         count = len(host_rows)
-        index = torch.from_numpy(host_rows).to(device)
+        index = upload(host_rows, device)
         in_order = bool((host_rows == np.arange(count)).all())
         return cls(
             table=table,
@@ -60,7 +60,7 @@ class PenaltyRows:
             rows=slice(0, count) if in_order else index,
             index=index,
             positions=rows_of(positions, num_positions, device),
-            offsets=torch.from_numpy(positions * vocab_size).to(device)[:, None],
+            offsets=upload(positions * vocab_size, device)[:, None],
             repetition=repetition,
             occurrence=occurrence,
         )
@@ -189,8 +189,8 @@ class PenaltyTable:
             self._token_ids[row], self._counts[row], self._factors[row] = 0, 0, 1
             return
         self._token_ids[row], self._counts[row] = int(token_ids[0]), float(counts[0])
-        self._token_ids[row, :count] = torch.from_numpy(token_ids).to(self._device)
-        self._counts[row, :count] = torch.from_numpy(counts).to(self._device)
+        self._token_ids[row, :count] = upload(token_ids, self._device)
+        self._counts[row, :count] = upload(counts, self._device)
         self._factors[row] = repetition_penalty
 
     def _tighten(self, rows: PenaltyRows) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,3 +90,16 @@ class ModelRunnerOutput:
     """For the pooling requests whose prompt was completed in this step."""
     draft_token_ids: dict[str, list[int]] | None = None
     """What may come after `sampled_token_ids`, for the next step to verify."""
+
+
+class AsyncModelRunnerOutput(ABC):
+    """A `ModelRunnerOutput` whose tokens are still on their way from the device."""
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether `get_output` need not wait."""
+
+    @abstractmethod
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the tokens; to be called once, on any thread."""

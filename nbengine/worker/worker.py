@@ -15,7 +15,13 @@ from nbengine.models.decoder_config import decoder_config
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.registry import load_model, resolve_device, resolve_dtype
-from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import (
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.memory import (
     available_host_memory,
     check_kv_cache_fits,
@@ -61,7 +67,10 @@ class Worker:
         if self.device.type == "cpu":
             self._threads.limit(shapes.weights_bytes)
         self.model = load_model(self.config.model, self.device, self.dtype, self._progress)
-        self.model_runner = ModelRunner(self.config, self.model, self.device, self.dtype)
+        overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
+        self.model_runner = ModelRunner(
+            self.config, self.model, self.device, self.dtype, CudaTransfer if overlaps else None
+        )
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded, in plain values."""
@@ -120,7 +129,9 @@ class Worker:
         """See `ModelRunner.execute_model`."""
         return self.model_runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None = None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """See `ModelRunner.sample_tokens`."""
         return self.model_runner.sample_tokens(grammar_output)
 
