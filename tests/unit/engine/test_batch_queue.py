@@ -188,3 +188,20 @@ def test_an_idle_engine_has_no_step_in_flight_that_anyone_waits_for() -> None:
     run(core)
     assert core.num_steps_in_flight == 0
     assert core.step_fn() == ({}, False)
+
+
+def test_nothing_is_planned_while_a_step_with_masks_waits_for_several_before_it() -> None:
+    core = make_core(ThreeStepExecutor)
+    core.scheduler._grammar_masks = FakeMasks()
+    add(core, "plain", [100], max_tokens=6)
+    step(core)
+    step(core)
+    constrained(core, "structured", 3)
+    step(core)
+    assert core.num_steps_in_flight == 2
+    assert core.batch_queue[-1].awaits_sampling
+    step(core)
+    assert core.num_steps_in_flight == 1
+    assert not core.batch_queue[-1].awaits_sampling
+    answers = run(core)
+    assert answers["structured"] == ([2, 3, 4], FinishReason.STOP)

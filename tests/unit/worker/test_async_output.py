@@ -175,3 +175,35 @@ def test_a_request_that_takes_over_an_id_does_not_get_tokens_in_flight(make_core
     alone = make_core(late=False)
     add(alone, "r", [50, 51, 52], params)
     assert answers["r"] == run(alone)["r"]
+
+
+def tokens_of(
+    core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]]
+) -> dict[str, list[int]]:
+    for name, (prompt, params) in requests.items():
+        add(core, name, prompt, params)
+    return {name: answer[0] for name, answer in run(core).items()}
+
+
+def greedy(**more) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **more)
+
+
+def test_rows_that_change_places_keep_their_tokens_in_flight(make_core: MakeCore) -> None:
+    prompts = {name: [20 * place] for place, name in enumerate("abcdef", 1)}
+    free = tokens_of(make_core(late=False), {name: (prompt, greedy()) for name, prompt in prompts.items()})
+    stops = {"a": [free["a"][2]], "b": [free["b"][4]]}
+    requests = {name: (p, greedy(stop_token_ids=stops.get(name, []))) for name, p in prompts.items()}
+    expected = tokens_of(make_core(late=False, max_num_seqs=3), requests)
+    assert len(expected["a"]) <= 3
+    assert tokens_of(make_core(late=True, max_num_seqs=3), requests) == expected
+
+
+def test_a_bad_word_is_held_back_when_its_beginning_was_in_flight(make_core: MakeCore) -> None:
+    free = tokens_of(make_core(late=False), {"r": ([20], greedy())})["r"]
+    params = greedy()
+    params.bad_words_token_ids = [free[:2]]
+    kept = tokens_of(make_core(late=True), {"r": ([20], params)})["r"]
+    assert kept == tokens_of(make_core(late=False), {"r": ([20], params)})["r"]
+    assert kept[0] == free[0]
+    assert kept[1] != free[1]
