@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 from collections.abc import Callable, Generator
 from typing import Any
 
+from nbengine.errors import IncompleteOutputError
 from nbengine.magics.interrupts import ticking
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
@@ -30,6 +32,8 @@ class GenerationResult:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics()
+        self.is_json = False
+        """The answer was asked for with `--json`."""
         self._displayed = True
 
     def absorb(self, output: RequestOutput) -> None:
@@ -56,6 +60,20 @@ class GenerationResult:
     def finished(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None
+
+    @property
+    def value(self) -> Any:
+        """What the answer stands for: with `--json` the parsed JSON, else the text.
+
+        Raises:
+            IncompleteOutputError: the JSON is not complete, and why.
+        """
+        if not self.is_json:
+            return self.text
+        try:
+            return json.loads(self.text)
+        except json.JSONDecodeError as error:
+            raise IncompleteOutputError(_why_incomplete(self)) from error
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -86,6 +104,17 @@ class GenerationResult:
     def __repr__(self) -> str:
         state = f"finish_reason={self.finish_reason!r}" if self.finished else "running"
         return f"GenerationResult({self.request_id!r}, {len(self.token_ids)} tokens, {state})"
+
+
+def _why_incomplete(result: GenerationResult) -> str:
+    reasons = {
+        None: "it is still being written",
+        "length": "it reached the limit of tokens; raise --max-tokens",
+        "abort": "it was ended early",
+        "stop": "a stop string or stop token ended it",
+    }
+    reason = reasons.get(result.finish_reason, f"it ended with {result.finish_reason!r}")
+    return f"the answer is not complete JSON: {reason} (.text has what there is)"
 
 
 class GenerationHandle:

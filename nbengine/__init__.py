@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
+        IncompleteOutputError,
         InvalidArgumentError,
         InvalidTypeError,
         LeaseExpiredError,
@@ -39,6 +40,7 @@ _HOMES = {
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
+        "IncompleteOutputError",
         "InvalidArgumentError",
         "InvalidTypeError",
         "LeaseExpiredError",
@@ -70,6 +72,7 @@ __all__ = [
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
+    "IncompleteOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
     "LLMEngine",
