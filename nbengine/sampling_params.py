@@ -255,7 +255,7 @@ def _require_list(value: object, name: str, kind: type, allowed: str) -> None:
 def _require_text(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise InvalidTypeError(name, value, "a string")
-    _require(name, value, bool(value.strip()), "not empty")
+    _require(name, value, bool(value), "not empty")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -274,7 +274,7 @@ def _require_json_schema(name: str, value: object) -> None:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
-    _require(name, value, isinstance(value, (dict, bool)), allowed)
+    _require(name, value, isinstance(value, dict), allowed)
 
 
 def _require_choices(name: str, value: object) -> None:
@@ -283,7 +283,7 @@ def _require_choices(name: str, value: object) -> None:
         raise InvalidTypeError(name, value, allowed)
     _require(name, value, bool(value) and all(value), allowed)
     for choice in value:
-        _require_text(name, f"{choice}.")
+        _require_text(name, choice)
 
 
 def _require_true(name: str, value: object) -> None:

@@ -9,6 +9,7 @@ time and memory are limited by the kernel, and which is started anew when a text
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -28,6 +29,7 @@ WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
 """Between the parts of a JSON text: a space, or a line break and an indentation. Without a limit a small model that
 has begun with white space often never ends it."""
 
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _JSON_OBJECT = '{"type": "object"}'
 
 
@@ -124,7 +126,7 @@ def guidance_grammar(source: GrammarSource) -> str:
         Exception: the library cannot read it; the message says why.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     match source.kind:
         case "json" | "json_object":
@@ -139,7 +141,8 @@ def guidance_grammar(source: GrammarSource) -> str:
                 "start: " + " | ".join(map(_literal, json.loads(source.text)))
             )
         case _:
-            grammar = LLMatcher.grammar_from_lark(any_to_lark(source.text))
+            text = gbnf_to_lark(source.text) if _GBNF_RULE.search(source.text) else source.text
+            grammar = LLMatcher.grammar_from_lark(text)
     return grammar
 
 
