@@ -75,7 +75,7 @@ def test_contradictions_are_refused() -> None:
         SamplingParams(stop="x", detokenize=False)
     with pytest.raises(InvalidArgumentError, match="stop must be without empty strings"):
         SamplingParams(stop=["a", ""])
-    with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one kind"):
+    with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one of"):
         StructuredOutputsParams(regex="a", json_object=True)
 
 

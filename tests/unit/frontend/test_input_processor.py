@@ -126,7 +126,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(input_processor: InputPr
         {"bad_words": ["x"]},
         {"allowed_token_ids": [1]},
         {"logit_bias": {1: 1.0}},
-        {"structured_outputs": StructuredOutputsParams(regex="a")},
         {"truncate_prompt_tokens": 5},
     ],
     ids=lambda options: next(iter(options)),
@@ -138,6 +137,19 @@ def test_an_option_that_is_not_offered_yet_is_named_with_its_value(
     with pytest.raises(NotSupportedError) as caught:
         params_of(input_processor, SamplingParams(**options))
     assert str(caught.value).startswith(f"{name}={value!r} ")
+
+
+def test_structured_outputs_need_their_library(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert params_of(input_processor, params).structured_outputs == params.structured_outputs
+    _can_structure.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotSupportedError, match=r"pip install nbengine\[structured\]"):
+        params_of(input_processor, params)
+    assert params_of(input_processor, SamplingParams()).structured_outputs is None
+    _can_structure.cache_clear()
 
 
 def test_prompt_embeds_are_not_offered_yet(input_processor: InputProcessor) -> None:
