@@ -18,6 +18,7 @@ from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineRe
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.sampling.logits_processor import check_params, load_logits_processors
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -36,7 +37,7 @@ class EngineCore:
     """Executor, KV cache and scheduler of one engine. For one thread, except `preprocess_add_request`.
 
     Raises:
-        EngineStartError: the KV cache has no room for what was asked.
+        EngineStartError: the KV cache has no room for what was asked, or a logits processor cannot be loaded.
         NBEngineError: the model cannot be loaded.
     """
 
@@ -50,6 +51,7 @@ class EngineCore:
         self.config = config
         self.engine_index = engine_index
         self._report = progress or _log_progress
+        self._logits_processors = load_logits_processors(config.model.logits_processors)
         self.model_executor = executor_class(config, progress)
         try:
             self.model_info = self.model_executor.model_info()
@@ -94,15 +96,18 @@ class EngineCore:
         """
         if request.prompt_token_ids is not None:
             self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
-        params = request.sampling_params
+        params, grammar = request.sampling_params, None
         if params is not None:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
             self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
             self._check_vocabulary("logit_bias", params.logit_bias or ())
-        grammar = None if params is None else self._structured_outputs.compile(params)
-        if params is not None and params.min_tokens and grammar is not None:
-            # The grammar holds the end back itself: it knows where nothing else can follow.
-            request.sampling_params = msgspec.structs.replace(params, min_tokens=0)
+            for token_ids in params.bad_words_token_ids or ():
+                self._check_vocabulary("bad_words", token_ids)
+            check_params(self._logits_processors, params)
+            grammar = self._structured_outputs.compile(params)
+            if grammar is not None and params.min_tokens:
+                # The grammar holds the end back itself: it knows where nothing else can follow.
+                request.sampling_params = msgspec.structs.replace(params, min_tokens=0)
         prepared = Request.from_engine_core_request(request, self._block_hasher)
         prepared.grammar = grammar
         self.scheduler.validate_request(prepared)

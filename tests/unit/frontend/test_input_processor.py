@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
-from nbengine.frontend.input_processor import InputProcessor, prompt_text
+from nbengine.frontend.input_processor import InputProcessor, _can_structure, prompt_text
 from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_MODEL_LEN = 64
@@ -117,15 +118,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(input_processor: InputPr
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 2},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
-        {"repetition_penalty": 1.1},
-        {"bad_words": ["x"]},
-        {"allowed_token_ids": [1]},
-        {"logit_bias": {1: 1.0}},
         {"truncate_prompt_tokens": 5},
     ],
     ids=lambda options: next(iter(options)),
