@@ -19,11 +19,12 @@ import msgspec
 
 from nbengine.engine.processes import child_environment, describe_status
 from nbengine.errors import NBEngineError, RequestError
+from nbengine.units import size
 
 CHECK_SECONDS = 2.0
 """What a check may take; a realistic schema takes less than a millisecond."""
 CHECK_BYTES = 1 << 30
-"""Address space of the checking process; it needs a tenth of that."""
+"""Address space of the checking process."""
 MAX_SOURCE_BYTES = 64 * 1024
 WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
 """Between the parts of a JSON text: a space, or a line break and an indentation. Without a limit a small model that
@@ -53,7 +54,9 @@ class CheckedGrammar(msgspec.Struct, array_like=True):
 class GrammarChecker:
     """The other end of the checking process, which is started when it is first needed. For one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_seconds: float = CHECK_SECONDS, max_bytes: int = CHECK_BYTES) -> None:
+        self._max_seconds = max_seconds
+        self._max_bytes = max_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, source: GrammarSource) -> str:
@@ -63,9 +66,9 @@ class GrammarChecker:
             RequestError: the text is too long, not valid, or takes too long or too much memory to compile.
             NBEngineError: the process cannot be used.
         """
-        size = len(source.text.encode())
-        if size > MAX_SOURCE_BYTES:
-            raise RequestError(f"it has {size:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed")
+        num_bytes = len(source.text.encode())
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise RequestError(f"it has {num_bytes:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed")
         answer = self._exchange(msgspec.json.encode(source) + b"\n")
         if not answer:
             raise self._why_it_ended()
@@ -100,7 +103,7 @@ class GrammarChecker:
         if self._process is None:
             safe_path = ["-P"] if sys.flags.safe_path else []
             self._process = subprocess.Popen(
-                [sys.executable, *safe_path, "-m", __name__],
+                [sys.executable, *safe_path, "-m", __name__, str(self._max_seconds), str(self._max_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -113,9 +116,9 @@ class GrammarChecker:
         status = 0 if process is None else process.wait()
         self.shutdown()
         if status == -signal.SIGALRM:
-            return RequestError(f"it takes more than {CHECK_SECONDS:g} s to compile; simplify it")
+            return RequestError(f"it takes more than {self._max_seconds:g} s to compile; simplify it")
         if status == -signal.SIGABRT:
-            return RequestError(f"it takes more than {CHECK_BYTES >> 20:,} MiB to compile; simplify it")
+            return RequestError(f"it takes more than {size(self._max_bytes)} to compile; simplify it")
         return NBEngineError(f"the process that checks grammars {describe_status(status)}")
 
 
@@ -171,14 +174,14 @@ def _checked(line: bytes) -> CheckedGrammar:
     return CheckedGrammar(grammar)
 
 
-def main() -> int:
+def main(max_seconds: float, max_bytes: int) -> int:
     """Answer one line with one line until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (CHECK_BYTES, CHECK_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         # The signal is not handled: it ends the process, wherever the library is.
-        signal.setitimer(signal.ITIMER_REAL, CHECK_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, max_seconds)
         answer = _checked(line)
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
@@ -187,4 +190,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))

@@ -69,8 +69,8 @@ class GuidanceGrammar:
     def accept_tokens(self, token_ids: list[int]) -> bool:
         self._num_tokens += len(token_ids)
         self._terminated = self._eos in token_ids
-        accepted: bool = self.matcher.consume_tokens(token_ids)
-        return accepted
+        # One by one: the library's call for several refuses the end where nothing else can follow.
+        return all(map(self.matcher.consume_token, token_ids)) and not self.matcher.is_error()
 
     def is_terminated(self) -> bool:
         return self._terminated

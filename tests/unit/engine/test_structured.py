@@ -332,6 +332,8 @@ def test_where_the_request_may_end(
         found = allowed(manager, grammar)
         assert found & {EOS, END} == ends
         assert bool(found - {EOS, END}) is (regex == "a+")
+        assert grammar.accept_tokens([EOS])
+        assert grammar.is_terminated()
 
 
 def test_the_end_of_sequence_terminates(manager: StructuredOutputManager, make: Make) -> None:
