@@ -22,10 +22,11 @@ from nbengine.errors import NBEngineError, RequestError
 from nbengine.units import size
 
 CHECK_SECONDS = 2.0
-"""What a check may take; a realistic schema takes less than a millisecond."""
+"""Processor time that a check may take; a realistic schema takes less than a millisecond."""
 CHECK_BYTES = 1 << 30
 """Address space of the checking process."""
 MAX_SOURCE_BYTES = 64 * 1024
+MAX_REASON_LENGTH = 1000
 WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
 """Between the parts of a JSON text: a space, or a line break and an indentation. Without a limit a small model that
 has begun with white space often never ends it."""
@@ -115,7 +116,7 @@ class GrammarChecker:
         process = self._process
         status = 0 if process is None else process.wait()
         self.shutdown()
-        if status == -signal.SIGALRM:
+        if status == -signal.SIGPROF:
             return RequestError(f"it takes more than {self._max_seconds:g} s to compile; simplify it")
         if status == -signal.SIGABRT:
             return RequestError(f"it takes more than {size(self._max_bytes)} to compile; simplify it")
@@ -168,9 +169,9 @@ def _checked(line: bytes) -> CheckedGrammar:
         grammar = guidance_grammar(msgspec.json.decode(line, type=GrammarSource))
         error = LLMatcher.validate_grammar(grammar, limits=parser_limits())
     except Exception as failure:  # noqa: BLE001 (whatever the library raises is about the text)
-        return CheckedGrammar(error=str(failure).strip() or type(failure).__name__)
+        return CheckedGrammar(error=str(failure).strip()[:MAX_REASON_LENGTH] or type(failure).__name__)
     if error and not error.startswith("WARNING"):
-        return CheckedGrammar(error=error.strip())
+        return CheckedGrammar(error=error.strip()[:MAX_REASON_LENGTH])
     return CheckedGrammar(grammar)
 
 
@@ -181,9 +182,9 @@ def main(max_seconds: float, max_bytes: int) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         # The signal is not handled: it ends the process, wherever the library is.
-        signal.setitimer(signal.ITIMER_REAL, max_seconds)
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
         answer = _checked(line)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
     return 0

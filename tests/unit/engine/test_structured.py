@@ -414,6 +414,16 @@ def test_what_was_refused_is_refused_again_without_another_look(
     assert len(checked_texts(manager)) == 1
 
 
+def test_a_check_that_was_interrupted_is_not_remembered(
+    manager: StructuredOutputManager, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(InThisProcess, "_exchange", lambda self, question: b"")
+        with pytest.raises(RequestError, match="the process that checks grammars"):
+            make(regex="a")
+    make(regex="a")
+
+
 # Refusals.
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
