@@ -64,7 +64,9 @@ class LLM:
         """Generate a completion for each prompt and return them in the order of the prompts.
 
         Args:
-            prompts: one prompt or several, each a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`.
+            prompts: one prompt or several, each a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or
+                `{"prompt_embeds": tensor}`, the dicts with `cache_salt` if wanted; a list of integers is a prompt's
+                tokens.
             sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params()`.
             use_tqdm: show a progress bar, or a callable that makes one.
             priority: of each prompt, lower goes first, with `scheduling_policy="priority"`.
@@ -231,7 +233,10 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidTypeError("prompts", prompts, "a prompt or a list of prompts")
-    return list(prompts)
+    # Integers are tokens of one prompt; a prompt by itself is no integer.
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

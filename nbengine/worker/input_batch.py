@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.random_streams import UnseededStreams, seeded_stream, uniforms
@@ -76,6 +77,9 @@ class InputBatch:
         self._vocab_size = vocab_size
         self._streams = UnseededStreams(seed)
         self._preempted: dict[str, CachedRequestState] = {}
+        self.prompt_embeds: dict[str, Tensor] = {}
+        """Prompts given as embeddings, [prompt tokens, hidden size] on the CPU, until their request has ended: one
+        that was preempted computes its prompt again."""
         self._min_tokens: dict[str, _MinTokens] = {}
         self._bans = _Bans.none()
         self._bans_version = 0
@@ -89,6 +93,7 @@ class InputBatch:
         """Take over what a plan changes: first the requests that leave, then those that come and go on."""
         for req_id in plan.finished_req_ids:
             self._preempted.pop(req_id, None)
+            self.prompt_embeds.pop(req_id, None)
             self._min_tokens.pop(req_id, None)
             if req_id in self.row_of:
                 self._remove(req_id)
@@ -152,6 +157,8 @@ class InputBatch:
         row["stream"] = self._streams.take() if params.seed is None else seeded_stream(params.seed)
         row["temperature"] = 0 if params.is_greedy else params.temperature
         row["top_k"], row["top_p"], row["min_p"] = params.top_k, params.top_p, params.min_p
+        if new.prompt_embeds is not None:
+            self.prompt_embeds[new.req_id] = new.prompt_embeds
         if params.min_tokens:
             self._min_tokens[new.req_id] = _min_tokens(params, self._vocab_size)
         self._add(new.req_id, CachedRequestState(row, np.asarray(new.token_ids, np.int32)))

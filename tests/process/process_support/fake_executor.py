@@ -42,6 +42,7 @@ class FakeExecutor(Executor):
                 "weights_bytes": 4,
                 "max_position_embeddings": self.knobs.get("max_position_embeddings", 512),
                 "vocab_size": self.vocab_size,
+                "hidden_size": self.knobs.get("hidden_size", 4),
             },
             "determine_available_memory": 1 << 20,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),

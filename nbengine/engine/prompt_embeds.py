@@ -1,0 +1,43 @@
+"""Prompts that are given as embeddings, as the model takes them. Imports torch: for the engine core alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nbengine.errors import RequestError
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def prepare_prompt_embeds(embeds: Any, hidden_size: int, dtype: str) -> Tensor:
+    """Embeddings as a contiguous CPU tensor [prompt tokens, hidden_size] of the model's `dtype`.
+
+    A tensor that is all this already is not copied.
+
+    Raises:
+        RequestError: they are no floating-point tensor or array of that shape, or not finite in that dtype.
+    """
+    if not isinstance(embeds, (Tensor, np.ndarray)):
+        raise RequestError(f"prompt_embeds must be a tensor or an array, not a {type(embeds).__name__}")
+    given = str(embeds.dtype).removeprefix("torch.")
+    shape = tuple(embeds.shape)
+    if given not in _DTYPES or len(shape) != 2 or shape[1] != hidden_size:
+        raise RequestError(
+            f"prompt_embeds must be floating-point numbers of shape [prompt tokens, {hidden_size}], "
+            f"got {given} of shape {shape}"
+        )
+    # An array from the wire is read-only, and torch takes none that are.
+    tensor = torch.from_numpy(embeds.copy()) if isinstance(embeds, np.ndarray) else embeds.detach()
+    tensor = tensor.to("cpu", getattr(torch, dtype)).contiguous()
+    if not torch.isfinite(tensor).all():
+        raise RequestError(f"prompt_embeds must be finite in the model's dtype, {dtype}")
+    return tensor
+
+
+def bytes_of(embeds: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, flat."""
+    return embeds.view(-1).view(torch.uint8).numpy().data
