@@ -1,35 +1,54 @@
-"""Large tensors past the sockets: each in a file of its own in shared memory, whose name the message carries.
+"""Large tensors past the sockets: through a file in shared memory, where a message names the place of each.
 
-The files lie in an engine's *tensor directory* (0700, in `/dev/shm` where there is one), which is removed with
-the engine. A sender writes a file and names it in its message; the receiver reads it into memory of its own and
-removes it. Names begin with the sender's client index, so that the files of a client that ended between the
-two can be told from others (`remove_abandoned`), and go on with 128 random bits.
+A sender has one file, its *arena*, in the engine's *tensor directory* (0700, in `/dev/shm` where there is one). It
+copies a tensor into the next free slot, and the receiver copies it out and marks the slot free. Nothing is removed
+and made anew for each tensor: fresh pages would cost more than a socket does. An arena takes up to
+`ARENA_BYTES`; what does not fit goes through the socket.
 
-The receiver copies instead of mapping the file: a sender that cuts a mapped file short would end the receiver by
-SIGBUS, and up to 4 MiB reading is no slower than the page faults of a mapping.
+Names begin with the sender's client index, so that the arena of a client that is gone can be told from others
+(`remove_abandoned`), and go on with 128 random bits. The receiver trusts nothing: a handle names a file, no
+path, and the slot must hold the handle's ticket. It reads instead of mapping, since a sender that cuts a
+mapped file short would end it by SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import re
 import secrets
 import stat
 import threading
+from collections import deque
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import msgspec
 
 from nbengine.errors import NBEngineError, WireError
 
 logger = logging.getLogger(__name__)
 
-OOB_SIZE_THRESHOLD = 1 << 20
-"""Bytes from which on a file costs less than a frame; measured by `benchmarks/bench_serial.py`."""
+OOB_SIZE_THRESHOLD = 256 << 10
+"""Bytes from which on a slot costs less than a frame; measured by `benchmarks/bench_serial.py`."""
+ARENA_BYTES = 64 << 20
 SHARED_MEMORY = Path("/dev/shm")
+_ALIGNMENT = 64
+_HEADER_BYTES = 64
+"""A slot's header: its ticket (8 bytes, little-endian), 0 when the slot is free."""
+_FREE = bytes(8)
 _NAME = re.compile(r"([0-9]{1,19})-[0-9a-f]{32}")
+
+
+class TensorHandle(msgspec.Struct, forbid_unknown_fields=True):
+    """What a message says of a tensor in an arena: the file, the slot, and the ticket that is good once."""
+
+    name: str
+    offset: int
+    ticket: int
 
 
 def new_tensor_dir(run_dir: Path) -> Path:
@@ -48,12 +67,13 @@ def new_tensor_dir(run_dir: Path) -> Path:
 
 
 def remove_abandoned(directory: str | Path, live: Collection[int]) -> None:
-    """Remove the files of all senders but those with an index in `live`."""
+    """Remove the arenas of all clients but those with an index in `live`."""
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             name = _NAME.fullmatch(entry.name)
             if name is not None and int(name[1]) not in live:
-                _remove(entry.path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
 
 
 class ShmTensorSender:
@@ -65,86 +85,193 @@ class ShmTensorSender:
         NBEngineError: `directory` is not a directory that is this user's alone.
     """
 
-    def __init__(self, directory: str | Path, client_index: int, threshold: int = OOB_SIZE_THRESHOLD) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        client_index: int,
+        *,
+        threshold: int = OOB_SIZE_THRESHOLD,
+        capacity: int = ARENA_BYTES,
+    ) -> None:
         _check_private(directory)
-        self._directory = directory
-        self._client_index = client_index
+        self._name = f"{client_index}-{secrets.token_hex(16)}"
+        self._path = os.path.join(directory, self._name)
         self._threshold = threshold
+        self._capacity = capacity
         self._lock = threading.Lock()
         self._closed = False
+        self._arena: _Arena | None = None
 
     def __call__(self, data: memoryview) -> dict[str, Any] | None:
-        """Write `data` to a file and return its handle; None when it is small or there is no room."""
+        """Copy `data` into a slot and return its handle; None when it is small or there is no room."""
         if data.nbytes < self._threshold:
             return None
-        name = f"{self._client_index}-{secrets.token_hex(16)}"
-        path = os.path.join(self._directory, name)
         with self._lock:
             if self._closed:
                 return None
             try:
-                _write(path, data)
+                if self._arena is None:
+                    self._arena = _Arena(self._path, self._capacity)
+                place = self._arena.place(data)
             except OSError as error:
                 logger.debug("%d bytes go through the socket, not shared memory: %s", data.nbytes, error)
-                _remove(path)
                 return None
-        return {"name": name}
+        return None if place is None else {"name": self._name, "offset": place[0], "ticket": place[1]}
 
     def discard(self, handle: dict[str, Any]) -> None:
-        """Remove the file of a handle that will not be sent."""
-        _remove(_path(self._directory, handle))
+        """Free the slot of a handle that will not be sent."""
+        with self._lock:
+            if self._arena is not None:
+                self._arena.free(handle["offset"])
 
     def close(self) -> None:
-        """Take nothing more, and remove what has not been received."""
+        """Take nothing more, and remove what has not been received; again does nothing."""
         with self._lock:
             self._closed = True
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
-            for entry in entries:
-                name = _NAME.fullmatch(entry.name)
-                if name is not None and int(name[1]) == self._client_index:
-                    _remove(entry.path)
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None
 
 
 class ShmTensorReceiver:
-    """The receiving end (an `OOBTensorProvider`). A handle is taken to be hostile: it names a file, no path, and
-    what it names must be a plain file of this user's with the expected size and no other name."""
+    """The receiving end (an `OOBTensorProvider`)."""
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = directory
 
     def __call__(self, num_bytes: int, handle: dict[str, Any]) -> bytearray:
-        """Read the file of `handle` and remove it.
+        """Read the slot that `handle` stands for, and free it.
 
         Raises:
-            WireError: there is no such file, or it is not what the message says.
+            WireError: there is no such slot, or it is not what the message says.
         """
-        path = _path(self._directory, handle)
+        place = _checked(handle)
+        descriptor = self._open(place, num_bytes)
         try:
-            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            header, data = bytearray(_HEADER_BYTES), bytearray(num_bytes)
+            # Of a file that is cut short now, too little is read.
+            count = os.preadv(descriptor, [header, data], place.offset)
+            if count != _HEADER_BYTES + num_bytes or int.from_bytes(header[:8], "little") != place.ticket:
+                _refuse(place, "its ticket is not good (any more)")
+            os.pwrite(descriptor, _FREE, place.offset)
+            return data
         except OSError as error:
-            raise WireError(f"the out-of-band tensor {handle['name']} cannot be opened: {error}") from error
-        finally:
-            _remove(path)
-        try:
-            _check_file(os.fstat(descriptor), num_bytes)
-            return _read(descriptor, num_bytes)
-        except OSError as error:
-            raise WireError(f"the out-of-band tensor {handle['name']} cannot be read: {error}") from error
+            _refuse(place, str(error))
         finally:
             os.close(descriptor)
 
     def discard(self, handle: dict[str, Any]) -> None:
-        """Remove the file of `handle`, if it names one."""
+        """Free the slot that `handle` stands for, if it stands for one."""
         with contextlib.suppress(WireError):
-            _remove(_path(self._directory, handle))
+            place = _checked(handle)
+            descriptor = self._open(place, 1)
+            try:
+                if os.pread(descriptor, 8, place.offset) == place.ticket.to_bytes(8, "little"):
+                    os.pwrite(descriptor, _FREE, place.offset)
+            finally:
+                os.close(descriptor)
+
+    def _open(self, place: TensorHandle, num_bytes: int) -> int:
+        """Open the arena, which must be a plain file of this user's, with no other name, that has the slot."""
+        try:
+            # Without O_NONBLOCK, opening a FIFO would wait for the other end.
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(os.path.join(self._directory, place.name), flags)
+        except OSError as error:
+            _refuse(place, str(error))
+        status = os.fstat(descriptor)
+        plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+        if not plain or not 0 < num_bytes <= status.st_size - place.offset - _HEADER_BYTES:
+            os.close(descriptor)
+            _refuse(place, f"no arena with {num_bytes} bytes there")
+        return descriptor
 
 
-def _path(directory: str | Path, handle: dict[str, Any]) -> str:
-    name = handle.get("name")
-    if len(handle) != 1 or not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise WireError(f"{str(handle)[:100]} is no handle of an out-of-band tensor")
-    return os.path.join(directory, name)
+class _Arena:
+    """A file of `capacity` bytes, used as a ring of slots: freed in any order, taken again in that of their use.
+
+    Its pages are allocated when they are first needed, and kept.
+    """
+
+    def __init__(self, path: str, capacity: int) -> None:
+        self._path = path
+        self._capacity = capacity
+        self._slots: deque[int] = deque()
+        self._head = 0
+        self._allocated = 0
+        self._tickets = 0
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o600)
+        try:
+            os.ftruncate(self._descriptor, capacity)
+            self._map = mmap.mmap(self._descriptor, capacity)
+        except BaseException:
+            os.close(self._descriptor)
+            os.unlink(path)
+            raise
+
+    def place(self, data: memoryview) -> tuple[int, int] | None:
+        """Copy `data` into a slot and return its offset and its ticket, None if there is none large enough.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        size = _HEADER_BYTES + -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset = self._find(size)
+        if offset is None:
+            return None
+        end = offset + size
+        if end > self._allocated:
+            # Writing to a page that cannot be had would be a SIGBUS.
+            os.posix_fallocate(self._descriptor, self._allocated, end - self._allocated)
+            self._allocated = end
+        self._tickets += 1
+        start = offset + _HEADER_BYTES
+        self._map[start : start + data.nbytes] = data
+        self._map[offset : offset + 8] = self._tickets.to_bytes(8, "little")
+        self._slots.append(offset)
+        self._head = end
+        return offset, self._tickets
+
+    def free(self, offset: int) -> None:
+        """Mark a slot free."""
+        self._map[offset : offset + 8] = _FREE
+
+    def close(self) -> None:
+        """Remove the file, and give its memory back."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        self._map.close()
+        os.close(self._descriptor)
+
+    def _find(self, size: int) -> int | None:
+        slots = self._slots
+        while slots and self._map[slots[0] : slots[0] + 8] == _FREE:
+            slots.popleft()
+        if not slots:
+            start, limit = 0, self._capacity
+        elif self._head > slots[0]:
+            start, limit = self._head, self._capacity
+            if limit - start < size:
+                start, limit = 0, slots[0]
+        else:
+            start, limit = self._head, slots[0]
+        return start if size <= limit - start else None
+
+
+def _checked(handle: dict[str, Any]) -> TensorHandle:
+    try:
+        place = msgspec.convert(handle, TensorHandle)
+    except msgspec.ValidationError as error:
+        raise WireError(f"no handle of an out-of-band tensor: {error}") from None
+    aligned = place.offset >= 0 and place.offset % _ALIGNMENT == 0
+    if not _NAME.fullmatch(place.name) or not aligned or not 0 < place.ticket < 2**63:
+        raise WireError(f"no handle of an out-of-band tensor: {place}")
+    return place
+
+
+def _refuse(place: TensorHandle, reason: str) -> NoReturn:
+    raise WireError(f"the out-of-band tensor {place.ticket} in {place.name[:40]} cannot be read: {reason}")
 
 
 def _check_private(directory: str | Path) -> None:
@@ -154,40 +281,3 @@ def _check_private(directory: str | Path) -> None:
         raise NBEngineError(f"the tensor directory {directory} is not here: {error}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise NBEngineError(f"the tensor directory {directory} is not this user's alone")
-
-
-def _check_file(status: os.stat_result, num_bytes: int) -> None:
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise WireError("an out-of-band tensor must be in a plain file of this user's")
-    # The name it was opened by is gone already.
-    if status.st_nlink:
-        raise WireError("the file of an out-of-band tensor must have no other name")
-    if status.st_size != num_bytes or not num_bytes:
-        raise WireError(f"an out-of-band tensor of {num_bytes} bytes is in a file of {status.st_size}")
-
-
-def _write(path: str, data: memoryview) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    finally:
-        os.close(descriptor)
-
-
-def _read(descriptor: int, num_bytes: int) -> bytearray:
-    buffer = bytearray(num_bytes)
-    left = memoryview(buffer)
-    while left:
-        count = os.readv(descriptor, [left])
-        if not count:
-            raise WireError("the file of an out-of-band tensor was cut short")
-        left = left[count:]
-    return buffer
-
-
-def _remove(path: str) -> None:
-    # What lies there may be a directory, or not ours to remove; it goes with the whole tensor directory.
-    with contextlib.suppress(OSError):
-        os.unlink(path)
