@@ -23,15 +23,16 @@ def prepare_prompt_embeds(embeds: Any, hidden_size: int, dtype: str) -> Tensor:
     """
     if not isinstance(embeds, (Tensor, np.ndarray)):
         raise RequestError(f"prompt_embeds must be a tensor or an array, not a {type(embeds).__name__}")
-    given = str(embeds.dtype).removeprefix("torch.")
+    is_array = isinstance(embeds, np.ndarray)
+    given = embeds.dtype.name if is_array else str(embeds.dtype).removeprefix("torch.")
     shape = tuple(embeds.shape)
     if given not in _DTYPES or len(shape) != 2 or shape[1] != hidden_size:
         raise RequestError(
             f"prompt_embeds must be floating-point numbers of shape [prompt tokens, {hidden_size}], "
             f"got {given} of shape {shape}"
         )
-    # An array from the wire is read-only, and torch takes none that are.
-    tensor = torch.from_numpy(embeds.copy()) if isinstance(embeds, np.ndarray) else embeds.detach()
+    # torch takes no array that is read-only, as those from the wire are, or of the other byte order.
+    tensor = torch.from_numpy(embeds.astype(given)) if is_array else embeds.detach()
     tensor = tensor.to("cpu", getattr(torch, dtype)).contiguous()
     if not torch.isfinite(tensor).all():
         raise RequestError(f"prompt_embeds must be finite in the model's dtype, {dtype}")

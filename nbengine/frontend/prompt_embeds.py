@@ -36,7 +36,7 @@ def checked_embeds(embeds: Any, hidden_size: int) -> PromptEmbeds:
         raise InvalidArgumentError(
             "prompt_embeds", shape, f"of shape [prompt tokens, hidden size {hidden_size}], at least one token"
         )
-    dtype = str(embeds.dtype).removeprefix("torch.")
+    dtype = getattr(embeds.dtype, "name", None) or str(embeds.dtype).removeprefix("torch.")
     if dtype not in _DTYPES or str(getattr(embeds, "layout", "torch.strided")) != "torch.strided":
         raise InvalidTypeError("prompt_embeds", dtype, "dense, of dtype " + ", ".join(_DTYPES))
     if not bool(isfinite(embeds).all()):
