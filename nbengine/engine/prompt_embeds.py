@@ -21,10 +21,12 @@ def prepare_prompt_embeds(embeds: Any, hidden_size: int, dtype: str) -> Tensor:
     Raises:
         RequestError: they are no floating-point tensor or array of that shape, or not finite in that dtype.
     """
-    if not isinstance(embeds, (Tensor, np.ndarray)):
+    if isinstance(embeds, np.ndarray):
+        given = embeds.dtype.name
+    elif isinstance(embeds, Tensor):
+        given = str(embeds.dtype).removeprefix("torch.")
+    else:
         raise RequestError(f"prompt_embeds must be a tensor or an array, not a {type(embeds).__name__}")
-    is_array = isinstance(embeds, np.ndarray)
-    given = embeds.dtype.name if is_array else str(embeds.dtype).removeprefix("torch.")
     shape = tuple(embeds.shape)
     if given not in _DTYPES or len(shape) != 2 or shape[1] != hidden_size:
         raise RequestError(
@@ -32,7 +34,7 @@ def prepare_prompt_embeds(embeds: Any, hidden_size: int, dtype: str) -> Tensor:
             f"got {given} of shape {shape}"
         )
     # torch takes no array that is read-only, as those from the wire are, or of the other byte order.
-    tensor = torch.from_numpy(embeds.astype(given)) if is_array else embeds.detach()
+    tensor = embeds.detach() if isinstance(embeds, Tensor) else torch.from_numpy(embeds.astype(given))
     tensor = tensor.to("cpu", getattr(torch, dtype)).contiguous()
     if not torch.isfinite(tensor).all():
         raise RequestError(f"prompt_embeds must be finite in the model's dtype, {dtype}")
