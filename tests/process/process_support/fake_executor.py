@@ -1,7 +1,8 @@
-"""An executor with a model that adds one: the next token is the last one plus 1, modulo the vocabulary.
+"""An executor with a model that adds one: the next token is the last one plus 1, modulo the vocabulary. Of a prompt
+given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
-long a step takes), `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the model).
+long a step takes), `hidden_size`, `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the model).
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class FakeExecutor(Executor):
         computed = {}
         for new in plan.scheduled_new_reqs:
             self.last_token[new.req_id] = new.token_ids[-1]
+            if new.prompt_embeds is not None:
+                self.last_token[new.req_id] = int(new.prompt_embeds[-1, -1])
             self.prompt_length[new.req_id] = len(new.token_ids)
             computed[new.req_id] = new.num_computed_tokens
         cached = plan.scheduled_cached_reqs
