@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
-from nbengine.frontend.input_processor import _UNSUPPORTED_DEFAULTS, InputProcessor, prompt_text
+from nbengine.frontend.input_processor import InputProcessor, prompt_text
 from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_MODEL_LEN = 64
@@ -130,15 +130,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(input_processor: InputPr
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 2},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
-        {"repetition_penalty": 1.1},
-        {"bad_words": ["x"]},
-        {"allowed_token_ids": [1]},
-        {"logit_bias": {1: 1.0}},
         {"structured_outputs": StructuredOutputsParams(regex="a")},
     ],
     ids=lambda options: next(iter(options)),
@@ -203,10 +194,7 @@ def test_wrong_embeddings_are_named(input_processor: InputProcessor, embeds: Any
         input_processor.process_inputs("r", {"prompt_embeds": embeds}, SamplingParams())
 
 
-def test_embeddings_have_no_prompt_logprobs(
-    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(_UNSUPPORTED_DEFAULTS, "prompt_logprobs", raising=False)
+def test_embeddings_have_no_prompt_logprobs(input_processor: InputProcessor) -> None:
     prompt = {"prompt_embeds": np.ones((2, HIDDEN_SIZE))}
     with pytest.raises(InvalidArgumentError, match="prompt_logprobs must be None with prompt_embeds"):
         input_processor.process_inputs("r", prompt, SamplingParams(prompt_logprobs=1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from nbengine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
-Generate = Callable[[Tensor, int], list[int]]
+Generate = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +26,14 @@ def generate(tiny_directory: Path) -> Generate:
     ).eval()
     model.generation_config.eos_token_id = None
 
-    def run(embeds: Tensor, count: int) -> list[int]:
+    def run(embeds: Tensor, count: int, **options: float) -> list[int]:
         mask = torch.ones(1, len(embeds), dtype=torch.int64)
         tokens = model.generate(
-            inputs_embeds=embeds[None], attention_mask=mask, do_sample=False, max_new_tokens=count
+            inputs_embeds=embeds[None],
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=count,
+            **options,
         )
         return tokens[0].tolist()
 
@@ -78,6 +82,23 @@ def test_the_models_own_embeddings_give_the_tokens_that_the_token_ids_give(drive
         outputs[kind] = run.run()
         run.step()
     assert outputs["tokens"] == outputs["embeds"]
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`:UserWarning")
+def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(driver, generate: Generate) -> None:
+    """A row of zeros would make token 0, which stands in for all of them, less likely."""
+    run = driver(2, chaos=1.0)
+    bias = {token: 100.0 for token in range(3)}
+    given = random_embeds(6, seed=5)
+    for index, embeds in enumerate(given):
+        run.add_embeds(str(index), embeds, SamplingParams(temperature=0, repetition_penalty=1.7), 12)
+        limited = SamplingParams(temperature=0, repetition_penalty=1.7, logit_bias=bias)
+        run.add_embeds(f"limited {index}", embeds, limited, 1)
+    outputs = run.run()
+    for index, embeds in enumerate(given):
+        assert outputs[str(index)] == generate(embeds, 12, repetition_penalty=1.7)
+        biased = {(token,): 100.0 for token in range(3)}
+        assert outputs[f"limited {index}"] == generate(embeds, 1, sequence_bias=biased)
 
 
 def test_embeddings_are_forgotten_with_their_request_and_not_changed_before(driver) -> None:
