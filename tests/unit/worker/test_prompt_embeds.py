@@ -88,7 +88,7 @@ def test_the_models_own_embeddings_give_the_tokens_that_the_token_ids_give(drive
 def test_penalties_see_no_tokens_in_a_prompt_of_embeddings(driver, generate: Generate) -> None:
     """A row of zeros would make token 0, which stands in for all of them, less likely."""
     run = driver(2, chaos=1.0)
-    bias = {token: 100.0 for token in range(3)}
+    bias = dict.fromkeys(range(3), 100.0)
     given = random_embeds(6, seed=5)
     for index, embeds in enumerate(given):
         run.add_embeds(str(index), embeds, SamplingParams(temperature=0, repetition_penalty=1.7), 12)
