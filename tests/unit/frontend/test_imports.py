@@ -22,6 +22,7 @@ PUBLIC = {
     "CompletionOutput",
     "RequestMetrics",
     "EngineStats",
+    "IncompleteOutputError",
     "SchedulerStats",
     "NBEngineError",
     "InvalidArgumentError",
