@@ -47,7 +47,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Sampling parameters of one request, validated on construction.
 
     `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
-    `max_tokens=None` means: up to the model's context length.
+    `max_tokens=None` means: up to the model's context length. Of `n` completions, which need random sampling, the one
+    with index i has the seed `seed + i`. `logprobs=K` asks for the log probability of each token and of the K likeliest
+    in its place, `prompt_logprobs=K` for those of the prompt's tokens.
 
     Raises:
         InvalidArgumentError: a value is out of range (also a `ValueError`).
