@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbengine.config import AsyncEngineArgs, EngineArgs
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
         RequestError,
         UtilityError,
     )
-    from nbengine.frontend.async_llm import AsyncLLM
+    from nbengine.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from nbengine.frontend.input_processor import PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
-    from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from nbengine.sampling_params import (
         PoolingParams,
         RequestOutputKind,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "nbengine.config": ("AsyncEngineArgs", "EngineArgs"),
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
@@ -49,11 +52,12 @@ _HOMES = {
         "RequestError",
         "UtilityError",
     ),
-    "nbengine.frontend.async_llm": ("AsyncLLM",),
+    "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "nbengine.frontend.input_processor": ("PromptType", "TextPrompt", "TokensPrompt"),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
-    "nbengine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "nbengine.sampling_params": (
         "PoolingParams",
         "RequestOutputKind",
@@ -65,8 +69,11 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
@@ -74,11 +81,13 @@ __all__ = [
     "InvalidTypeError",
     "LLMEngine",
     "LeaseExpiredError",
+    "Logprob",
     "ModelLoadError",
     "ModelNotFoundError",
     "NBEngineError",
     "NotSupportedError",
     "PoolingParams",
+    "PromptType",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -86,6 +95,8 @@ __all__ = [
     "SamplingParams",
     "SchedulerStats",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UtilityError",
     "load_ipython_extension",
     "unload_ipython_extension",
