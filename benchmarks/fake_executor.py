@@ -23,17 +23,17 @@ TOKEN = 64
 PIECES, PIECE_OFFSET = 200, 37
 
 
-class StepFuture(Future[ModelRunnerOutput]):
+class StepFuture(Future[ModelRunnerOutput | None]):
     """The outcome of a step that ends at `end`. Waiting for it sleeps, so the interpreter is free as with a device."""
 
-    def __init__(self, output: ModelRunnerOutput, end: float, log: TextIO | None) -> None:
+    def __init__(self, output: ModelRunnerOutput | None, end: float, log: TextIO | None = None) -> None:
         super().__init__()
         self._output, self._end, self._log = output, end, log
 
     def done(self) -> bool:
         return time.monotonic() >= self._end
 
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput | None:
         del timeout
         remaining = self._end - time.monotonic()
         if remaining > 0:
@@ -48,13 +48,14 @@ class FixedRateExecutor(Executor):
 
     def __init__(self, config: EngineConfig, progress: Any = None) -> None:
         self._block_size = config.cache.block_size
-        self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._async_scheduling = bool(config.scheduler.async_scheduling)
         self._step_seconds = float(os.environ.get("NBENGINE_BENCH_STEP_SECONDS", "0.005"))
         log = os.environ.get("NBENGINE_BENCH_TOKEN_LOG")
         self._log = open(log, "a", buffering=1) if log else None  # noqa: SIM115  # closed by shutdown
         text = os.environ.get("NBENGINE_BENCH_TEXT")
         self._text: list[int] = json.loads(Path(text).read_text()) if text else [TOKEN]
         self._end = 0.0
+        self._sampled: ModelRunnerOutput | None = None
         self._num_requests = 0
         self._prompt_lengths: dict[str, int] = {}
         self._positions: dict[str, int] = {}
@@ -79,18 +80,32 @@ class FixedRateExecutor(Executor):
     @property
     def max_concurrent_batches(self) -> int:
         """Two with asynchronous scheduling."""
-        return self._steps_in_flight
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def async_scheduling(self) -> bool:
+        """As the configuration says; off by default."""
+        return self._async_scheduling
 
     def execute_model(self, scheduler_output: SchedulerOutput, *, non_block: bool = False) -> Any:
-        """Begin a step; its outcome says which requests get a token."""
-        future = StepFuture(self._run(scheduler_output), self._next_end(time.monotonic()), self._log)
+        """Begin a step. As with a real worker, `sample_tokens` says what came of a plan with tokens."""
+        output = self._run(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._sampled, output = output, None
+            self._end = self._next_end(time.monotonic())
+        future = StepFuture(output, self._end)
+        return future if non_block else future.result()
+
+    def sample_tokens(self, grammar_output: Any = None, *, non_block: bool = False) -> Any:
+        """Which requests get which token."""
+        del grammar_output
+        future = StepFuture(self._sampled, self._end, self._log)
         return future if non_block else future.result()
 
     def _next_end(self, now: float) -> float:
-        self._end = max(self._end + self._step_seconds, now)
-        return self._end
+        return max(self._end + self._step_seconds, now)
 
-    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         prompt_lengths, positions, text = self._prompt_lengths, self._positions, self._text
         for req_id in plan.finished_req_ids:
             prompt_lengths.pop(req_id, None)
@@ -114,10 +129,6 @@ class FixedRateExecutor(Executor):
                 sampled.append([])
         return ModelRunnerOutput(list(scheduled), sampled)
 
-    def sample_tokens(self, grammar_output: Any = None) -> ModelRunnerOutput:
-        """Never called: `execute_model` samples."""
-        raise NotImplementedError
-
     def check_health(self) -> None:
         """Nothing can be wrong."""
 
@@ -131,5 +142,4 @@ class SerialDeviceExecutor(FixedRateExecutor):
     """A step takes so many seconds, from when it is handed over or the previous one has ended, as on a device."""
 
     def _next_end(self, now: float) -> float:
-        self._end = max(self._end, now) + self._step_seconds
-        return self._end
+        return max(self._end, now) + self._step_seconds
