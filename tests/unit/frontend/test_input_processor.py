@@ -117,9 +117,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(input_processor: InputPr
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 2},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
         {"structured_outputs": StructuredOutputsParams(regex="a")},
         {"truncate_prompt_tokens": 5},
     ],
