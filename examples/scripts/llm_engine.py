@@ -22,7 +22,7 @@ def show(output: RequestOutput, step: int) -> None:
     """Print a finished request."""
     for completion in output.outputs:
         print(
-            f"step {step:2}, request {output.request_id}.{completion.index}: {output.prompt}{completion.text!r}"
+            f"step {step:2}, request {output.request_id}.{completion.index}: {output.prompt + completion.text!r}"
         )
 
 

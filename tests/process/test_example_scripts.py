@@ -82,8 +82,10 @@ def check_llm_engine(lines: list[str]) -> None:
 
 
 def check_sleep_mode(lines: list[str]) -> None:
+    awake, asleep, awake_again = (int(n) for n in re.findall(r"holds (\d+) MiB", "\n".join(lines)))
+    assert asleep < awake / 2
+    assert asleep < awake_again / 2
     assert lines[-1] == "the same"
-    assert any(line.startswith("asleep") for line in lines)
 
 
 def check_priority_scheduling(lines: list[str]) -> None:
@@ -91,6 +93,27 @@ def check_priority_scheduling(lines: list[str]) -> None:
     assert len(priorities) == 4
     # The first may have begun before the others came; of the rest, the urgent ones were first.
     assert priorities[1:] == sorted(priorities[1:])
+
+
+def check_prompt_embeddings(lines: list[str]) -> None:
+    assert [line.endswith("True") for line in lines if "the same as from its tokens" in line] == [True, True]
+    assert "Paris" in lines[0]
+    assert "Madrid" in lines[2]
+
+
+def check_embeddings(lines: list[str]) -> None:
+    assert len([line for line in lines if "(384 dimensions)" in line]) == 6
+    nearest = dict(re.findall(r"^0\.\d+  (.+) -> (.+)$", "\n".join(lines), re.MULTILINE))
+    # Sentences about the same thing find each other.
+    assert len(nearest) == 6
+    assert all(nearest[nearest[sentence]] == sentence for sentence in nearest)
+
+
+def check_score(lines: list[str]) -> None:
+    scores = [float(line.split()[0]) for line in lines[1:]]
+    assert scores == sorted(scores, reverse=True)
+    assert "Paris is the capital" in lines[1]
+    assert "France is a country" in lines[2]
 
 
 CHECKS: dict[str, Check] = {
