@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         UtilityError,
     )
     from nbengine.frontend.async_llm import AsyncLLM, AsyncLLMEngine
-    from nbengine.frontend.input_processor import PromptType, TextPrompt, TokensPrompt
+    from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -53,7 +53,7 @@ _HOMES = {
         "UtilityError",
     ),
     "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
-    "nbengine.frontend.input_processor": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "nbengine.frontend.input_processor": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
@@ -73,6 +73,7 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "CompletionOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineDeadError",
     "EngineStartError",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbengine import LLM, AsyncLLM, LLMEngine, SamplingParams, StructuredOutputsParams
+from nbengine import LLM, AsyncLLM, LLMEngine, SamplingParams, StructuredOutputsParams, TokensPrompt
 
 NAMES = {
     "nbengine": (
@@ -26,6 +26,7 @@ NAMES = {
         "TextPrompt",
         "TokensPrompt",
     ),
+    "nbengine.inputs": ("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt"),
     "nbengine.sampling_params": ("SamplingParams", "StructuredOutputsParams", "RequestOutputKind"),
     "nbengine.outputs": ("RequestOutput", "CompletionOutput", "Logprob"),
 }
@@ -47,6 +48,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
     (LLM.generate, (SELF,), {"prompts": PROMPTS, "sampling_params": SamplingParams(), "use_tqdm": False}),
     (LLM.generate, (SELF, PROMPTS, [SamplingParams()] * 2), {"priority": [0, 1]}),
     (LLM.generate, (SELF, {"prompt_token_ids": [1, 2]}, SamplingParams()), {}),
+    (LLM.generate, (SELF, TokensPrompt(prompt_token_ids=[1, 2])), {}),
     (LLM.chat, (SELF, CONVERSATION), {}),
     (LLM.chat, (SELF, [CONVERSATION, CONVERSATION], SamplingParams()), {"use_tqdm": True}),
     (

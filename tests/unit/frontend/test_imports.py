@@ -15,6 +15,7 @@ PUBLIC = {
     "LLMEngine",
     "EngineArgs",
     "AsyncEngineArgs",
+    "EmbedsPrompt",
     "PromptType",
     "TextPrompt",
     "TokensPrompt",
