@@ -156,16 +156,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.allowed_token_ids = list(allowed)
         if self.top_k == -1:
             self.top_k = 0
-        self.output_kind = _checked_output_kind(self.output_kind)
+        if type(self.output_kind) is not RequestOutputKind:
+            self.output_kind = _checked_output_kind(self.output_kind)
 
     def _check_types(self) -> None:
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-            _require_number(name, getattr(self, name))
+        # Also run on the engine's side of the wire, for every request: a right type costs no call.
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not float or not math.isfinite(value):
+                _require_number(name, value)
         for name in ("n", "top_k", "min_tokens"):
-            _require_int(name, getattr(self, name))
+            value = getattr(self, name)
+            if type(value) is not int:
+                _require_int(name, value)
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                _require_int(name, value)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -250,7 +257,14 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     normalize: bool = True
 
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 def _checked_output_kind(value: Any) -> RequestOutputKind:
