@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbengine.config import EngineArgs
+    from nbengine.config import AsyncEngineArgs, EngineArgs
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
+        IncompleteOutputError,
         InvalidArgumentError,
         InvalidTypeError,
         LeaseExpiredError,
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
         RequestError,
         UtilityError,
     )
-    from nbengine.frontend.async_llm import AsyncLLM
+    from nbengine.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -37,10 +39,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "nbengine.config": ("EngineArgs",),
+    "nbengine.config": ("AsyncEngineArgs", "EngineArgs"),
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
+        "IncompleteOutputError",
         "InvalidArgumentError",
         "InvalidTypeError",
         "LeaseExpiredError",
@@ -51,7 +54,8 @@ _HOMES = {
         "RequestError",
         "UtilityError",
     ),
-    "nbengine.frontend.async_llm": ("AsyncLLM",),
+    "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "nbengine.frontend.input_processor": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
@@ -67,12 +71,16 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
+    "IncompleteOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
     "LLMEngine",
@@ -83,6 +91,7 @@ __all__ = [
     "NBEngineError",
     "NotSupportedError",
     "PoolingParams",
+    "PromptType",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -90,6 +99,8 @@ __all__ = [
     "SamplingParams",
     "SchedulerStats",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UtilityError",
     "load_ipython_extension",
     "unload_ipython_extension",

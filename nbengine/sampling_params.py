@@ -87,7 +87,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Sampling parameters of one request, validated on construction.
 
     `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
-    `max_tokens=None` means: up to the model's context length.
+    `max_tokens=None` means: up to the model's context length. `truncate_prompt_tokens=k` keeps the last k tokens
+    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output. Of `n` completions, which need
+    random sampling, the one with index i has the seed `seed + i`. `logprobs=K` asks for the log probability of each
+    token and of the K likeliest in its place, `prompt_logprobs=K` for those of the prompt's tokens.
 
     Raises:
         InvalidArgumentError: a value is out of range (also a `ValueError`).
@@ -153,16 +156,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.allowed_token_ids = list(allowed)
         if self.top_k == -1:
             self.top_k = 0
-        self.output_kind = _checked_output_kind(self.output_kind)
+        if type(self.output_kind) is not RequestOutputKind:
+            self.output_kind = _checked_output_kind(self.output_kind)
 
     def _check_types(self) -> None:
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-            _require_number(name, getattr(self, name))
+        # Also run on the engine's side of the wire, for every request: a right type costs no call.
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not float or not math.isfinite(value):
+                _require_number(name, value)
         for name in ("n", "top_k", "min_tokens"):
-            _require_int(name, getattr(self, name))
+            value = getattr(self, name)
+            if type(value) is not int:
+                _require_int(name, value)
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                _require_int(name, value)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -206,7 +216,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 _require(name, value, 0 <= value <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}], or None")
         if self.truncate_prompt_tokens is not None:
             value = self.truncate_prompt_tokens
-            _require("truncate_prompt_tokens", value, value >= 1, "at least 1, or None")
+            _require("truncate_prompt_tokens", value, value == -1 or value >= 1, "-1, at least 1, or None")
         _require("stop", self.stop, all(self.stop), "without empty strings")
         _require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "without empty strings")
         if self.allowed_token_ids is not None:
@@ -236,6 +246,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             logit_bias=copy.copy(self.logit_bias),
             structured_outputs=copy.deepcopy(self.structured_outputs),
             extra_args=copy.deepcopy(self.extra_args),
+            bad_words_token_ids=copy.deepcopy(self.bad_words_token_ids),
         )
 
 
@@ -246,7 +257,14 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     normalize: bool = True
 
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 def _checked_output_kind(value: Any) -> RequestOutputKind:
@@ -320,7 +338,7 @@ def _require_list(value: object, name: str, kind: type, allowed: str) -> None:
 def _require_text(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise InvalidTypeError(name, value, "a string")
-    _require(name, value, bool(value.strip()), "not empty")
+    _require(name, value, bool(value), "not empty")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -339,7 +357,7 @@ def _require_json_schema(name: str, value: object) -> None:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
-    _require(name, value, isinstance(value, (dict, bool)), allowed)
+    _require(name, value, isinstance(value, dict), allowed)
 
 
 def _require_choices(name: str, value: object) -> None:
@@ -348,7 +366,7 @@ def _require_choices(name: str, value: object) -> None:
         raise InvalidTypeError(name, value, allowed)
     _require(name, value, bool(value) and all(value), allowed)
     for choice in value:
-        _require_text(name, f"{choice}.")
+        _require_text(name, choice)
 
 
 def _require_true(name: str, value: object) -> None:

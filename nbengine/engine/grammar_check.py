@@ -9,6 +9,7 @@ time and memory are limited by the kernel, and which is started anew when a text
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -18,16 +19,19 @@ import msgspec
 
 from nbengine.engine.processes import child_environment, describe_status
 from nbengine.errors import NBEngineError, RequestError
+from nbengine.units import size
 
 CHECK_SECONDS = 2.0
-"""What a check may take; a realistic schema takes less than a millisecond."""
+"""Processor time that a check may take; a realistic schema takes less than a millisecond."""
 CHECK_BYTES = 1 << 30
-"""Address space of the checking process; it needs a tenth of that."""
+"""Address space of the checking process."""
 MAX_SOURCE_BYTES = 64 * 1024
+MAX_REASON_LENGTH = 1000
 WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
 """Between the parts of a JSON text: a space, or a line break and an indentation. Without a limit a small model that
 has begun with white space often never ends it."""
 
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _JSON_OBJECT = '{"type": "object"}'
 
 
@@ -51,7 +55,9 @@ class CheckedGrammar(msgspec.Struct, array_like=True):
 class GrammarChecker:
     """The other end of the checking process, which is started when it is first needed. For one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_seconds: float = CHECK_SECONDS, max_bytes: int = CHECK_BYTES) -> None:
+        self._max_seconds = max_seconds
+        self._max_bytes = max_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, source: GrammarSource) -> str:
@@ -61,9 +67,9 @@ class GrammarChecker:
             RequestError: the text is too long, not valid, or takes too long or too much memory to compile.
             NBEngineError: the process cannot be used.
         """
-        size = len(source.text.encode())
-        if size > MAX_SOURCE_BYTES:
-            raise RequestError(f"it has {size:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed")
+        num_bytes = len(source.text.encode())
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise RequestError(f"it has {num_bytes:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed")
         answer = self._exchange(msgspec.json.encode(source) + b"\n")
         if not answer:
             raise self._why_it_ended()
@@ -98,7 +104,7 @@ class GrammarChecker:
         if self._process is None:
             safe_path = ["-P"] if sys.flags.safe_path else []
             self._process = subprocess.Popen(
-                [sys.executable, *safe_path, "-m", __name__],
+                [sys.executable, *safe_path, "-m", __name__, str(self._max_seconds), str(self._max_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -110,10 +116,10 @@ class GrammarChecker:
         process = self._process
         status = 0 if process is None else process.wait()
         self.shutdown()
-        if status == -signal.SIGALRM:
-            return RequestError(f"it takes more than {CHECK_SECONDS:g} s to compile; simplify it")
+        if status == -signal.SIGPROF:
+            return RequestError(f"it takes more than {self._max_seconds:g} s to compile; simplify it")
         if status == -signal.SIGABRT:
-            return RequestError(f"it takes more than {CHECK_BYTES >> 20:,} MiB to compile; simplify it")
+            return RequestError(f"it takes more than {size(self._max_bytes)} to compile; simplify it")
         return NBEngineError(f"the process that checks grammars {describe_status(status)}")
 
 
@@ -124,7 +130,7 @@ def guidance_grammar(source: GrammarSource) -> str:
         Exception: the library cannot read it; the message says why.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     match source.kind:
         case "json" | "json_object":
@@ -139,7 +145,8 @@ def guidance_grammar(source: GrammarSource) -> str:
                 "start: " + " | ".join(map(_literal, json.loads(source.text)))
             )
         case _:
-            grammar = LLMatcher.grammar_from_lark(any_to_lark(source.text))
+            text = gbnf_to_lark(source.text) if _GBNF_RULE.search(source.text) else source.text
+            grammar = LLMatcher.grammar_from_lark(text)
     return grammar
 
 
@@ -162,26 +169,26 @@ def _checked(line: bytes) -> CheckedGrammar:
         grammar = guidance_grammar(msgspec.json.decode(line, type=GrammarSource))
         error = LLMatcher.validate_grammar(grammar, limits=parser_limits())
     except Exception as failure:  # noqa: BLE001 (whatever the library raises is about the text)
-        return CheckedGrammar(error=str(failure).strip() or type(failure).__name__)
+        return CheckedGrammar(error=str(failure).strip()[:MAX_REASON_LENGTH] or type(failure).__name__)
     if error and not error.startswith("WARNING"):
-        return CheckedGrammar(error=error.strip())
+        return CheckedGrammar(error=error.strip()[:MAX_REASON_LENGTH])
     return CheckedGrammar(grammar)
 
 
-def main() -> int:
+def main(max_seconds: float, max_bytes: int) -> int:
     """Answer one line with one line until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (CHECK_BYTES, CHECK_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         # The signal is not handled: it ends the process, wherever the library is.
-        signal.setitimer(signal.ITIMER_REAL, CHECK_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
         answer = _checked(line)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))

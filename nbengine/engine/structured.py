@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from nbengine.config import ModelConfig
 from nbengine.engine.grammar_check import WHITESPACE, GrammarChecker, GrammarSource, parser_limits
-from nbengine.errors import ModelLoadError, RequestError
+from nbengine.errors import ModelLoadError, NBEngineError, RequestError
 from nbengine.models.hf_config import eos_token_ids, load_hf_config
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nbengine.scheduler.grammar import Grammar
@@ -69,8 +69,8 @@ class GuidanceGrammar:
     def accept_tokens(self, token_ids: list[int]) -> bool:
         self._num_tokens += len(token_ids)
         self._terminated = self._eos in token_ids
-        accepted: bool = self.matcher.consume_tokens(token_ids)
-        return accepted
+        # One by one: the library's call for several refuses the end where nothing else can follow.
+        return all(map(self.matcher.consume_token, token_ids)) and not self.matcher.is_error()
 
     def is_terminated(self) -> bool:
         return self._terminated
@@ -123,7 +123,10 @@ class StructuredOutputManager:
         with self._lock:
             tokenizer = self._loaded_tokenizer()
             source = grammar_source(constraint)
-            found = self._cached(source)
+            try:
+                found = self._cached(source)
+            except NBEngineError as error:
+                found = str(error)
             if isinstance(found, str):
                 raise RequestError(f"structured_outputs.{source.kind} cannot be used: {found}")
             matcher = found.deep_copy()

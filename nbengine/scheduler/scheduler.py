@@ -185,7 +185,12 @@ class Scheduler(SchedulerState):
         else:
             plan.scheduled_new_reqs.append(
                 NewRequestData(
-                    request_id, request.prompt_token_ids, request.sampling_params, block_ids, num_computed
+                    request_id,
+                    request.prompt_token_ids,
+                    request.sampling_params,
+                    block_ids,
+                    num_computed,
+                    prompt_embeds=request.prompt_embeds,
                 )
             )
             request.first_step = plan.step
