@@ -55,9 +55,12 @@ class StepInFlight:
         """Whether `result` need not wait."""
         if self.sampled is None:
             return self.executed.done()
-        if not self.sampled.done() or self.sampled.exception() is not None:
-            return self.sampled.done()
-        output = self.sampled.result()
+        if not self.sampled.done():
+            return False
+        try:
+            output = self.sampled.result()
+        except Exception:  # noqa: BLE001  # `result` raises it
+            return True
         return not isinstance(output, AsyncModelRunnerOutput) or output.is_ready
 
     def result(self) -> ModelRunnerOutput:
