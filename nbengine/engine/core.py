@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -9,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbengine.config import EngineConfig
+from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
-from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_TASKS = ("generate",)
+_DEFAULT_TASKS = ("generate",)
+"""Of an executor that names no others."""
 
 
 class EngineCore:
@@ -52,21 +54,20 @@ class EngineCore:
             self.model_info = self.model_executor.model_info()
             self._kv_cache_spec = self.model_executor.get_kv_cache_spec()
             self.num_blocks, self.max_model_len = self._initialize_kv_cache(self._kv_cache_spec)
+            self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
             self.model_executor.shutdown()
             raise
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, self.num_blocks, self.max_model_len, engine_index
+            *self._scheduling_config(), self.num_blocks, self.max_model_len, engine_index
         )
         self._vocab_size: int = self.model_info["vocab_size"]
-        self._block_hasher = (
-            BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
-        )
+        self._block_hasher = self.scheduler.kv_cache_manager.block_hasher
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
         self._utilities: dict[str, Callable[..., Any]] = {
-            "get_supported_tasks": lambda: list(SUPPORTED_TASKS),
+            "get_supported_tasks": lambda: list(self.supported_tasks),
             "stats": self.stats,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.model_executor.check_health,
@@ -83,6 +84,7 @@ class EngineCore:
         """
         if request.prompt_token_ids is not None:
             self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
+        self._check_task(request.pooling_params)
         params = request.sampling_params
         if params is not None:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -91,6 +93,20 @@ class EngineCore:
         prepared = Request.from_engine_core_request(request, self._block_hasher)
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
+
+    def _check_task(self, params: PoolingParams | None) -> None:
+        task = "generate" if params is None else params.task
+        if task not in self.supported_tasks:
+            raise RequestError(
+                f"the model cannot be asked to {task}; supported are {', '.join(self.supported_tasks)}"
+            )
+        if params is None:
+            return
+        if params.pooling is None and task != "encode":
+            raise RequestError(f"pooling is None; the task {task} needs a kind of pooling")
+        size: int = self.model_info["hidden_size"]
+        if params.dimensions is not None and params.dimensions > size:
+            raise RequestError(f"dimensions={params.dimensions} exceeds the model's hidden size {size}")
 
     def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
@@ -183,7 +199,7 @@ class EngineCore:
             weights_bytes=self.model_info["weights_bytes"],
             device=self.model_info["device"],
             dtype=self.model_info["dtype"],
-            supported_tasks=list(SUPPORTED_TASKS),
+            supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
         )
 
@@ -208,11 +224,23 @@ class EngineCore:
         self._report(Progress("kv", detail, 1.0, time.monotonic() - start))
         return num_blocks, max_model_len
 
+    def _scheduling_config(self) -> tuple[SchedulerConfig, CacheConfig]:
+        """The configuration that fits the model: without a KV cache, a prompt must be computed in one step."""
+        scheduler, cache = self.config.scheduler, self.config.cache
+        if self.num_blocks:
+            return scheduler, cache
+        budget = max(scheduler.max_num_batched_tokens, self.max_model_len)
+        return (
+            dataclasses.replace(scheduler, enable_chunked_prefill=False, max_num_batched_tokens=budget),
+            dataclasses.replace(cache, enable_prefix_caching=False),
+        )
+
     def _choose_max_model_len(self, spec: KVCacheSpec, num_blocks: int) -> int:
         limit: int = self.model_info["max_position_embeddings"]
         wanted = self.config.model.max_model_len
         if wanted is None:
-            fitting = num_blocks * spec.block_size
+            limit = self.model_info.get("advised_max_model_len", limit)
+            fitting = num_blocks * spec.block_size if spec.page_size_bytes else limit
             if fitting < limit:
                 logger.warning(
                     "max_model_len is %d: the model could take %d tokens, the KV cache has room for %d",
@@ -226,7 +254,8 @@ class EngineCore:
                 f"max_model_len={wanted} exceeds the {limit} positions that the model was made for; lower it, "
                 "or raise max_position_embeddings with hf_overrides if you know that the model can take more"
             )
-        check_max_model_len(spec, self.config.cache, num_blocks, wanted)
+        if spec.page_size_bytes:
+            check_max_model_len(spec, self.config.cache, num_blocks, wanted)
         return wanted
 
 

@@ -24,6 +24,7 @@ _ROW = np.dtype(
         ("num_prompt_tokens", np.int64),
         ("num_computed_tokens", np.int64),
         ("num_blocks", np.int64),
+        ("is_pooling", np.bool_),
         ("stream", np.uint64),
         ("top_k", np.int64),
         ("top_p", np.float64),
@@ -31,6 +32,10 @@ _ROW = np.dtype(
         ("temperature", np.float32),
     ]
 )
+
+
+_NO_SAMPLING = SamplingParams(temperature=0, seed=0)
+"""Stands in a pooling request's row. The seed keeps it from taking a stream that an unseeded request would get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,8 @@ class InputBatch:
         self._streams = UnseededStreams(seed)
         self._preempted: dict[str, CachedRequestState] = {}
         self._min_tokens: dict[str, _MinTokens] = {}
+        self.pooling_req_ids: set[str] = set()
+        """Requests that get no token when their prompt is computed."""
         self._bans = _Bans.none()
         self._bans_version = 0
 
@@ -90,6 +97,7 @@ class InputBatch:
         for req_id in plan.finished_req_ids:
             self._preempted.pop(req_id, None)
             self._min_tokens.pop(req_id, None)
+            self.pooling_req_ids.discard(req_id)
             if req_id in self.row_of:
                 self._remove(req_id)
         for req_id in plan.preempted_req_ids:
@@ -144,7 +152,7 @@ class InputBatch:
         return outputs
 
     def _add_new(self, new: NewRequestData) -> None:
-        params = new.sampling_params
+        params = new.sampling_params or _NO_SAMPLING
         num_tokens = len(new.token_ids)
         row: np.void = np.zeros(1, _ROW)[0]
         row["num_tokens"] = row["num_prompt_tokens"] = num_tokens
@@ -152,6 +160,9 @@ class InputBatch:
         row["stream"] = self._streams.take() if params.seed is None else seeded_stream(params.seed)
         row["temperature"] = 0 if params.is_greedy else params.temperature
         row["top_k"], row["top_p"], row["min_p"] = params.top_k, params.top_p, params.min_p
+        if new.sampling_params is None:
+            row["is_pooling"] = True
+            self.pooling_req_ids.add(new.req_id)
         if params.min_tokens:
             self._min_tokens[new.req_id] = _min_tokens(params, self._vocab_size)
         self._add(new.req_id, CachedRequestState(row, np.asarray(new.token_ids, np.int32)))

@@ -15,12 +15,14 @@ from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.kernels.huge_pages import zeros_in_huge_pages
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_classifier import DecoderForSequenceClassification
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.sampler import Sampler
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from nbengine.units import size
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.pooler import PooledStep, Pooler
 from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
 
 
@@ -31,6 +33,7 @@ class ExecuteModelState:
     inputs: StepInputs
     logits: Tensor | None
     """[requests that get a token, vocabulary]; None when there are none."""
+    pooled: PooledStep | None
 
 
 class ModelRunner:
@@ -44,6 +47,7 @@ class ModelRunner:
     _batch: InputBatch
     _builder: StepInputBuilder
     _uniform: StagingBuffer
+    _pooler: Pooler
 
     def __init__(
         self, config: EngineConfig, model: DecoderForCausalLM, device: torch.device, dtype: torch.dtype
@@ -85,6 +89,8 @@ class ModelRunner:
             pad_single=self._device.type == "cpu" and self._dtype.itemsize == 2,
         )
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
+        head = self._model if isinstance(self._model, DecoderForSequenceClassification) else None
+        self._pooler = Pooler(scheduler.max_num_seqs, model.hidden_size, self._device, head)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -99,6 +105,7 @@ class ModelRunner:
         if self._state is not None:
             raise NBEngineError("execute_model: the step before has not been sampled")
         self._batch.update(plan)
+        self._pooler.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = self._builder.build(plan)
@@ -107,7 +114,10 @@ class ModelRunner:
         if len(inputs.sampled):
             rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
             logits = self._model.compute_logits(rows)[: len(inputs.sampled)]
-        self._state = ExecuteModelState(inputs, logits)
+        pooled = None
+        if not self._pooler.is_idle:
+            pooled = self._pooler.pool(hidden, inputs.req_ids, plan.num_scheduled_tokens)
+        self._state = ExecuteModelState(inputs, logits, pooled)
         return None
 
     @torch.inference_mode()
@@ -127,7 +137,11 @@ class ModelRunner:
             self._batch.append(inputs.sampled_rows, tokens)
             for position, token in zip(inputs.sampled.tolist(), tokens.tolist(), strict=True):
                 token_ids[position].append(token)
-        return ModelRunnerOutput(req_ids=inputs.req_ids, sampled_token_ids=token_ids)
+        return ModelRunnerOutput(
+            req_ids=inputs.req_ids,
+            sampled_token_ids=token_ids,
+            pooler_output=None if state.pooled is None else state.pooled.results(),
+        )
 
     @torch.inference_mode()
     def profile_run(self) -> None:
