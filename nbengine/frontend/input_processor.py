@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+from nbengine.frontend.pooling_inputs import PoolingInputs
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.models.hf_config import eos_token_ids, load_generation_config, load_hf_config, vocab_size
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +68,13 @@ class InputProcessor:
     `max_model_len` is the engine's: prompt and output tokens together.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: PreTrainedTokenizerFast, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        max_model_len: int,
+        supported_tasks: Sequence[str] = ("generate",),
+    ) -> None:
         directory = config.model.directory
         hf_config = load_hf_config(config.model)
         self.max_model_len = max_model_len
@@ -75,6 +82,9 @@ class InputProcessor:
         self._num_ranks = config.parallel.data_parallel_size
         self._encode = tokenizer.backend_tokenizer.encode
         self._vocab_size = vocab_size(hf_config)
+        self.pooling = PoolingInputs(
+            config, hf_config, tokenizer.backend_tokenizer, max_model_len, supported_tasks
+        )
         self._generation_config = load_generation_config(directory)
         known_eos = eos_token_ids(directory, hf_config)
         primary = tokenizer.eos_token_id
@@ -93,7 +103,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -106,12 +116,19 @@ class InputProcessor:
             NotSupportedError: an option that this version does not offer yet.
         """
         _check_id(request_id)
-        token_ids = self._tokens_of(prompt)
-        cloned = self._completed(_checked_params(params), len(token_ids))
+        sampling = pooling = None
+        if isinstance(params, PoolingParams):
+            pooling = self.pooling.completed(params)
+            token_ids = self._tokens_of(self.pooling.truncated(prompt, pooling), self.max_model_len)
+        else:
+            self.pooling.check_task("generate")
+            token_ids = self._tokens_of(prompt, self.max_model_len - 1, ", one is left for the output")
+            sampling = self._completed(_checked_params(params), len(token_ids))
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=cloned,
+            sampling_params=sampling,
+            pooling_params=pooling,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             cache_salt=_cache_salt(prompt),
             priority=self._checked_priority(priority),
@@ -124,20 +141,16 @@ class InputProcessor:
         request.external_req_id = request.request_id
         request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
 
-    def _tokens_of(self, prompt: PromptType) -> list[int]:
+    def _tokens_of(self, prompt: PromptType, limit: int, why: str = "") -> list[int]:
         if isinstance(prompt, str):
             token_ids = self._tokenize(prompt)
         elif isinstance(prompt, Mapping):
             token_ids = self._tokens_of_mapping(prompt)
         else:
             raise InvalidTypeError("prompt", prompt, _ALLOWED_PROMPT)
-        limit = self.max_model_len - 1
         if len(token_ids) > limit:
-            raise InvalidArgumentError(
-                "prompt",
-                len(token_ids),
-                f"at most {limit} tokens long (max_model_len={self.max_model_len}, one is left for the output)",
-            )
+            allowed = f"at most {limit} tokens long (max_model_len={self.max_model_len}{why})"
+            raise InvalidArgumentError("prompt", len(token_ids), allowed)
         return token_ids
 
     def _tokens_of_mapping(self, prompt: Mapping[str, Any]) -> list[int]:

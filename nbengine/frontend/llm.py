@@ -16,6 +16,7 @@ from nbengine.frontend.chat import Message, is_conversation
 from nbengine.frontend.input_processor import PromptType
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.pooling import OfflinePooling
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 TqdmChoice = bool | Callable[..., Any]
 
 
-class LLM:
-    """A model for generating text from batches of prompts.
+class LLM(OfflinePooling):
+    """A model for generating text from batches of prompts, or for making vectors and scores of them.
 
     It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the engine
     runs in processes of its own, which end with this one. `shutdown` (or leaving a `with` block) ends them earlier
@@ -124,6 +125,10 @@ class LLM:
         """Sampling parameters that the model's generation config recommends."""
         return SamplingParams(**self.llm_engine.default_sampling_params())
 
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for: "generate", "embed", "score", "classify", "encode"."""
+        return self.llm_engine.get_supported_tasks()
+
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
         return self.llm_engine.get_tokenizer()
@@ -183,7 +188,7 @@ class LLM:
                 for output in self.llm_engine.step():
                     position = positions.get(output.request_id)
                     # The engine may have requests of its own, added without this class.
-                    if position is not None:
+                    if position is not None and isinstance(output, RequestOutput):
                         outputs[position] = output
                         bar.advance(output)
         if len(outputs) < len(positions):

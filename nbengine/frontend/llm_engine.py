@@ -16,7 +16,8 @@ from nbengine.frontend.prompting import Prompting
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
-from nbengine.sampling_params import SamplingParams
+from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from nbengine.sampling_params import PoolingParams, SamplingParams
 
 
 class LLMEngine(Prompting):
@@ -62,7 +63,7 @@ class LLMEngine(Prompting):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -84,11 +85,14 @@ class LLMEngine(Prompting):
             request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )
         self.input_processor.assign_request_id(request)
-        self.output_processor.add_request(request, prompt_text(prompt))
+        if request.pooling_params is not None:
+            self.output_processor.pooling.add(request, prompt_text(prompt))
+        else:
+            self.output_processor.add_request(request, prompt_text(prompt))
         self.engine_core.add_request(request)
         return request.request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Wait for the next outputs of the engine core and return what they come to.
 
         Raises:
@@ -104,7 +108,7 @@ class LLMEngine(Prompting):
         if outputs.finished_requests:
             self.output_processor.abort_requests(outputs.finished_requests)
         self._errors.extend(processed.errors)
-        return processed.request_outputs
+        return [*processed.request_outputs, *processed.pooling_outputs]
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, given by either id; they have no further output."""
@@ -114,7 +118,7 @@ class LLMEngine(Prompting):
     def abort_all(self) -> None:
         """Drop every unfinished request, and errors that nobody has been told of."""
         self._errors.clear()
-        self.abort_request(list(self.output_processor.request_states))
+        self.abort_request(self.output_processor.unfinished_ids())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to wait for."""

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from nbengine.errors import InvalidArgumentError, RequestError
 from nbengine.frontend.detokenizer import IncrementalDetokenizer
 from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.frontend.pooling_state import PoolingStates
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -20,6 +21,7 @@ from nbengine.ipc.messages import (
     FinishReason,
 )
 from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import RequestOutputKind
 
 _FINISH_REASONS = {reason: str(reason) for reason in FinishReason}
@@ -133,6 +135,7 @@ class OutputProcessorOutput:
     """What one batch of engine core outputs came to, for requests without a collector and for the engine."""
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
+    pooling_outputs: list[PoolingRequestOutput[PoolingOutput]] = field(default_factory=list)
     errors: list[RequestError] = field(default_factory=list)
     reqs_to_abort: list[str] = field(default_factory=list)
     """Requests that a stop string has ended here, but not yet in the engine core."""
@@ -146,13 +149,18 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
         self.request_states: dict[str, RequestState] = {}
+        self.pooling = PoolingStates()
         self._tokenizer = tokenizer
         self._stream_interval = stream_interval
         self._internal_ids: dict[str, list[str]] = {}
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests have not had their last output."""
-        return len(self.request_states)
+        return len(self.request_states) + len(self.pooling)
+
+    def unfinished_ids(self) -> list[str]:
+        """Internal ids of the requests that have not had their last output."""
+        return [*self.request_states, *self.pooling.ids()]
 
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None, queue: RequestOutputCollector | None = None
@@ -180,6 +188,7 @@ class OutputProcessor:
         for engine_core_output in engine_core_outputs:
             state = states.get(engine_core_output.request_id)
             if state is None:
+                self._process_pooling(engine_core_output, result)
                 continue
             finish_reason = engine_core_output.finish_reason
             if finish_reason is FinishReason.ERROR:
@@ -208,20 +217,31 @@ class OutputProcessor:
 
         Returns the internal ids of those that were unfinished, for the engine core.
         """
+        request_ids = list(request_ids)
         aborted = []
         for request_id in request_ids:
             internal_ids = [request_id] if request_id in self.request_states else None
             for internal_id in internal_ids or list(self._internal_ids.get(request_id, ())):
                 self._abort(self.request_states[internal_id])
                 aborted.append(internal_id)
+        if len(self.pooling):
+            aborted += self.pooling.abort(request_ids)
         return aborted
 
     def fail_requests(self, error: Exception) -> None:
         """End all requests with an error, for example because the engine is dead."""
+        self.pooling.fail(error)
         for state in list(self.request_states.values()):
             self._forget(state)
             if state.queue is not None:
                 state.queue.put_error(copy.copy(error))
+
+    def _process_pooling(self, output: EngineCoreOutput, result: OutputProcessorOutput) -> None:
+        outcome = self.pooling.process(output)
+        if isinstance(outcome, RequestError):
+            result.errors.append(outcome)
+        elif outcome is not None:
+            result.pooling_outputs.append(outcome)
 
     def _abort(self, state: RequestState) -> None:
         state.detokenizer.update([], FinishReason.ABORT)
