@@ -96,7 +96,9 @@ class EngineCore:
 
     def _check_task(self, params: PoolingParams | None) -> None:
         task = "generate" if params is None else params.task
-        if task not in self.supported_tasks:
+        # Without a classification head, scores are made of embeddings in the frontend.
+        is_composed = task == "score" and "classify" not in self.supported_tasks
+        if task not in self.supported_tasks or is_composed:
             raise RequestError(
                 f"the model cannot be asked to {task}; supported are {', '.join(self.supported_tasks)}"
             )

@@ -132,9 +132,10 @@ class PoolingInputs:
         if second is None:
             first.truncate(room)
         else:
-            rest = min(len(second), max(room // 2, room - len(first)))
-            first.truncate(room - rest)
-            second.truncate(rest)
+            # The longer one is cut first; of two that are cut to the same length it keeps the odd token.
+            shorter, longer = (second, first) if len(first) > len(second) else (first, second)
+            shorter.truncate(room // 2)
+            longer.truncate(room - len(shorter))
         return tokenizer.post_process(first, second)
 
 
