@@ -63,6 +63,7 @@ def test_memory_sizes_have_units(text: str, size: int) -> None:
 def test_every_engine_argument_is_a_flag_of_start() -> None:
     samples = {
         "hf_overrides": ('{"a": 1}', {"a": 1}),
+        "logits_processors": ("a:B,c.d:E", ["a:B", "c.d:E"]),
         "kv_cache_memory_bytes": ("1MiB", 1 << 20),
     }
     parser = start_parser()
@@ -103,6 +104,7 @@ def test_start_has_the_short_names_of_the_interface() -> None:
             "max_model_len": st.none() | st.integers(1, 100),
             "seed": st.integers(0, 9),
             "hf_overrides": st.none() | st.dictionaries(st.text(max_size=3), st.integers()),
+            "logits_processors": st.none() | st.lists(st.just("a:B"), max_size=2),
             "block_size": st.sampled_from([8, 16]),
             "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
             "max_num_batched_tokens": st.none() | st.integers(1, 9),
