@@ -8,7 +8,7 @@ from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from nbengine.engine.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
 
 
@@ -110,13 +110,17 @@ def test_a_prompt_that_can_never_be_scheduled_is_refused() -> None:
         add(core, "r", [1] * 9)
 
 
-def test_requests_without_tokens_or_for_pooling_are_refused() -> None:
+def test_requests_without_tokens_or_parameters_and_for_other_tasks_are_refused() -> None:
     core = make_core()
-    for request in (
-        EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=[[0.0]]),
-        EngineCoreRequest("r", [1], None),
+    for request, reason in (
+        (EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=[[0.0]]), "not available"),
+        (EngineCoreRequest("r", [1], None), "either sampling_params or pooling_params must be given"),
+        (
+            EngineCoreRequest("r", [1], None, PoolingParams(task="embed", pooling="mean")),
+            "cannot be asked to embed; supported are generate",
+        ),
     ):
-        with pytest.raises(RequestError, match="not available"):
+        with pytest.raises(RequestError, match=reason):
             core.preprocess_add_request(request)
 
 
