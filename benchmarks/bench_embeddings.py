@@ -26,7 +26,24 @@ from nbengine import LLM
 NUM_TEXTS = 256
 BATCH = 32
 TOLERANCE = 1e-5
-WORDS = "the a cat river stone light quickly over under never always mountain paper idea number music".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "river",
+    "stone",
+    "light",
+    "quickly",
+    "over",
+    "under",
+    "never",
+    "always",
+    "mountain",
+    "paper",
+    "idea",
+    "number",
+    "music",
+]
 
 
 def make_texts() -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbengine.config import EngineArgs
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
@@ -25,7 +26,17 @@ if TYPE_CHECKING:
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
-    from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from nbengine.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from nbengine.sampling_params import (
         PoolingParams,
         RequestOutputKind,
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "nbengine.config": ("EngineArgs",),
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
@@ -53,7 +65,17 @@ _HOMES = {
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
-    "nbengine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "nbengine.pooling_outputs": (
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "nbengine.sampling_params": (
         "PoolingParams",
         "RequestOutputKind",
@@ -66,7 +88,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
@@ -74,17 +101,22 @@ __all__ = [
     "InvalidTypeError",
     "LLMEngine",
     "LeaseExpiredError",
+    "Logprob",
     "ModelLoadError",
     "ModelNotFoundError",
     "NBEngineError",
     "NotSupportedError",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "SchedulerStats",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "UtilityError",
     "load_ipython_extension",

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,7 +18,7 @@ from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine
 from nbengine.config import EngineArgs
-from nbengine.errors import InvalidArgumentError, NBEngineError
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.loop_thread import LoopThread
@@ -80,6 +81,11 @@ class AsyncLLM(Prompting):
             resolve_files(config, progress), LoopThread.shared(), name=name, session=session
         )
         self._set_up(client, progress)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """Start an engine from the flat arguments; it ends with this process."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
 
     @classmethod
     def attach(
@@ -147,6 +153,8 @@ class AsyncLLM(Prompting):
             request_id = str(next(self._request_counter))
         if sampling_params is None:
             sampling_params = SamplingParams(**self.default_sampling_params())
+        elif not isinstance(sampling_params, SamplingParams):
+            raise InvalidTypeError("sampling_params", sampling_params, "SamplingParams")
         request = self.input_processor.process_inputs(
             request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
         )
@@ -201,12 +209,11 @@ class AsyncLLM(Prompting):
         self.engine_core.check_alive()
         if request_id is None:
             request_id = str(next(self._request_counter))
-        request = self.input_processor.process_inputs(
-            request_id,
-            prompt,
-            PoolingParams() if pooling_params is None else pooling_params,
-            priority=priority,
-        )
+        if pooling_params is None:
+            pooling_params = PoolingParams()
+        elif not isinstance(pooling_params, PoolingParams):
+            raise InvalidTypeError("pooling_params", pooling_params, "PoolingParams")
+        request = self.input_processor.process_inputs(request_id, prompt, pooling_params, priority=priority)
         self.input_processor.assign_request_id(request)
         future: PoolingFuture = PoolingFuture()
         self.engine_core.loop_thread.call_soon(
@@ -250,16 +257,17 @@ class AsyncLLM(Prompting):
         future = self.submit_pooling(prompt, params, request_id, priority=priority)
         return as_embedding(await asyncio.wrap_future(future))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its stream gets what there is, with `finish_reason="abort"`."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several: their streams get what there is, with `finish_reason="abort"`."""
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         done = asyncio.run_coroutine_threadsafe(
-            self._requests.abort(request_id), self.engine_core.loop_thread.loop
+            self._requests.abort(request_ids), self.engine_core.loop_thread.loop
         )
         await asyncio.wrap_future(done)
 
     def abort_soon(self, request_id: str) -> None:
         """`abort` without waiting, on any thread."""
-        self.engine_core.loop_thread.call_soon(self._requests.abort_now, request_id)
+        self.engine_core.loop_thread.call_soon(self._requests.abort_now, [request_id])
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
@@ -306,9 +314,15 @@ class _Requests:
         """Register a request and send it."""
         try:
             self._client.check_alive()
-            self._output_processor.add_request(request, prompt, collector)
-            self._client.add_request(request)
+            to_send = self._output_processor.add_request(request, prompt, collector)
         except NBEngineError as error:
+            collector.put_error(error)
+            return
+        try:
+            for part in to_send:
+                self._client.add_request(part)
+        except NBEngineError as error:
+            self._client.abort_requests(self._output_processor.discard_request(request.request_id))
             collector.put_error(error)
 
     def add_pooling(self, request: EngineCoreRequest, prompt: str | None, future: PoolingFuture) -> None:
@@ -320,7 +334,7 @@ class _Requests:
             self._output_processor.pooling.add(request, prompt, future)
             self._client.add_request(request)
         except NBEngineError as error:
-            self._output_processor.pooling.discard(request.request_id)
+            self._client.abort_requests(self._output_processor.pooling.discard(request.request_id))
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
@@ -345,10 +359,10 @@ class _Requests:
         del dead
         self._output_processor.fail_requests(error)
 
-    def abort_now(self, request_id: str) -> None:
-        """End a request with what it has, and tell the engine."""
-        self._client.abort_requests(self._output_processor.abort_requests([request_id]))
+    def abort_now(self, request_ids: list[str]) -> None:
+        """End requests with what they have, and tell the engine."""
+        self._client.abort_requests(self._output_processor.abort_requests(request_ids))
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_ids: list[str]) -> None:
         """`abort_now` as a coroutine."""
-        self.abort_now(request_id)
+        self.abort_now(request_ids)

@@ -55,9 +55,9 @@ class PoolingStates:
             future,
         )
 
-    def discard(self, request_id: str) -> None:
-        """Forget a request that could not be sent, by its internal id."""
-        self._states.pop(request_id, None)
+    def discard(self, request_id: str) -> list[str]:
+        """Forget a request that could not be sent, by its internal id; returns the id if there was one."""
+        return [] if self._states.pop(request_id, None) is None else [request_id]
 
     def process(self, output: EngineCoreOutput) -> PoolingRequestOutput[PoolingOutput] | RequestError | None:
         """Take in what the engine core returned for a request that may be one of these.

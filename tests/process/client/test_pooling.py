@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from nbengine import LLM, AsyncLLM, PoolingParams, SamplingParams
-from nbengine.errors import EngineDeadError, InvalidArgumentError, RequestError
+from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, RequestError
 
 StartAsync = Callable[..., AsyncLLM]
 TINY: dict[str, Any] = {"model": "random-tiny", "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32}
-PROMPTS = ["hello", "a somewhat longer prompt, so that it spans more than one block of the cache", "東京 🙂"] * 4
+PROMPTS = [
+    "hello",
+    "a somewhat longer prompt, so that it spans more than one block of the cache",
+    "東京 🙂",
+] * 4
 GENERATE = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
@@ -107,6 +111,10 @@ async def test_an_encoder_answers_beside_itself_and_refuses_to_generate(no_lefto
         assert outputs[0].outputs.embedding == pytest.approx(outputs[3].outputs.embedding, abs=1e-5)
         with pytest.raises(InvalidArgumentError, match="task must be one of embed, score, encode"):
             llm.submit("x")
+        with pytest.raises(InvalidTypeError, match="sampling_params must be SamplingParams"):
+            llm.submit("x", PoolingParams())  # type: ignore[arg-type]
+        with pytest.raises(InvalidTypeError, match="pooling_params must be PoolingParams"):
+            llm.submit_pooling("x", SamplingParams())  # type: ignore[arg-type]
         (stats,) = (await llm.stats()).engines
         assert stats.num_blocks == stats.num_waiting_reqs == stats.num_running_reqs == 0
     finally:

@@ -86,7 +86,9 @@ def test_without_sentence_transformers_files_the_kind_of_model_decides(tmp_path:
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None),
     ],
 )
-def test_sentence_transformers_files_decide(config: dict[str, Any], pooling: str | None, tmp_path: Path) -> None:
+def test_sentence_transformers_files_decide(
+    config: dict[str, Any], pooling: str | None, tmp_path: Path
+) -> None:
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 99}')
     write_modules(tmp_path, TRANSFORMER, POOLING, pooling=config)
     assert load_pooling_defaults(str(tmp_path), BERT) == PoolingDefaults(pooling, False, 99)
@@ -145,7 +147,10 @@ def test_a_request_leaves_with_everything_said(directory: Path, tokenizer: PreTr
     [
         (PoolingParams(task="classify"), "task must be one of generate, embed, score, encode"),
         (PoolingParams(task="score"), "a score of this model needs two texts"),
-        (PoolingParams(task="embed", use_activation=True), "use_activation must be None with the task 'embed'"),
+        (
+            PoolingParams(task="embed", use_activation=True),
+            "use_activation must be None with the task 'embed'",
+        ),
         (PoolingParams(task="encode", dimensions=3), "dimensions must be None with the task 'encode'"),
         (PoolingParams(task="encode", pooling="cls"), "pooling must be None with the task 'encode'"),
         (PoolingParams(dimensions=65), "dimensions must be at most 64"),
@@ -184,7 +189,9 @@ def test_prompts_of_every_form_are_truncated_to_their_first_tokens(
     prompt: Any, directory: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     inputs = processor(directory, tokenizer)
-    full = tokenizer("x" * 50)["input_ids"] if not isinstance(prompt, dict) or "prompt" in prompt else [120] * 50
+    full = (
+        tokenizer("x" * 50)["input_ids"] if not isinstance(prompt, dict) or "prompt" in prompt else [120] * 50
+    )
     for length, kept in ((-1, 32), (32, 32), (7, 7)):
         params = PoolingParams(truncate_prompt_tokens=length)
         assert inputs.process_inputs("r", prompt, params).prompt_token_ids == full[:kept]

@@ -93,7 +93,9 @@ def test_a_result_that_comes_after_the_abort_is_dropped() -> None:
     add_pooling(scheduler, "p", [1, 2, 3])
     plan = scheduler.schedule()
     scheduler.abort_client(0)
-    assert scheduler.update_from_output(plan, ModelRunnerOutput(["p"], [[]], pooler_output={"p": RESULT})) == {}
+    assert (
+        scheduler.update_from_output(plan, ModelRunnerOutput(["p"], [[]], pooler_output={"p": RESULT})) == {}
+    )
     scheduler.check_integrity()
 
 
