@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,34 +65,40 @@ class PoolingRequestOutput(Generic[T]):
     """Prompt tokens whose keys and values came from the prefix cache."""
     prompt: str | None = None
 
-    def with_outputs(self, outputs: O) -> PoolingRequestOutput[O]:
-        """The same request with its outcome in another form."""
-        return PoolingRequestOutput(
-            self.request_id,
-            outputs,
-            self.prompt_token_ids,
-            self.finished,
-            self.num_cached_tokens,
-            self.prompt,
-        )
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """A prompt and its vector."""
 
 
-O = TypeVar("O")
-EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
-ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
-ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+@dataclass(slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """A prompt and its labels' probabilities."""
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Two texts and how well they fit together; `prompt_token_ids` are those of both."""
 
 
 def as_embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
     """The outcome of the task "embed"."""
-    return output.with_outputs(EmbeddingOutput(output.outputs.data.tolist()))
+    outputs = EmbeddingOutput(output.outputs.data.tolist())
+    return EmbeddingRequestOutput(output.request_id, outputs, **_common(output))
 
 
 def as_classification(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
     """The outcome of the task "classify"."""
-    return output.with_outputs(ClassificationOutput(output.outputs.data.tolist()))
+    outputs = ClassificationOutput(output.outputs.data.tolist())
+    return ClassificationRequestOutput(output.request_id, outputs, **_common(output))
 
 
 def as_score(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
     """The outcome of the task "score"."""
-    return output.with_outputs(ScoringOutput(float(output.outputs.data[0])))
+    outputs = ScoringOutput(float(output.outputs.data[0]))
+    return ScoringRequestOutput(output.request_id, outputs, **_common(output))
+
+
+def _common(output: PoolingRequestOutput[PoolingOutput]) -> dict[str, Any]:
+    names = ("prompt_token_ids", "finished", "num_cached_tokens", "prompt")
+    return {name: getattr(output, name) for name in names}

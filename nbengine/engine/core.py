@@ -227,7 +227,8 @@ class EngineCore:
         num_blocks = num_blocks_for(spec, self.config.cache, available_bytes)
         max_model_len = self._choose_max_model_len(spec, num_blocks)
         self.model_executor.initialize_kv_cache(num_blocks)
-        detail = f"{num_blocks} blocks of {spec.block_size} tokens, max_model_len {max_model_len}"
+        blocks = f"{num_blocks} blocks of {spec.block_size} tokens" if num_blocks else "none needed"
+        detail = f"{blocks}, max_model_len {max_model_len}"
         self._report(Progress("kv", detail, 1.0, time.monotonic() - start))
         return num_blocks, max_model_len
 

@@ -215,7 +215,7 @@ def _cosine(one: Pooled, other: Pooled) -> ScoringRequestOutput:
 
     first, second = one.outputs.data, other.outputs.data
     norms = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
-    return PoolingRequestOutput(
+    return ScoringRequestOutput(
         f"{one.request_id}_{other.request_id}",
         ScoringOutput(float(first @ second) / norms if norms else 0.0),
         one.prompt_token_ids + other.prompt_token_ids,

@@ -107,9 +107,12 @@ class PoolingInputs:
         params.pooling = pooling
         if params.normalize is None:
             params.normalize = self._defaults.normalize
-        size = positive(self._hf_config, "hidden_size")
-        if params.dimensions is not None and params.dimensions > size:
-            raise InvalidArgumentError("dimensions", params.dimensions, f"at most {size}, the model's own")
+        if params.dimensions is not None:
+            size = positive(self._hf_config, "hidden_size")
+            if params.dimensions > size:
+                raise InvalidArgumentError(
+                    "dimensions", params.dimensions, f"at most {size}, the model's own"
+                )
 
     def _checked_length(self, length: int) -> int:
         if length > self.max_model_len:

@@ -167,7 +167,7 @@ def test_what_has_no_meaning_is_refused(
 def test_a_model_that_only_pools_is_not_asked_to_generate(
     directory: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(InvalidArgumentError, match="task must be one of embed, score.*got 'generate'"):
+    with pytest.raises(InvalidArgumentError, match=r"task must be one of embed, score.*got 'generate'"):
         processor(directory, tokenizer, "embed", "score").process_inputs("r", "hello", SamplingParams())
 
 
