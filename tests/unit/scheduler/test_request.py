@@ -43,7 +43,8 @@ def test_the_prompt_is_not_changed_by_what_is_sampled() -> None:
 @pytest.mark.parametrize(
     ("wire", "said"),
     [
-        (EngineCoreRequest("r", [1], None, pooling_params=PoolingParams()), "pooling"),
+        (EngineCoreRequest("r", [1], None), "either sampling_params or pooling_params must be given"),
+        (EngineCoreRequest("r", [1], SamplingParams(), PoolingParams()), "either sampling_params or pooling"),
         (EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=np.zeros((1, 4))), "prompt_embeds"),
     ],
 )
