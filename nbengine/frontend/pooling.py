@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.frontend.input_processor import prompt_list
 from nbengine.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -110,7 +111,7 @@ class OfflinePooling:
         A model with a head of one label judges the two texts together (cross-encoder); of any other model it is the
         cosine of the texts' embeddings. Other arguments as of `embed`.
         """
-        first, second = _as_list("text_1", text_1), _as_list("text_2", text_2)
+        first, second = prompt_list(text_1, "text_1"), prompt_list(text_2, "text_2")
         if not second or len(first) not in (1, len(second)):
             counts = f"{len(first)} and {len(second)}"
             raise InvalidArgumentError("text_1 and text_2", counts, "1 and 1, 1 and N, or N and N texts")
@@ -147,7 +148,7 @@ class OfflinePooling:
         use_tqdm: TqdmChoice,
         default_task: str | None = None,
     ) -> list[Pooled]:
-        sequence = _as_list("prompts", prompts)
+        sequence = prompt_list(prompts)
         params = [
             _with_task(own, task or own.task or default_task, truncate_prompt_tokens)
             for own in _params_for(pooling_params, len(sequence))
@@ -228,14 +229,6 @@ def _text(prompt: PromptType) -> str:
     if not isinstance(text, str):
         raise InvalidTypeError("text", prompt, "a string: this model judges two texts together")
     return text
-
-
-def _as_list(name: str, prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidTypeError(name, prompts, "a prompt or a list of prompts")
-    return list(prompts)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from nbengine.sampling_params import PoolingParams
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
+    from nbengine.frontend.prompt_embeds import PromptEmbeds
+
 
 class PoolingInputs:
     """What an `InputProcessor` needs for pooling requests. Safe to use from any thread."""
@@ -87,6 +89,17 @@ class PoolingInputs:
         if tokens is None and isinstance(prompt.get("prompt"), str):
             tokens = self._encode(prompt["prompt"], None, length).ids
         return prompt if tokens is None else {**prompt, "prompt_token_ids": list(tokens)[:length]}
+
+    def fitted_embeds(self, embeds: PromptEmbeds, params: PoolingParams) -> PromptEmbeds:
+        """The first rows of a prompt given as embeddings, as many as `truncate_prompt_tokens` says.
+
+        Raises:
+            InvalidArgumentError: the model is an encoder, which adds more to a token than the embedding of its id.
+        """
+        if is_encoder(self._hf_config):
+            raise InvalidArgumentError("prompt", "prompt_embeds", "text or token ids for an encoder")
+        length = params.truncate_prompt_tokens
+        return embeds if length is None else embeds[: self._checked_length(length)]
 
     def paired(self, text_1: str, text_2: str, params: PoolingParams) -> tuple[dict[str, Any], PoolingParams]:
         """The prompt that a cross-encoder judges, and the parameters that say where the second text begins.

@@ -278,6 +278,7 @@ class Scheduler:
                     block_ids,
                     num_computed,
                     request.pooling_params,
+                    prompt_embeds=request.prompt_embeds,
                 )
             )
             request.num_cached_tokens = num_computed

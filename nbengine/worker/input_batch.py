@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nbengine.sampling.logits_processor import LogitsProcessor
 from nbengine.sampling.random_streams import UnseededStreams, seeded_stream
@@ -84,6 +85,9 @@ class InputBatch:
         self._sampled: dict[str, _Sampled] = {}
         self.pooling_req_ids: set[str] = set()
         """Requests that get no token when their prompt is computed."""
+        self.prompt_embeds: dict[str, Tensor] = {}
+        """Prompts given as embeddings, [prompt tokens, hidden size] on the CPU, until their request has ended: one
+        that was preempted computes its prompt again."""
 
     @property
     def num_reqs(self) -> int:
@@ -96,6 +100,7 @@ class InputBatch:
             self._preempted.pop(req_id, None)
             self._sampled.pop(req_id, None)
             self.pooling_req_ids.discard(req_id)
+            self.prompt_embeds.pop(req_id, None)
             if req_id in self.row_of:
                 self._remove(req_id)
         for req_id in plan.preempted_req_ids:
@@ -120,6 +125,8 @@ class InputBatch:
         if new.sampling_params is None:
             row["is_pooling"] = True
             self.pooling_req_ids.add(new.req_id)
+        if new.prompt_embeds is not None:
+            self.prompt_embeds[new.req_id] = new.prompt_embeds
         stream = self._streams.take() if params.seed is None else seeded_stream(params.seed)
         self._sampled[new.req_id] = _Sampled(params, stream, new.prompt_embeds is None)
         self._add(new.req_id, CachedRequestState(row, np.asarray(new.token_ids, np.int32)))

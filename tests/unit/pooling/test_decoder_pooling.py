@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -229,3 +230,19 @@ def test_an_aborted_request_leaves_nothing_behind(make_llm: Callable[..., LLM]) 
     assert len(llm.embed([f"text {index}" for index in range(9)], use_tqdm=False)) == 9
     (stats,) = llm.stats().engines
     assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_prompt_given_as_embeddings_is_pooled_like_its_tokens(
+    make_llm: Callable[..., LLM], directory: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    table = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    llm = make_llm(max_num_batched_tokens=16)
+    tokens = [3, 250, 17] * 12
+    prompts = [tokens, {"prompt_embeds": table[tokens]}, {"prompt_embeds": table[[*tokens, 5, 6]]}]
+    for kind in ("mean", "cls", "last", "encode"):
+        asked = msgspec.structs.replace(KINDS[kind], truncate_prompt_tokens=len(tokens))
+        first, *others = (o.outputs.data for o in llm.encode(prompts, asked, use_tqdm=False))
+        for other in others:
+            np.testing.assert_allclose(other, first, rtol=0, atol=1e-5)

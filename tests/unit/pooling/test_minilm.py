@@ -134,6 +134,8 @@ def test_an_encoder_has_no_kv_cache_and_says_what_it_can_do(llm: LLM) -> None:
     for refused in (lambda: llm.generate("x", use_tqdm=False), lambda: llm.chat([])):
         with pytest.raises(InvalidArgumentError):
             refused()
+    with pytest.raises(InvalidArgumentError, match="text or token ids for an encoder"):
+        llm.embed({"prompt_embeds": np.zeros((3, 384), np.float32)}, use_tqdm=False)
     with pytest.raises(InvalidArgumentError, match=r"task must be one of embed, score, encode.*'generate'"):
         llm.generate("x", use_tqdm=False)
 
@@ -156,4 +158,12 @@ def test_the_engine_itself_refuses_what_its_model_cannot_do(
     client: Any = llm.llm_engine.engine_core
     request = EngineCoreRequest("raw", [101, 102], sampling, pooling)
     with pytest.raises(RequestError, match=message):
+        client.engine_core.preprocess_add_request(request)
+
+
+def test_the_engine_refuses_embeddings_for_an_encoder(llm: LLM) -> None:
+    client: Any = llm.llm_engine.engine_core
+    params = PoolingParams(task="embed", pooling="cls")
+    request = EngineCoreRequest("raw", None, None, params, prompt_embeds=np.zeros((3, 384), np.float32))
+    with pytest.raises(RequestError, match="cannot be given to an encoder"):
         client.engine_core.preprocess_add_request(request)
