@@ -23,6 +23,7 @@ _SHORT = {
 _READERS: dict[str, Callable[[str], Any]] = {
     "hf_overrides": json_object,
     "kv_cache_memory_bytes": memory_size,
+    "client_backlog_bytes": memory_size,
 }
 _HELP = {
     "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
@@ -56,6 +57,7 @@ _HELP = {
     "data_parallel_backend": "mp; ray is not available yet",
     "keep_alive": "seconds that the engine outlives its last notebook",
     "lease": "seconds without a heartbeat after which a notebook's requests are dropped",
+    "client_backlog_bytes": "output that is held for a notebook that does not read, before its requests end",
 }
 START_EXAMPLES = """\
 examples:

@@ -18,6 +18,7 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupported
 
 DEFAULT_KEEP_ALIVE_SECONDS = 600.0
 DEFAULT_LEASE_SECONDS = 30.0
+DEFAULT_CLIENT_BACKLOG_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class EngineConfig:
 
     `keep_alive` is how many seconds an engine outlives its last client; `lease` how long a client that
     sends no heartbeat keeps its requests. A `bound` engine ends with the process that started it.
+    `client_backlog_bytes` is how much output the engine holds for a client that does not read, before the requests
+    of that client are given up.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -35,10 +38,13 @@ class EngineConfig:
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
     bound: bool = True
+    client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
 
     def __post_init__(self) -> None:
         require("keep_alive", self.keep_alive, self.keep_alive >= 0, "0 or more seconds")
         require("lease", self.lease, self.lease > 0, "more than 0 seconds")
+        backlog = self.client_backlog_bytes
+        require("client_backlog_bytes", backlog, backlog >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class EngineArgs:
     data_parallel_backend: str = "mp"
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
+    client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -153,6 +160,7 @@ class EngineArgs:
             keep_alive=float(self.keep_alive),
             lease=float(self.lease),
             bound=bound,
+            client_backlog_bytes=self.client_backlog_bytes,
         )
 
 

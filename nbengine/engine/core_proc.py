@@ -28,11 +28,13 @@ from nbengine.engine.work import (
     COORDINATOR_INDEX,
     AbortRequests,
     AddRequest,
+    GiveUpClient,
     InputItem,
     InputQueue,
     OutputQueue,
     ThreadFailed,
     Wakeup,
+    failure,
     refusal,
 )
 from nbengine.errors import EngineStartError, NBEngineError, RequestError
@@ -97,7 +99,12 @@ class EngineCoreProc(EngineCore):
         self.input_queue: InputQueue = SimpleQueue()
         self.output_queue: OutputQueue = SimpleQueue()
         self._output_thread = OutputThread(
-            context, rank, handshake.coordinator_output, self.output_queue, self.input_queue
+            context,
+            rank,
+            handshake.coordinator_output,
+            self.output_queue,
+            self.input_queue,
+            config.client_backlog_bytes,
         )
         self._input_thread = InputThread(
             context,
@@ -111,6 +118,7 @@ class EngineCoreProc(EngineCore):
         self._handlers: dict[type, Callable[..., None]] = {
             AddRequest: self._add,
             AbortRequests: lambda item: self.abort_for_client(item.client_index, item.request_ids),
+            GiveUpClient: self._give_up_client,
             UtilityRequest: self._answer_utility,
             DetachClient: self._detach,
             ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain),
@@ -200,6 +208,11 @@ class EngineCoreProc(EngineCore):
                 logger.exception("utility call %s failed", call.method)
             answer.failure_message = describe_exception(error)
         self.output_queue.put((call.client_index, EngineCoreOutputs(utility_output=answer)))
+
+    def _give_up_client(self, item: GiveUpClient) -> None:
+        request_ids = self.scheduler.abort_client(item.client_index)
+        ends = [failure(request_id, item.reason) for request_id in request_ids]
+        self.output_queue.put((item.client_index, EngineCoreOutputs(outputs=ends)))
 
     def _detach(self, item: DetachClient) -> None:
         self.abort_for_client(item.client_index, None)

@@ -46,6 +46,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_backend: str
     keep_alive: float
     lease: float
+    client_backlog_bytes: int
 
 
 def with_engine_options(function: F) -> F:
