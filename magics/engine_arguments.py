@@ -58,6 +58,7 @@ _HELP = {
     "keep_alive": "seconds that the engine outlives its last notebook",
     "lease": "seconds without a heartbeat after which a notebook's requests are dropped",
     "client_backlog_bytes": "output that is held for a notebook that does not read, before its requests end",
+    "profile_dir": "where %%engine profile writes (default: nbengine-profiles in the working directory)",
 }
 START_EXAMPLES = """\
 examples:

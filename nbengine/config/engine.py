@@ -28,7 +28,7 @@ class EngineConfig:
     `keep_alive` is how many seconds an engine outlives its last client; `lease` how long a client that
     sends no heartbeat keeps its requests. A `bound` engine ends with the process that started it.
     `client_backlog_bytes` is how much output the engine holds for a client that does not read, before the requests
-    of that client are given up.
+    of that client are given up; `profile_dir` where profiles are written unless a caller says otherwise.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -39,6 +39,7 @@ class EngineConfig:
     lease: float = DEFAULT_LEASE_SECONDS
     bound: bool = True
     client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         require("keep_alive", self.keep_alive, self.keep_alive >= 0, "0 or more seconds")
@@ -90,6 +91,7 @@ class EngineArgs:
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
     client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -161,6 +163,7 @@ class EngineArgs:
             lease=float(self.lease),
             bound=bound,
             client_backlog_bytes=self.client_backlog_bytes,
+            profile_dir=self.profile_dir,
         )
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbengine.config import EngineConfig
+from nbengine.engine.control import EngineControl
 from nbengine.errors import EngineStartError, RequestError, UtilityError
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
+from nbengine.ipc.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    Progress,
+)
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
@@ -65,12 +74,16 @@ class EngineCore:
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
+        self.control = EngineControl(
+            self.scheduler, self.model_executor, lambda: self.num_steps_in_flight, self.abort_all
+        )
+        self._unsent: list[tuple[int, EngineCoreOutputs]] = []
         self._utilities: dict[str, Callable[..., Any]] = {
             "get_supported_tasks": lambda: list(SUPPORTED_TASKS),
             "stats": self.stats,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
+            **self.control.utilities,
         }
 
     # Requests.
@@ -125,7 +138,28 @@ class EngineCore:
             ]
         )
 
+    def abort_all(self) -> None:
+        """Abort every request; `take_unsent_outputs` has what their clients are told."""
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request in self.scheduler.requests.values():
+            aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            outputs[request.client_index].append(aborted)
+        self.abort_requests(list(self.scheduler.requests))
+        for client_index, client_outputs in outputs.items():
+            ends = EngineCoreOutputs(self.engine_index, client_outputs, timestamp=time.monotonic())
+            self._unsent.append((client_index, ends))
+
+    def take_unsent_outputs(self) -> list[tuple[int, EngineCoreOutputs]]:
+        """Outputs by client index that came of no step."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
     # A step.
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that have been planned and whose outcome has not been taken in."""
+        return 0
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Schedule, execute, and make outputs, by client index; tells also whether the model was executed."""
@@ -146,7 +180,9 @@ class EngineCore:
         return outputs, scheduler_output.total_num_scheduled_tokens > 0
 
     def post_step(self, model_executed: bool) -> None:
-        """Called after each step, whoever drives the engine. Nothing to do here."""
+        """Called after each step, whoever drives the engine."""
+        del model_executed
+        self.control.advance()
 
     def _process_aborts_queue(self) -> None:
         try:
@@ -158,7 +194,7 @@ class EngineCore:
     # Everything else.
 
     def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Call one of the utility methods by name.
+        """Call one of the utility methods by name; a `Future` is done after some later step.
 
         Raises:
             UtilityError: there is no such method.
@@ -170,7 +206,7 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Return the state of scheduler and KV cache."""
-        return self.scheduler.make_stats()
+        return self.control.describe(self.scheduler.make_stats())
 
     def ready_message(self, rank: int) -> EngineReady:
         """Return what the frontends are told once the engine takes requests."""

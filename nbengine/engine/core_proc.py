@@ -10,10 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -43,11 +43,9 @@ from nbengine.ipc.handshake import encode_control, say_hello
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     DetachClient,
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineDead,
     EngineHandshakeMetadata,
-    FinishReason,
     Progress,
     ShutdownEngine,
     UtilityOutput,
@@ -119,7 +117,7 @@ class EngineCoreProc(EngineCore):
             AddRequest: self._add,
             AbortRequests: lambda item: self.abort_for_client(item.client_index, item.request_ids),
             GiveUpClient: self._give_up_client,
-            UtilityRequest: self._answer_utility,
+            UtilityRequest: self._call,
             DetachClient: self._detach,
             ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain),
             Wakeup: lambda _: None,
@@ -199,15 +197,33 @@ class EngineCoreProc(EngineCore):
         except RequestError as error:
             self.output_queue.put(refusal(request.client_index, request.request_id, str(error)))
 
-    def _answer_utility(self, call: UtilityRequest) -> None:
-        answer = UtilityOutput(call.call_id)
+    def _call(self, call: UtilityRequest) -> None:
         try:
-            answer.result = self.call_utility(call.method, call.args)
-        except Exception as error:
+            result = self.call_utility(call.method, call.args)
+        except Exception as error:  # noqa: BLE001 (it is the answer)
+            self._answer(call, None, error)
+        else:
+            if isinstance(result, Future):
+                result.add_done_callback(lambda done: self._answer_later(call, done))
+            else:
+                self._answer(call, result)
+
+    def _answer_later(self, call: UtilityRequest, done: Future[Any]) -> None:
+        error = done.exception()
+        self._answer(call, None if error is not None else done.result(), error)
+
+    def _answer(self, call: UtilityRequest, result: Any, error: BaseException | None = None) -> None:
+        answer = UtilityOutput(call.call_id, result=result)
+        if error is not None:
             if not isinstance(error, NBEngineError):
-                logger.exception("utility call %s failed", call.method)
+                logger.error("utility call %s failed", call.method, exc_info=error)
             answer.failure_message = describe_exception(error)
+        self._send_unsent_outputs()
         self.output_queue.put((call.client_index, EngineCoreOutputs(utility_output=answer)))
+
+    def _send_unsent_outputs(self) -> None:
+        for item in self.take_unsent_outputs():
+            self.output_queue.put(item)
 
     def _give_up_client(self, item: GiveUpClient) -> None:
         request_ids = self.scheduler.abort_client(item.client_index)
@@ -250,20 +266,10 @@ class EngineCoreProc(EngineCore):
             return True
         if self.shutdown_state is EngineShutdownState.REQUESTED:
             self.shutdown_state = EngineShutdownState.SHUTTING_DOWN
-            if not self._drain:
-                self._abort_everything()
+        if not self._drain or self.control.holds_requests:
+            self.abort_all()
+            self._send_unsent_outputs()
         return self.scheduler.has_unfinished_requests()
-
-    def _abort_everything(self) -> None:
-        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
-        for request in self.scheduler.requests.values():
-            aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
-            outputs[request.client_index].append(aborted)
-        self.abort_requests(list(self.scheduler.requests))
-        for client_index, client_outputs in outputs.items():
-            self.output_queue.put(
-                (client_index, EngineCoreOutputs(outputs=client_outputs, timestamp=time.monotonic()))
-            )
 
     def stop_io(self) -> None:
         """End the I/O threads, ENGINE_CORE_DEAD being the last that every client gets."""

@@ -47,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     keep_alive: float
     lease: float
     client_backlog_bytes: int
+    profile_dir: str | None
 
 
 def with_engine_options(function: F) -> F:

@@ -68,6 +68,18 @@ def load_decoder(
     return model
 
 
+def reload_weights(model: DecoderForCausalLM, paths: tuple[Path, ...], report: Reporter) -> None:
+    """Fill the weights of a loaded model from its files again.
+
+    Raises:
+        ModelLoadError: the files are not those that it was loaded from any more.
+    """
+    weights = open_weights(paths, model.config)
+    _compare(model, weights, paths[0])
+    with torch.inference_mode():
+        weights.load(model.weight_slots(), _byte_counter(weights.num_bytes, report))
+
+
 def _shapes_of(config: DecoderConfig, dtype: torch.dtype) -> DecoderForCausalLM:
     try:
         return DecoderForCausalLM(config, dtype=dtype, device=torch.device("meta"), max_positions=1)
