@@ -111,6 +111,8 @@ class EngineControl:
             self._changes.remove(change)
             change.future.set_exception(UtilityError("the engine was resumed before it had paused"))
         self._set_pause_state()
+        # What was behind them may be possible now.
+        self.advance()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Any:
         """Forget the prefix cache; refused (False) while requests hold blocks, unless these are to start again."""
