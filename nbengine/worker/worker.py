@@ -186,7 +186,7 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See `ModelRunner.execute_model`."""
-        if self._profiler is not None:
+        if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
             self._profiler.begin_step()
         return self.model_runner.execute_model(scheduler_output)
 
