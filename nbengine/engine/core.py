@@ -21,6 +21,7 @@ from nbengine.ipc.messages import (
     FinishReason,
     Progress,
 )
+from nbengine.kv_cache.events import KVEventStream
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
@@ -74,6 +75,9 @@ class EngineCore:
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
+        self.kv_events = KVEventStream(
+            self.scheduler.kv_cache_manager.block_pool, config.cache.block_size, engine_index
+        )
         self.control = EngineControl(
             self.scheduler, self.model_executor, lambda: self.num_steps_in_flight, self.abort_all
         )
@@ -83,6 +87,7 @@ class EngineCore:
             "stats": self.stats,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
+            "kv_cache_snapshot": lambda: self.kv_events.snapshot(time.time()),
             **self.control.utilities,
         }
 

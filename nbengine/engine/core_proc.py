@@ -50,6 +50,7 @@ from nbengine.ipc.messages import (
     ShutdownEngine,
     UtilityOutput,
     UtilityRequest,
+    WantKVEvents,
     engine_identity,
 )
 from nbengine.ipc.sockets import make_socket
@@ -119,6 +120,7 @@ class EngineCoreProc(EngineCore):
             GiveUpClient: self._give_up_client,
             UtilityRequest: self._call,
             DetachClient: self._detach,
+            WantKVEvents: self._want_kv_events,
             ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain),
             Wakeup: lambda _: None,
             ThreadFailed: self._fail,
@@ -174,13 +176,16 @@ class EngineCoreProc(EngineCore):
             time.sleep(0.001)
 
     def post_step(self, model_executed: bool) -> None:
-        """Push the statistics to the coordinator."""
+        """Push the statistics, and the events of the prefix cache, to the coordinator."""
         super().post_step(model_executed)
         self._publish_stats()
 
     def _publish_stats(self) -> None:
         self._stats_are_stale = False
         self.output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs(scheduler_stats=self.stats())))
+        batch = self.kv_events.take_batch(time.time())
+        if batch is not None:
+            self.output_queue.put(batch)
 
     # Messages.
 
@@ -233,6 +238,11 @@ class EngineCoreProc(EngineCore):
     def _detach(self, item: DetachClient) -> None:
         self.abort_for_client(item.client_index, None)
         self.output_queue.put(item)
+
+    def _want_kv_events(self, item: WantKVEvents) -> None:
+        self.kv_events.record(item.wanted)
+        if item.wanted:
+            self.output_queue.put(self.kv_events.snapshot(time.time()))
 
     def _fail(self, item: ThreadFailed) -> None:
         raise NBEngineError(f"the {item.thread} thread failed") from item.error

@@ -6,6 +6,7 @@ nor make it hold more than a bounded number of bytes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,15 +28,18 @@ from nbengine.engine.work import (
     ThreadFailed,
 )
 from nbengine.errors import NBEngineError
-from nbengine.ipc.messages import ENGINE_CORE_DEAD, AttachClient, DetachClient, EngineCoreOutputs
+from nbengine.ipc.messages import ENGINE_CORE_DEAD, KV_TOPIC, AttachClient, DetachClient, EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
+from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
 from nbengine.units import size
 
 logger = logging.getLogger(__name__)
 
 OUTPUT_HWM = 64
 """Messages on their way to one client; what comes after them is merged until there is room."""
+COORDINATOR_HWM = 1000
+"""Messages on their way to the coordinator; of the statistics after them the newest are kept."""
 MAX_LARGE_BYTES = 4 << 20
 """Bytes of large messages on their way to one client before the rest is merged, too."""
 RETRY_INTERVAL = 0.01
@@ -107,7 +111,7 @@ class OutputThread(threading.Thread):
     def run(self) -> None:
         """Send until ENGINE_CORE_DEAD comes out of the queue."""
         try:
-            self._sinks[COORDINATOR_INDEX] = self._connect(self._coordinator_output)
+            self._sinks[COORDINATOR_INDEX] = self._connect(self._coordinator_output, COORDINATOR_HWM)
             self._process_output_queue()
         except Exception as error:
             logger.exception("the output thread failed")
@@ -122,6 +126,8 @@ class OutputThread(threading.Thread):
                     pass
                 case (client_index, outputs):
                     self._send(client_index, outputs)
+                case KVEventBatch() | KVCacheSnapshot() as message:
+                    self._publish(message)
                 case AttachClient() as client:
                     self._attach(client)
                 case DetachClient(client_index):
@@ -179,6 +185,12 @@ class OutputThread(threading.Thread):
             buffer = bytearray()
             return self._encoder.encode_into(outputs, buffer), buffer
 
+    def _publish(self, message: KVMessage) -> None:
+        # A host that does not read loses it, and the subscribers see the gap.
+        with contextlib.suppress(zmq.Again):
+            frames = [KV_TOPIC, *self._encoder.encode(message)]
+            self._sinks[COORDINATOR_INDEX].socket.send_multipart(cast("Any", frames), flags=zmq.NOBLOCK)
+
     # Clients that are behind.
 
     def _add_to_backlog(self, client_index: int, sink: _Sink, outputs: EngineCoreOutputs) -> None:
@@ -228,8 +240,8 @@ class OutputThread(threading.Thread):
 
     # Clients that come and go.
 
-    def _connect(self, address: str) -> _Sink:
-        return _Sink(make_socket(self._context, address, zmq.PUSH, bind=False, send_hwm=OUTPUT_HWM))
+    def _connect(self, address: str, hwm: int = OUTPUT_HWM) -> _Sink:
+        return _Sink(make_socket(self._context, address, zmq.PUSH, bind=False, send_hwm=hwm))
 
     def _attach(self, client: AttachClient) -> None:
         try:

@@ -13,7 +13,9 @@ from nbengine.ipc.messages import (
     FinishReason,
     ShutdownEngine,
     UtilityRequest,
+    WantKVEvents,
 )
+from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch
 from nbengine.scheduler.request import Request
 
 COORDINATOR_INDEX = -1
@@ -63,13 +65,16 @@ InputItem = (
     | GiveUpClient
     | UtilityRequest
     | DetachClient
+    | WantKVEvents
     | ShutdownEngine
     | Wakeup
     | ThreadFailed
 )
 InputQueue = SimpleQueue[InputItem]
-OutputItem = tuple[int, EngineCoreOutputs] | AttachClient | DetachClient | bytes
-"""Outputs by client index; clients that come and go; ENGINE_CORE_DEAD, the last item."""
+OutputItem = (
+    tuple[int, EngineCoreOutputs] | KVEventBatch | KVCacheSnapshot | AttachClient | DetachClient | bytes
+)
+"""Outputs by client index; what is published; clients that come and go; ENGINE_CORE_DEAD, the last item."""
 OutputQueue = SimpleQueue[OutputItem]
 AbortsQueue = SimpleQueue[tuple[int, list[str] | None]]
 """Like `AbortRequests`, seen by the busy loop in the middle of a step."""
