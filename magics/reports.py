@@ -13,7 +13,7 @@ from nbengine.client.processes import session_processes
 from nbengine.ipc.messages import EngineReady
 from nbengine.magics.render import age, count, seconds, table
 from nbengine.magics.session import AttachedEngine
-from nbengine.metrics.stats import EngineStats
+from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.units import size
 
 
@@ -82,7 +82,10 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
         hits, queries = rank.prefix_cache_hits, rank.prefix_cache_queries
         rate = f" ({hits / queries:.0%})" if queries else ""
         rows += [
-            [f"{prefix}requests", f"{rank.num_running_reqs} running, {rank.num_waiting_reqs} waiting"],
+            [
+                f"{prefix}requests",
+                f"{rank.num_running_reqs} running, {rank.num_waiting_reqs} waiting{_held(rank)}",
+            ],
             [
                 f"{prefix}KV blocks",
                 (
@@ -98,6 +101,16 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
         ["log", info.log_path],
     ]
     return table(rows)
+
+
+def _held(stats: SchedulerStats) -> str:
+    """What keeps requests from running."""
+    reasons = []
+    if stats.is_paused:
+        reasons.append("paused: `%engine resume` goes on")
+    if stats.is_sleeping:
+        reasons.append(f"asleep, level {stats.sleep_level}: `%engine wake` wakes it")
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def engines_table(engines: Iterable[EngineListing], here: dict[str, str]) -> tuple[str, str]:
