@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from nbengine.ipc.utilities import DEFAULT_PROFILE_STEPS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.render import count, seconds
-from nbengine.magics.reports import Footprint, footprint
+from nbengine.magics.reports import Footprint, device_memory, resident_memory
 from nbengine.magics.session import NotebookSession
 
 _MODES_HELP = (
@@ -46,10 +46,9 @@ class ControlCommands:
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
         info = engine.client.connection
-        before = footprint(info)
+        before = resident_memory(info)
         engine.client.control.sleep(parsed.level, parsed.mode)
-        after = footprint(info)
-        gone = Footprint(after.processes, max(0, before.memory - after.memory), before.device_memory)
+        gone = Footprint(0, max(0, before - resident_memory(info)), device_memory(info))
         print(f"engine {engine.name!r} sleeps: {gone} came back; `%engine wake` wakes it")
 
     def _wake(self, words: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -42,10 +43,21 @@ def footprint(info: ConnectionInfo) -> Footprint:
         except psutil.NoSuchProcess:
             continue
         processes += 1
-    on_device = sum(
-        ready.weights_bytes + ready.kv_cache_bytes for ready in info.ready if ready.device != "cpu"
-    )
-    return Footprint(processes, memory, on_device)
+    return Footprint(processes, memory, device_memory(info))
+
+
+def device_memory(info: ConnectionInfo) -> int:
+    """Bytes of weights and KV cache on a GPU."""
+    return sum(ready.weights_bytes + ready.kv_cache_bytes for ready in info.ready if ready.device != "cpu")
+
+
+def resident_memory(info: ConnectionInfo) -> int:
+    """Bytes of memory that an engine's processes use, shared ones included: what differs is what came or went."""
+    resident = 0
+    for process in session_processes(info):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            resident += process.memory_info().rss
+    return resident
 
 
 def started_sentence(engine: AttachedEngine, took: float) -> str:
