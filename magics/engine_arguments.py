@@ -22,6 +22,7 @@ _SHORT = {
 }
 _READERS: dict[str, Callable[[str], Any]] = {
     "hf_overrides": json_object,
+    "logits_processors": lambda text: text.split(","),
     "kv_cache_memory_bytes": memory_size,
     "client_backlog_bytes": memory_size,
 }
@@ -48,6 +49,7 @@ _HELP = {
     "scheduling_policy": "fcfs or priority",
     "async_scheduling": "plan a step while the one before runs: not available yet",
     "stream_interval": "tokens between two updates of a stream",
+    "logits_processors": "classes that change the logits, as module:Class,module:Class",
     "enforce_eager": "no compilation, no CUDA graphs",
     "tensor_parallel_size": "GPUs that share each layer, only 1 for now",
     "pipeline_parallel_size": "stages that share the layers, only 1 for now",
@@ -132,7 +134,7 @@ def arguments_of(config: EngineConfig) -> dict[str, Any]:
                 found[argument.name] = getattr(part, argument.name)
                 break
     found["model"] = config.model.model
-    defaults = {f.name: f.default for f in fields(EngineArgs)} | {"hf_overrides": {}}
+    defaults = {f.name: f.default for f in fields(EngineArgs)} | {"hf_overrides": {}, "logits_processors": ()}
     return {name: value for name, value in found.items() if value != defaults[name]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 
 MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32 logits."""
 
@@ -19,9 +21,9 @@ class RequestOutputKind(enum.IntEnum):
     """What each `RequestOutput` of a stream carries."""
 
     CUMULATIVE = 0
-    """Everything generated so far."""
+    """Everything generated so far, by all completions."""
     DELTA = 1
-    """What is new since the previous output."""
+    """What is new since the previous output, of the completions that have anything new."""
     FINAL_ONLY = 2
     """Nothing until the request is finished."""
 
@@ -79,8 +81,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
     truncate_prompt_tokens: int | None = None
 
+    extra_args: dict[str, Any] | None = None
+    """Parameters of custom logits processors: plain values."""
+
     eos_token_id: int | None = None
     """Filled in from the tokenizer and generation config before the request leaves the frontend."""
+    bad_words_token_ids: list[list[int]] | None = None
+    """Filled in by tokenizing `bad_words` before the request leaves the frontend."""
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -101,6 +108,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 setattr(self, name, [])
             elif not isinstance(value, (str, list)):
                 setattr(self, name, list(value))
+        allowed: Any = self.allowed_token_ids
+        if isinstance(allowed, (tuple, set, frozenset, range)):
+            self.allowed_token_ids = list(allowed)
         if self.top_k == -1:
             self.top_k = 0
         self.output_kind = _checked_output_kind(self.output_kind)
@@ -125,15 +135,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         _require_list(self.stop, "stop", str, "a string or a list of strings")
         _require_list(self.bad_words, "bad_words", str, "a list of strings")
         _require_list(self.stop_token_ids, "stop_token_ids", int, "a list of token ids")
+        if self.allowed_token_ids is not None:
+            _require_list(self.allowed_token_ids, "allowed_token_ids", int, "a list of token ids")
+        _check_logit_bias(self.logit_bias)
+        _check_extra_args(self.extra_args)
 
     def _check_ranges(self) -> None:
         _require("n", self.n, self.n >= 1, "at least 1")
         _require("temperature", self.temperature, self.temperature >= 0, "a finite number, 0 or greater")
+        _require("n", self.n, self.n == 1 or not self.is_greedy, "1 when using greedy sampling")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (off), or at least 1")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
+            _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "in [0, 2**63)")
         if self.max_tokens is not None:
             _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1, or None")
             _require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, "at most max_tokens")
@@ -150,6 +165,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = self.truncate_prompt_tokens
             _require("truncate_prompt_tokens", value, value >= 1, "at least 1, or None")
         _require("stop", self.stop, all(self.stop), "without empty strings")
+        _require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "without empty strings")
+        if self.allowed_token_ids is not None:
+            allowed = self.allowed_token_ids
+            _require("allowed_token_ids", allowed, bool(allowed), "at least one token id, or None")
         if self.stop and not self.detokenize:
             raise InvalidArgumentError("stop", self.stop, "empty when detokenize=False")
 
@@ -158,13 +177,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         """Whether the most likely token is taken, without a random draw."""
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that have occurred are to be penalised or favoured."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
     def clone(self) -> SamplingParams:
-        """Return an independent copy."""
+        """Return a copy that shares nothing mutable with this one, checked again."""
         return msgspec.structs.replace(
             self,
             stop=list(self.stop),
             stop_token_ids=list(self.stop_token_ids),
             bad_words=list(self.bad_words),
+            allowed_token_ids=copy.copy(self.allowed_token_ids),
+            logit_bias=copy.copy(self.logit_bias),
+            structured_outputs=copy.deepcopy(self.structured_outputs),
+            extra_args=copy.deepcopy(self.extra_args),
         )
 
 
@@ -201,6 +229,43 @@ def _require_number(name: str, value: object) -> None:
 def _require_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidTypeError(name, value, "an integer")
+
+
+def _check_logit_bias(logit_bias: object) -> None:
+    if logit_bias is None:
+        return
+    if not isinstance(logit_bias, dict):
+        raise InvalidTypeError("logit_bias", logit_bias, "a dict from token ids to numbers, or None")
+    for token_id, bias in logit_bias.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidTypeError("logit_bias", token_id, "a dict whose keys are token ids")
+        _require_number(f"logit_bias[{token_id}]", bias)
+
+
+def _check_extra_args(extra_args: object) -> None:
+    if extra_args is None:
+        return
+    if not isinstance(extra_args, dict) or not all(isinstance(name, str) for name in extra_args):
+        raise InvalidTypeError("extra_args", extra_args, "a dict with names as keys, or None")
+    for name, value in extra_args.items():
+        _check_plain(f"extra_args[{name!r}]", value)
+
+
+def _check_plain(name: str, value: object) -> None:
+    if value is None or isinstance(value, (bool, float, str, bytes)):
+        return
+    if isinstance(value, int):
+        _require(name, value, -(2**63) <= value < 2**64, "an integer of 64 bits")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_plain(f"{name}[{index}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InvalidTypeError(f"{name}", key, "a dict with strings as keys")
+            _check_plain(f"{name}[{key!r}]", item)
+    else:
+        raise InvalidTypeError(name, value, "None, True, False, a number, a string, bytes, a list or a dict")
 
 
 def _require_list(value: object, name: str, kind: type, allowed: str) -> None:

@@ -81,6 +81,7 @@ class EngineArgs:
     scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None
     stream_interval: int = 1
+    logits_processors: list[str] | tuple[str, ...] | None = None
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -130,6 +131,7 @@ class EngineArgs:
                 trust_remote_code=self.trust_remote_code,
                 revision=self.revision,
                 enforce_eager=self.enforce_eager,
+                logits_processors=tuple(self.logits_processors or ()),
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

@@ -33,6 +33,8 @@ class ModelConfig:
     trust_remote_code: bool = False
     revision: str | None = None
     enforce_eager: bool = False
+    logits_processors: tuple[str, ...] = ()
+    """Classes as "module:Class", see `nbengine.sampling.logits_processor`."""
 
     directory: str = ""
     weights: tuple[str, ...] = ()
@@ -44,6 +46,11 @@ class ModelConfig:
         require("model", self.model, bool(self.model), "a model name, a directory or a .gguf file")
         if self.max_model_len is not None:
             require("max_model_len", self.max_model_len, self.max_model_len >= 1, "at least 1")
+        for name in self.logits_processors:
+            parts = name.split(":") if isinstance(name, str) else ()
+            require(
+                "logits_processors", name, len(parts) == 2 and all(parts), 'made of strings "module:Class"'
+            )
         require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
 
     @property

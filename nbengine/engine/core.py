@@ -25,6 +25,7 @@ from nbengine.kv_cache.events import KVEventStream
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.sampling.logits_processor import check_params, load_logits_processors
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -43,7 +44,7 @@ class EngineCore:
     """Executor, KV cache and scheduler of one engine. For one thread, except `preprocess_add_request`.
 
     Raises:
-        EngineStartError: the KV cache has no room for what was asked.
+        EngineStartError: the KV cache has no room for what was asked, or a logits processor cannot be loaded.
         NBEngineError: the model cannot be loaded.
     """
 
@@ -57,6 +58,7 @@ class EngineCore:
         self.config = config
         self.engine_index = engine_index
         self._report = progress or _log_progress
+        self._logits_processors = load_logits_processors(config.model.logits_processors)
         self.model_executor = executor_class(config, progress)
         try:
             self.model_info = self.model_executor.model_info()
@@ -106,6 +108,9 @@ class EngineCore:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
             self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
             self._check_vocabulary("logit_bias", params.logit_bias or ())
+            for token_ids in params.bad_words_token_ids or ():
+                self._check_vocabulary("bad_words", token_ids)
+            check_params(self._logits_processors, params)
         prepared = Request.from_engine_core_request(request, self._block_hasher)
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave

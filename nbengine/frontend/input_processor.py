@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from nbengine.config import EngineConfig
@@ -42,19 +42,11 @@ _GENERATION_DEFAULTS = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
 """Entries of generation_config.json that become sampling parameters, and under which name."""
 _UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "n": 1,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "bad_words": [],
-    "allowed_token_ids": None,
-    "logit_bias": None,
     "structured_outputs": None,
     "truncate_prompt_tokens": None,
 }
@@ -172,14 +164,17 @@ class InputProcessor:
         self._check_vocabulary("prompt_token_ids", checked)
         return checked
 
-    def _check_vocabulary(self, name: str, token_ids: list[int]) -> None:
+    def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
             stray = next(token for token in token_ids if not 0 <= token < self._vocab_size)
             raise InvalidArgumentError(name, stray, f"token ids in [0, {self._vocab_size})")
 
     def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_vocabulary("logit_bias", params.logit_bias or ())
         params = params.clone()
+        params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words) or None
         room = self.max_model_len - prompt_length
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -188,6 +183,19 @@ class InputProcessor:
             known = set(params.stop_token_ids)
             params.stop_token_ids += [token for token in self._other_eos_ids if token not in known]
         return params
+
+    def _bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
+        """Tokens of each word at the beginning of a text and after a space, where those are others."""
+        found: list[list[int]] = []
+        for word in words:
+            bare, after_space = (
+                self._encode(prefix + word.lstrip(), add_special_tokens=False).ids for prefix in ("", " ")
+            )
+            found.append(bare)
+            # Tokens that only put a space before the others are banned with them.
+            if after_space[-len(bare) :] != bare:
+                found.append(after_space)
+        return found
 
     def _checked_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int):

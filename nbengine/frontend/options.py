@@ -37,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     scheduling_policy: str
     async_scheduling: bool | None
     stream_interval: int
+    logits_processors: list[str] | tuple[str, ...] | None
     enforce_eager: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int

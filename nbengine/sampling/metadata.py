@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Rows = Tensor | slice
-"""Some of the rows of a matrix: their indices (int64) or a range."""
-
-ALL_ROWS = slice(None)
+from nbengine.sampling.logits import LogitBias, TokenMask
+from nbengine.sampling.logprobs import LogprobRows
+from nbengine.sampling.penalties import PenaltyRows
+from nbengine.sampling.rows import ALL_ROWS, Rows, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,19 @@ class SamplingMetadata:
 
     greedy_rows: Rows | None
     random: tuple[RandomRows, ...]
+    allowed: TokenMask | None = None
+    """Rows with `allowed_token_ids`."""
+    banned: Tensor | None = None
+    """int64, into the flattened logits: bad words of a single token."""
+    bias: LogitBias | None = None
+    penalties: PenaltyRows | None = None
+    logprobs: LogprobRows | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether some row's logits are changed before it is sampled."""
+        parts = (self.allowed, self.banned, self.bias, self.penalties)
+        return any(part is not None for part in parts)
 
     @classmethod
     def build(
@@ -89,7 +102,7 @@ class SamplingMetadata:
                 filters = _filters(has_k[rows], top_k[rows], top_p[rows], min_p[rows], vocab_size, device)
             groups.append(
                 RandomRows(
-                    rows=ALL_ROWS if members.all() else _column(rows, device),
+                    rows=rows_of(rows, len(members), device),
                     temperature=_column(temperature[rows, None], device),
                     filters=filters,
                 )

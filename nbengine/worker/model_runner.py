@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,12 +15,18 @@ from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.kernels.huge_pages import zeros_in_huge_pages
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.sampling.logits import TokenMask
+from nbengine.sampling.logits_processor import create_logits_processors
+from nbengine.sampling.logprobs import LogprobRows
 from nbengine.sampling.metadata import SamplingMetadata
-from nbengine.sampling.sampler import Sampler
+from nbengine.sampling.rows import ALL_ROWS, rows_of
+from nbengine.sampling.sampler import Sampler, SamplerOutput
+from nbengine.sampling_params import MAX_LOGPROBS
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from nbengine.units import size
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.prompt_logprobs import PromptLogprobs
 from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
 
 
@@ -31,6 +37,8 @@ class ExecuteModelState:
     inputs: StepInputs
     logits: Tensor | None
     """[requests that get a token, vocabulary]; None when there are none."""
+    prompts_done: list[str]
+    """Requests whose prompt log probabilities are complete with this step."""
 
 
 class ModelRunner:
@@ -54,10 +62,10 @@ class ModelRunner:
         self._device = device
         self._dtype = dtype
         self._kernels = select_kernels(device, dtype)
-        self._sampler = Sampler()
+        self._processors = create_logits_processors(config, device)
+        self._sampler = Sampler(self._processors)
+        self._prompt_logprobs = PromptLogprobs(model.compute_logits, model.config.vocab_size, device)
         self._state: ExecuteModelState | None = None
-        self._metadata: SamplingMetadata | None = None
-        self._metadata_key: tuple[int, bytes] = (0, b"")
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Allocate `num_blocks` KV blocks, and the batch for requests of up to `max_model_len` tokens.
@@ -76,6 +84,8 @@ class ModelRunner:
             max_model_len,
             block_size,
             model.vocab_size,
+            device=self._device,
+            processors=self._processors,
             seed=self._config.model.seed,
         )
         self._builder = StepInputBuilder(
@@ -113,6 +123,7 @@ class ModelRunner:
         if self._state is not None:
             raise NBEngineError("execute_model: the step before has not been sampled")
         self._batch.update(plan)
+        self._prompt_logprobs.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = self._builder.build(plan)
@@ -121,11 +132,12 @@ class ModelRunner:
         if len(inputs.sampled):
             rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
             logits = self._model.compute_logits(rows)[: len(inputs.sampled)]
-        self._state = ExecuteModelState(inputs, logits)
+        prompts_done = self._prompt_logprobs.collect(plan, inputs.req_ids, hidden)
+        self._state = ExecuteModelState(inputs, logits, prompts_done)
         return None
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:  # noqa: ARG002
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
         """Sample the step that `execute_model` left waiting, and append its tokens to the batch.
 
         Raises:
@@ -136,12 +148,22 @@ class ModelRunner:
             raise NBEngineError("sample_tokens: no step waits to be sampled")
         inputs = state.inputs
         token_ids: list[list[int]] = [[] for _ in inputs.req_ids]
+        logprobs = None
         if state.logits is not None:
-            tokens = self._sample(state.logits, inputs.sampled_rows).cpu().numpy()
+            output, wanted = self._sample(state.logits, inputs.sampled_rows, grammar_output)
+            tokens = output.token_ids.cpu().numpy()
             self._batch.append(inputs.sampled_rows, tokens)
             for position, token in zip(inputs.sampled.tolist(), tokens.tolist(), strict=True):
                 token_ids[position].append(token)
-        return ModelRunnerOutput(req_ids=inputs.req_ids, sampled_token_ids=token_ids)
+            if wanted is not None and output.logprobs is not None:
+                names = [inputs.req_ids[inputs.sampled[position]] for position in wanted.positions]
+                logprobs = dict(zip(names, output.logprobs.to_lists(wanted.counts), strict=True))
+        return ModelRunnerOutput(
+            req_ids=inputs.req_ids,
+            sampled_token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs.take(state.prompts_done),
+        )
 
     @torch.inference_mode()
     def profile_run(self) -> None:
@@ -166,8 +188,10 @@ class ModelRunner:
             vocab_size=self._model.config.vocab_size,
             device=self._device,
         )
+        positions = list(range(num_reqs))
+        logprobs = LogprobRows(ALL_ROWS, positions, [MAX_LOGPROBS] * num_reqs)
         uniform = torch.zeros(num_reqs, dtype=torch.float64, device=self._device)
-        self._sampler(logits, metadata, uniform).cpu()
+        Sampler()(logits, replace(metadata, logprobs=logprobs), uniform).token_ids.cpu()
 
     def _dummy_attention(self, counts: NDArray[np.int32]) -> AttentionMetadata:
         """Metadata of requests without context that all read block 0 and write nothing."""
@@ -195,24 +219,30 @@ class ModelRunner:
                 f"lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization: {error}"
             ) from error
 
-    def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        batch = self._batch
-        metadata = self._sampling_metadata(rows)
+    def _sample(
+        self, logits: Tensor, rows: NDArray[np.int64], grammar_output: GrammarOutput | None
+    ) -> tuple[SamplerOutput, LogprobRows | None]:
+        batch = self._batch.sampling
+        metadata = batch.metadata(rows)
         uniform = None
         if metadata.random:
             self._uniform.array[: len(rows)] = batch.uniforms(rows)
             uniform = self._uniform.tensor(len(rows))
-        banned = None
-        if (found := batch.banned_tokens(rows)) is not None:
-            banned = (
-                torch.from_numpy(found[0]).to(self._device),
-                torch.from_numpy(found[1]).to(self._device),
-            )
-        return self._sampler(logits, metadata, uniform, banned)
+        constraints = batch.constraints(rows, self._grammar_mask(grammar_output, rows))
+        output = self._sampler(logits, metadata, uniform, constraints)
+        batch.append_on_device(output.token_ids)
+        return output, metadata.logprobs
 
-    def _sampling_metadata(self, rows: NDArray[np.int64]) -> SamplingMetadata:
-        key = (self._batch.version, rows.tobytes())
-        if self._metadata is None or key != self._metadata_key:
-            self._metadata = self._batch.sampling_metadata(rows, self._device)
-            self._metadata_key = key
-        return self._metadata
+    def _grammar_mask(
+        self, grammar_output: GrammarOutput | None, rows: NDArray[np.int64]
+    ) -> TokenMask | None:
+        if grammar_output is None or not grammar_output.req_ids:
+            return None
+        row_of = self._batch.row_of
+        wanted = np.fromiter(
+            map(row_of.__getitem__, grammar_output.req_ids), np.int64, len(grammar_output.req_ids)
+        )
+        order = rows.argsort()
+        positions = order[rows[order].searchsorted(wanted)]
+        bitmask = torch.from_numpy(grammar_output.bitmask).to(self._device)
+        return TokenMask(rows_of(positions, len(rows), self._device), bitmask)

@@ -117,15 +117,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(input_processor: InputPr
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 2},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
-        {"repetition_penalty": 1.1},
-        {"bad_words": ["x"]},
-        {"allowed_token_ids": [1]},
-        {"logit_bias": {1: 1.0}},
         {"structured_outputs": StructuredOutputsParams(regex="a")},
         {"truncate_prompt_tokens": 5},
     ],

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nbengine.sampling import draw as draw_module
-from nbengine.sampling import sampler as sampler_module
+from nbengine.sampling import rows as rows_module
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.random_streams import seeded_stream, uniforms
-from nbengine.sampling.sampler import Sampler
+from nbengine.sampling.sampler import Sampler, StepConstraints
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,15 @@ def metadata(
     )
 
 
+def sample(
+    logits: Tensor,
+    params: SamplingMetadata,
+    uniform: Tensor | None = None,
+    step: StepConstraints | None = None,
+) -> Tensor:
+    return Sampler()(logits, params, uniform, step).token_ids
+
+
 def warped(
     logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
@@ -65,7 +74,7 @@ def distribution(logits: Tensor, count: int, **params: float) -> Tensor:
     """How often each token is sampled when the random numbers are `count` equidistant ones in [0, 1)."""
     vocab = logits.shape[0]
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    tokens = Sampler()(logits.repeat(count, 1), metadata(count, vocab=vocab, **params), uniform)
+    tokens = sample(logits.repeat(count, 1), metadata(count, vocab=vocab, **params), uniform)
     return torch.bincount(tokens, minlength=vocab) / count
 
 
@@ -155,14 +164,14 @@ def test_greedy_takes_the_lowest_of_equally_likely_tokens(dtype: torch.dtype) ->
     logits = torch.zeros(3, 50, dtype=dtype)
     logits[0, 7] = logits[0, 30] = 4
     logits[2, 49] = 1
-    assert Sampler()(logits, metadata(3, vocab=50, temperature=0)).tolist() == [7, 0, 49]
+    assert sample(logits, metadata(3, vocab=50, temperature=0)).tolist() == [7, 0, 49]
 
 
 @pytest.mark.parametrize("piece_rows", [7, 1000])
 def test_every_row_of_a_mixed_batch_gets_what_it_gets_alone(
     piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler_module, "_CPU_PIECE_BYTES", piece_rows * 4 * 3000)
+    monkeypatch.setattr(rows_module, "_CPU_PIECE_BYTES", piece_rows * 4 * 3000)
     generator = torch.Generator().manual_seed(3)
     rows, vocab = 64, 3000
     logits = torch.randn(rows, vocab, generator=generator) * 3
@@ -174,13 +183,13 @@ def test_every_row_of_a_mixed_batch_gets_what_it_gets_alone(
         "top_p": choice.choice([1.0, 0.2, 0.95], rows).tolist(),
         "min_p": choice.choice([0.0, 0.001, 0.1], rows).tolist(),
     }
-    together = Sampler()(logits, metadata(rows, vocab=vocab, **params), uniform)
+    together = sample(logits, metadata(rows, vocab=vocab, **params), uniform)
     for row in range(rows):
         alone = metadata(1, vocab=vocab, **{name: column[row] for name, column in params.items()})
-        assert Sampler()(logits[row : row + 1], alone, uniform[row : row + 1]) == together[row]
+        assert sample(logits[row : row + 1], alone, uniform[row : row + 1]) == together[row]
     order = torch.randperm(rows, generator=generator)
     permuted = {name: [column[i] for i in order] for name, column in params.items()}
-    again = Sampler()(logits[order], metadata(rows, vocab=vocab, **permuted), uniform[order])
+    again = sample(logits[order], metadata(rows, vocab=vocab, **permuted), uniform[order])
     assert torch.equal(again, together[order])
 
 
@@ -196,7 +205,7 @@ def test_draws_of_seeded_requests_follow_the_exact_distribution(params: dict[str
         (np.array([seeded_stream(seed) for seed in range(count)], np.uint64), np.zeros(count, np.int64)),
     ):
         uniform = torch.from_numpy(uniforms(streams, positions))
-        tokens = Sampler()(logits.repeat(count, 1), metadata(count, vocab=300, **params), uniform)
+        tokens = sample(logits.repeat(count, 1), metadata(count, vocab=300, **params), uniform)
         observed = np.bincount(tokens.numpy(), minlength=300)
         assert not observed[expected == 0].any()
         frequent = expected * count >= 5
@@ -212,8 +221,8 @@ def test_banned_tokens_are_never_sampled_and_others_are_unaffected() -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     best = logits.argmax(-1)
     second = logits.topk(2).indices[:, 1]
-    banned = (torch.tensor([0, 2]), best[[0, 2]])
-    tokens = Sampler()(logits.clone(), metadata(3, vocab=20, temperature=0), banned=banned)
+    step = StepConstraints(banned=torch.tensor([best[0], 2 * 20 + best[2]]))
+    tokens = sample(logits.clone(), metadata(3, vocab=20, temperature=0), step=step)
     assert tokens.tolist() == [second[0], best[1], second[2]]
 
 
@@ -223,9 +232,9 @@ def test_banned_tokens_are_never_sampled_and_others_are_unaffected() -> None:
 def test_a_row_without_numbers_does_not_disturb_the_others(params: dict[str, float]) -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
     uniform = torch.tensor([0.3, 0.5, 0.9], dtype=torch.float64)
-    expected = Sampler()(logits, metadata(3, vocab=600, **params), uniform)
+    expected = sample(logits, metadata(3, vocab=600, **params), uniform)
     logits[1] = torch.nan
-    found = Sampler()(logits, metadata(3, vocab=600, **params), uniform)
+    found = sample(logits, metadata(3, vocab=600, **params), uniform)
     assert found[[0, 2]].tolist() == expected[[0, 2]].tolist()
     assert 0 <= found[1] < 600
 
@@ -239,7 +248,7 @@ def test_extreme_logits_and_numbers_stay_inside_the_vocabulary() -> None:
     for params in ({}, {"top_k": 3}, {"top_p": 0.999}, {"min_p": 0.5}):
         for uniform, expected in ((0.0, [512, 0, 256, 512]), (1 - 2.0**-52, [512, 0, 512, 512])):
             numbers = torch.full((4,), uniform, dtype=torch.float64)
-            tokens = Sampler()(logits.clone(), metadata(4, vocab=vocab, **params), numbers)
+            tokens = sample(logits.clone(), metadata(4, vocab=vocab, **params), numbers)
             assert tokens.tolist() == expected
 
 

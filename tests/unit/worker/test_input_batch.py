@@ -126,16 +126,16 @@ class Histories(RuleBasedStateMachine):
         assert sorted(batch.req_ids) == sorted(self.running())
         for row, req_id in enumerate(batch.req_ids):
             request = self.known[req_id]
-            columns = batch.rows[row]
+            columns, sampled = batch.rows[row], batch.sampling.rows[row]
             assert batch.row_of[req_id] == row
             assert batch.token_ids[row, : columns["num_tokens"]].tolist() == request.token_ids
             assert batch.block_table[row, : columns["num_blocks"]].tolist() == request.block_ids
             assert columns["num_computed_tokens"] == request.num_computed
             assert columns["num_prompt_tokens"] == request.num_prompt_tokens
-            assert columns["stream"] == seeded_stream(request.params.seed or 0)
-            assert columns["top_k"] == request.params.top_k
+            assert sampled["stream"] == seeded_stream(request.params.seed or 0)
+            assert sampled["top_k"] == request.params.top_k
             greedy = request.params.is_greedy
-            assert columns["temperature"] == (0 if greedy else request.params.temperature)
+            assert sampled["temperature"] == (0 if greedy else request.params.temperature)
 
 
 Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -204,12 +204,14 @@ def test_tokens_outside_the_vocabulary_are_no_end_tokens() -> None:
     params = SamplingParams(min_tokens=3, stop_token_ids=[VOCAB + 7, 4, 9], eos_token_id=9)
     batch.update(plan(new=[NewRequestData("a", [1, 2], params, [0], 0)]))
     rows = np.array([0])
+    batch.sampling.metadata(rows)
     for _ in range(3):
-        banned = batch.banned_tokens(rows)
-        assert banned is not None
-        assert sorted(zip(*(column.tolist() for column in banned), strict=True)) == [(0, 4), (0, 9)]
+        constraints = batch.sampling.constraints(rows)
+        assert constraints is not None
+        assert constraints.banned is not None
+        assert sorted(constraints.banned.tolist()) == [4, 9]
         batch.append(rows, np.array([5]))
-    assert batch.banned_tokens(rows) is None
+    assert batch.sampling.constraints(rows) is None
 
 
 def test_requests_without_a_seed_repeat_with_the_engines_seed_and_differ_from_each_other() -> None:
@@ -217,7 +219,7 @@ def test_requests_without_a_seed_repeat_with_the_engines_seed_and_differ_from_ea
         batch = InputBatch(MAX_REQS, MAX_LEN, BLOCK, VOCAB, seed=seed)
         new = [NewRequestData(name, [1, 2], SamplingParams(), [block], 0) for block, name in enumerate("abc")]
         batch.update(plan(new=new))
-        return [float(number) for number in batch.uniforms(np.arange(3))]
+        return [float(number) for number in batch.sampling.uniforms(np.arange(3))]
 
     assert drawn(1) == drawn(1)
     assert len({*drawn(1), *drawn(2)}) == 6

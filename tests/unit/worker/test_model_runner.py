@@ -68,7 +68,7 @@ def expected_tokens(oracle, prompt: list[int], output: list[int], params: Sampli
         device=torch.device("cpu"),
     )
     numbers = uniforms(np.full(count, seeded_stream(params.seed or 0), np.uint64), np.arange(count))
-    return Sampler()(logits, metadata, torch.from_numpy(numbers)).tolist()
+    return Sampler()(logits, metadata, torch.from_numpy(numbers)).token_ids.tolist()
 
 
 def test_a_seeded_request_gives_the_same_tokens_alone_and_in_any_batch(driver) -> None:
@@ -179,7 +179,7 @@ def test_bfloat16_logits_are_the_same_bits_alone_and_in_company(driver, new_runn
         seen = []
         sample = runner._sampler
 
-        def record(logits: torch.Tensor, *rest: object) -> torch.Tensor:
+        def record(logits: torch.Tensor, *rest: object) -> object:
             seen.append(logits[0].clone())
             return sample(logits, *rest)
 
