@@ -47,7 +47,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Sampling parameters of one request, validated on construction.
 
     `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
-    `max_tokens=None` means: up to the model's context length.
+    `max_tokens=None` means: up to the model's context length. `truncate_prompt_tokens=k` keeps the last k tokens
+    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output.
 
     Raises:
         InvalidArgumentError: a value is out of range (also a `ValueError`).
@@ -163,7 +164,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 _require(name, value, 0 <= value <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}], or None")
         if self.truncate_prompt_tokens is not None:
             value = self.truncate_prompt_tokens
-            _require("truncate_prompt_tokens", value, value >= 1, "at least 1, or None")
+            _require("truncate_prompt_tokens", value, value == -1 or value >= 1, "-1, at least 1, or None")
         _require("stop", self.stop, all(self.stop), "without empty strings")
         _require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "without empty strings")
         if self.allowed_token_ids is not None:

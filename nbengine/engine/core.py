@@ -101,8 +101,13 @@ class EngineCore:
         Raises:
             RequestError: it is refused, and why.
         """
+        embeds_bytes = None
         if request.prompt_token_ids is not None:
             self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
+            if request.prompt_embeds is not None:
+                raise RequestError("a prompt has either prompt_token_ids or prompt_embeds, not both")
+        else:
+            embeds_bytes = self._prepare_embeds(request)
         params = request.sampling_params
         if params is not None:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -111,9 +116,20 @@ class EngineCore:
             for token_ids in params.bad_words_token_ids or ():
                 self._check_vocabulary("bad_words", token_ids)
             check_params(self._logits_processors, params)
-        prepared = Request.from_engine_core_request(request, self._block_hasher)
+        prepared = Request.from_engine_core_request(request, self._block_hasher, embeds_bytes)
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
+
+    def _prepare_embeds(self, request: EngineCoreRequest) -> memoryview:
+        from nbengine.engine.prompt_embeds import bytes_of, prepare_prompt_embeds
+
+        params = request.sampling_params
+        if params is not None and params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs must be None for prompts given as embeddings")
+        info = self.model_info
+        embeds = prepare_prompt_embeds(request.prompt_embeds, info["hidden_size"], info["dtype"])
+        request.prompt_embeds = embeds
+        return bytes_of(embeds)
 
     def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):

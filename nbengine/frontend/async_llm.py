@@ -131,7 +131,8 @@ class AsyncLLM(Prompting, AsyncControl):
         """Send a request and return the collector of its outputs. Safe on any thread; does not wait.
 
         Args:
-            prompt: a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`, with `cache_salt` if wanted.
+            prompt: a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or `{"prompt_embeds": tensor}`, the
+                dicts with `cache_salt` if wanted; a list of integers is a prompt's tokens.
             sampling_params: None takes `default_sampling_params()`.
             request_id: what the outputs carry and `abort` takes; a number if None.
             priority: lower goes first, with `scheduling_policy="priority"`.

@@ -17,6 +17,7 @@ from nbengine.frontend.control import Control
 from nbengine.frontend.input_processor import PromptType
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.tools import Tool
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -65,7 +66,9 @@ class LLM(Control):
         """Generate the completions of each prompt and return them in the order of the prompts.
 
         Args:
-            prompts: one prompt or several, each a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`.
+            prompts: one prompt or several, each a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or
+                `{"prompt_embeds": tensor}`, the dicts with `cache_salt` if wanted; a list of integers is a prompt's
+                tokens.
             sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params()`.
             use_tqdm: show a progress bar, or a callable that makes one.
             priority: of each prompt, lower goes first, with `scheduling_policy="priority"`.
@@ -94,27 +97,42 @@ class LLM(Control):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: TqdmChoice = True,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or of several.
 
         Args:
-            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. A content is a string or a
+                list of text parts; the arguments of `tool_calls` may be JSON.
+            tools: what the template tells the model of, each `{"type": "function", "function": {...}}` or a Python
+                function with type hints and a docstring in Google's style.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
-            chat_template: Jinja source in place of the model's own.
+            continue_final_message: end the prompt in the last message, for the model to go on with it; needs
+                `add_generation_prompt=False`.
+            chat_template: Jinja source in place of the model's own, or the name of one of its own.
+            chat_template_content_format: "string" joins text parts by newlines, "openai" makes a list of parts of
+                every content, "auto" leaves contents as they are if the template knows parts, else joins them.
             chat_template_kwargs: further variables for the template.
 
         Raises:
-            InvalidArgumentError: a message is malformed, or the model has no chat template; see also `generate`.
+            InvalidArgumentError: a message or a tool is malformed, the template refuses them, or there is none; see
+                also `generate`.
+            NotSupportedError: a message has an image or another part that is no text.
         """
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [
             self.llm_engine.render_chat(
                 conversation,  # type: ignore[arg-type]
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
                 chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
@@ -239,7 +257,10 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidTypeError("prompts", prompts, "a prompt or a list of prompts")
-    return list(prompts)
+    # Integers are tokens of one prompt; a prompt by itself is no integer.
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

@@ -73,7 +73,8 @@ class LLMEngine(Prompting, Control):
 
         Args:
             request_id: the caller's, which the outputs carry; it need not be unique.
-            prompt: a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`, with `cache_salt` if wanted.
+            prompt: a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or `{"prompt_embeds": tensor}`, the
+                dicts with `cache_salt` if wanted; a list of integers is a prompt's tokens.
             arrival_time: seconds of `time.monotonic()`, now if None.
             priority: lower goes first, with `scheduling_policy="priority"`.
 

@@ -52,7 +52,9 @@ class KVCacheManager:
         """
         if self.block_hasher is None or request.skip_reading_prefix_cache:
             return [], 0
-        self.block_hasher.extend(request.block_hashes, request.all_token_ids, request.extra_keys)
+        self.block_hasher.extend(
+            request.block_hashes, request.all_token_ids, request.extra_keys, request.content_digests
+        )
         num_findable = (request.num_tokens - 1) // self.block_size
         block_ids = self.block_pool.find_prefix(request.block_hashes[:num_findable])
         return block_ids, len(block_ids) * self.block_size
@@ -106,7 +108,9 @@ class KVCacheManager:
             request.next_cache_point = sys.maxsize
             return
         num_full = request.num_computed_tokens // self.block_size
-        self.block_hasher.extend(request.block_hashes, request.all_token_ids, request.extra_keys)
+        self.block_hasher.extend(
+            request.block_hashes, request.all_token_ids, request.extra_keys, request.content_digests
+        )
         for index in range(request.num_cached_blocks, num_full):
             self.block_pool.register(request.block_ids[index], request.block_hashes[index])
         if self.block_pool.events is not None:

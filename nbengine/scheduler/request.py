@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
@@ -46,6 +48,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "client_index",
+        "content_digests",
         "eos_token_id",
         "events",
         "extra_keys",
@@ -60,6 +63,7 @@ class Request:
         "num_tokens",
         "order",
         "priority",
+        "prompt_embeds",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
@@ -80,6 +84,8 @@ class Request:
         arrival_time: float = 0.0,
         extra_keys: ExtraKeys = (),
         block_hasher: BlockHasher | None = None,
+        prompt_embeds: Any = None,
+        content_digests: Sequence[bytes] = (),
     ) -> None:
         self.request_id = request_id
         self.client_index = client_index
@@ -90,6 +96,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] | None = None
 
+        self.prompt_embeds = prompt_embeds
+        """Of a prompt given as embeddings, whose `prompt_token_ids` are zeros; for the workers."""
         self.prompt_token_ids = prompt_token_ids
         self.all_token_ids = prompt_token_ids.copy()
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -115,33 +123,44 @@ class Request:
         """Leading blocks that have been offered to the prefix cache."""
         self.next_cache_point = 0
         self.extra_keys = extra_keys
+        self.content_digests = content_digests
         self.block_hashes: list[bytes] = []
         if block_hasher is not None:
-            block_hasher.extend(self.block_hashes, prompt_token_ids, extra_keys)
+            block_hasher.extend(self.block_hashes, prompt_token_ids, extra_keys, content_digests)
 
     @classmethod
     def from_engine_core_request(
-        cls, request: EngineCoreRequest, block_hasher: BlockHasher | None
+        cls,
+        request: EngineCoreRequest,
+        block_hasher: BlockHasher | None,
+        embeds_bytes: memoryview | None = None,
     ) -> Request:
         """Build from the wire form, and hash the prompt's blocks when there is a hasher.
+
+        `embeds_bytes` are those of a prompt given as embeddings, as many for each token.
 
         Raises:
             RequestError: the request is of a kind that the scheduler does not take.
         """
         if request.sampling_params is None:
             raise RequestError(f"request {request.request_id}: pooling requests are not available yet")
-        if request.prompt_token_ids is None:
-            raise RequestError(f"request {request.request_id}: prompt_embeds are not available yet")
+        token_ids, digests = request.prompt_token_ids, []
+        if token_ids is None:
+            token_ids = [0] * len(request.prompt_embeds)
+            if block_hasher is not None and embeds_bytes:
+                digests = block_hasher.digests(embeds_bytes, len(token_ids))
         salt = request.cache_salt
         return cls(
             request.request_id,
-            request.prompt_token_ids,
+            token_ids,
             request.sampling_params,
             client_index=request.client_index,
             priority=request.priority,
             arrival_time=request.arrival_time,
             extra_keys=() if salt is None else (("cache_salt", salt),),
             block_hasher=block_hasher,
+            prompt_embeds=request.prompt_embeds,
+            content_digests=digests,
         )
 
     @property

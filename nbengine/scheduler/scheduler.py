@@ -288,7 +288,12 @@ class Scheduler:
         else:
             plan.scheduled_new_reqs.append(
                 NewRequestData(
-                    request_id, request.prompt_token_ids, request.sampling_params, block_ids, num_computed
+                    request_id,
+                    request.prompt_token_ids,
+                    request.sampling_params,
+                    block_ids,
+                    num_computed,
+                    prompt_embeds=request.prompt_embeds,
                 )
             )
             request.num_cached_tokens = num_computed

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nbengine.sampling.logits_processor import LogitsProcessor
 from nbengine.sampling.random_streams import UnseededStreams, seeded_stream
@@ -77,6 +78,9 @@ class InputBatch:
         self._streams = UnseededStreams(seed)
         self._preempted: dict[str, CachedRequestState] = {}
         self._sampled: dict[str, _Sampled] = {}
+        self.prompt_embeds: dict[str, Tensor] = {}
+        """Prompts given as embeddings, [prompt tokens, hidden size] on the CPU, until their request has ended: one
+        that was preempted computes its prompt again."""
 
     @property
     def num_reqs(self) -> int:
@@ -88,6 +92,7 @@ class InputBatch:
         for req_id in plan.finished_req_ids:
             self._preempted.pop(req_id, None)
             self._sampled.pop(req_id, None)
+            self.prompt_embeds.pop(req_id, None)
             if req_id in self.row_of:
                 self._remove(req_id)
         for req_id in plan.preempted_req_ids:
@@ -109,6 +114,8 @@ class InputBatch:
         row: np.void = np.zeros(1, _ROW)[0]
         row["num_tokens"] = row["num_prompt_tokens"] = num_tokens
         row["num_computed_tokens"] = new.num_computed_tokens
+        if new.prompt_embeds is not None:
+            self.prompt_embeds[new.req_id] = new.prompt_embeds
         stream = self._streams.take() if params.seed is None else seeded_stream(params.seed)
         self._sampled[new.req_id] = _Sampled(params, stream, new.prompt_embeds is None)
         self._add(new.req_id, CachedRequestState(row, np.asarray(new.token_ids, np.int32)))

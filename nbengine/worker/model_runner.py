@@ -127,7 +127,13 @@ class ModelRunner:
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = self._builder.build(plan)
-        hidden = self._model.forward(inputs.input_ids, inputs.positions, self._kv_caches, inputs.attention)
+        hidden = self._model.forward(
+            inputs.input_ids,
+            inputs.positions,
+            self._kv_caches,
+            inputs.attention,
+            self._embeds(inputs) if inputs.prompt_embeds else None,
+        )
         logits = None
         if len(inputs.sampled):
             rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
@@ -218,6 +224,12 @@ class ModelRunner:
                 f"could not allocate a KV cache of {size(num_bytes)} ({num_blocks} blocks) on {self._device}; "
                 f"lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization: {error}"
             ) from error
+
+    def _embeds(self, inputs: StepInputs) -> Tensor:
+        embeds = self._model.embed(inputs.input_ids)
+        for start, given in inputs.prompt_embeds:
+            embeds[start : start + len(given)].copy_(given)
+        return embeds
 
     def _sample(
         self, logits: Tensor, rows: NDArray[np.int64], grammar_output: GrammarOutput | None

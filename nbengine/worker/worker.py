@@ -80,6 +80,7 @@ class Worker:
             "weights_bytes": self.model.weights_bytes,
             "max_position_embeddings": max_model_len_of(self.hf_config),
             "vocab_size": self.model.config.vocab_size,
+            "hidden_size": self.model.config.hidden_size,
         }
 
     def get_kv_cache_spec(self) -> KVCacheSpec:

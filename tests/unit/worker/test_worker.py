@@ -59,6 +59,7 @@ def test_reports_what_it_loaded(tiny_config: EngineConfig) -> None:
         "weights_bytes": 4 * parameters,
         "max_position_embeddings": 2048,
         "vocab_size": 258,
+        "hidden_size": 64,
     }
     assert {message.stage for message in messages} == {"load"}
     assert messages[-1].fraction == 1
