@@ -40,7 +40,7 @@ class FakeExecutor(Executor):
         self.last_token: dict[str, int] = {}
         self.prompt_length: dict[str, int] = {}
         self.given_back: set[str] = set()
-        self.calls: list[tuple[Any, ...]] = []
+        self.rpc_calls: list[tuple[Any, ...]] = []
         self.logprobs: dict[str, int] = {}
         self.prompt_logprobs: dict[str, LogprobsLists] = {}
         if progress is not None:
@@ -50,7 +50,7 @@ class FakeExecutor(Executor):
             raise RuntimeError(self.knobs["fail_load"]) from ValueError("the root of it")
 
     def collective_rpc(self, method, args=(), kwargs=None, *, timeout=None, non_block=False):
-        self.calls.append((method, *args))
+        self.rpc_calls.append((method, *args))
         if method == "sleep":
             self.given_back = {"weights", "kv_cache"}
         if method == "wake_up":

@@ -183,7 +183,7 @@ def test_asleep_nothing_is_held_or_computed_and_requests_go_on_afterwards(
     stats = rig.core.stats()
     assert (stats.sleep_level, stats.is_sleeping) == (level, True)
     assert (stats.num_free_blocks, stats.num_cached_blocks) == (stats.num_blocks, 0)
-    assert ("sleep", level) in rig.core.model_executor.calls
+    assert ("sleep", level) in rig.core.model_executor.rpc_calls
     assert rig.tokens["late"] == []
     rig.call("wake_up")
     rig.run()
@@ -219,7 +219,7 @@ def test_memory_can_come_back_in_parts() -> None:
     rig.call("wake_up", ["kv_cache"])
     rig.run()
     assert rig.tokens["a"] == counting(10, 4)
-    assert [call for call in rig.core.model_executor.calls if call[0] == "wake_up"] == [
+    assert [call for call in rig.core.model_executor.rpc_calls if call[0] == "wake_up"] == [
         ("wake_up", "weights"),
         ("wake_up", "kv_cache"),
     ]
@@ -229,7 +229,7 @@ def test_only_a_deeper_sleep_adds_to_one() -> None:
     rig = Rig()
     for level in (1, 1, 2, 1):
         rig.call("sleep", level)
-    assert [call for call in rig.core.model_executor.calls if call[0] == "sleep"] == [
+    assert [call for call in rig.core.model_executor.rpc_calls if call[0] == "sleep"] == [
         ("sleep", 1),
         ("sleep", 2),
     ]
@@ -266,7 +266,7 @@ def test_wrong_arguments_change_nothing() -> None:
 def test_a_profile_begins_and_ends_between_steps(rig: Rig) -> None:
     started, stopped = rig.call("start_profile", "d", 7), rig.call("stop_profile")
     rig.run()
-    assert ("start_profile", "d", 7) in rig.core.model_executor.calls
+    assert ("start_profile", "d", 7) in rig.core.model_executor.rpc_calls
     assert started is None or started.result(0) is None
     report = stopped.result(0) if isinstance(stopped, Future) else stopped
     assert (report.path, report.num_steps) == ("trace", 3)
