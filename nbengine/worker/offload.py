@@ -26,14 +26,13 @@ class WeightsOffload:
         return sum(self._sizes) - held
 
     def move_to_host(self) -> None:
-        """Move the weights of a GPU to host memory. Those of a CPU are there, and stay as they are.
+        """Move the weights to host memory of their own.
 
         Raises:
             RuntimeError: there is not enough host memory; nothing has changed.
         """
-        if any(storage.device.type != "cpu" for storage in self._storages):
-            self._copies = [_pinned_copy(storage) for storage in self._storages]
-            self._empty()
+        self._copies = [_host_copy(storage) for storage in self._storages]
+        self._empty()
 
     def drop(self) -> None:
         """Give up the weights, wherever they are."""
@@ -59,7 +58,9 @@ class WeightsOffload:
             storage.resize_(0)
 
 
-def _pinned_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
+def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    # Pinned: it comes back at the full speed of the bus.
+    pinned = storage.device.type == "cuda"
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
     copy.copy_(storage)
     return copy

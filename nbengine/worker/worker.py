@@ -128,7 +128,7 @@ class Worker:
         self._num_blocks = num_blocks
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache and move the weights to host memory (level 1), or free both (level 2).
+        """Free the KV cache and move the weights to host memory (level 1; a CPU's are there), or free both (level 2).
 
         Until both are restored no step with tokens can be executed. After level 1, level 2 may follow.
 
@@ -136,10 +136,10 @@ class Worker:
             RuntimeError: there is not enough host memory for the weights; nothing has changed.
         """
         offload = self._offload or WeightsOffload(self.model.parameters())
-        if level == 1:
-            offload.move_to_host()
-        else:
+        if level == 2:
             offload.drop()
+        elif self.device.type != "cpu":
+            offload.move_to_host()
         self._offload = offload
         self.model_runner.release_kv_cache()
         return_freed_memory()

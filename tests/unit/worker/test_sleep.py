@@ -99,3 +99,36 @@ def test_views_of_one_storage_are_emptied_and_filled_once() -> None:
     assert offload.num_missing_bytes == 0
     base.fill_(1.0)
     assert base[2:].sum() == 4
+
+
+def test_weights_on_the_host_come_back_from_there() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    offload = WeightsOffload([base[:2], base[2:]])
+    offload.move_to_host()
+    assert offload.num_missing_bytes == 12 * 4
+    assert offload.restore()
+    assert torch.equal(base, torch.arange(12.0).reshape(3, 4))
+    offload.move_to_host()
+    offload.drop()
+    assert not offload.restore()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_gpu_gets_its_memory_back_and_the_weights_return(tiny_config: EngineConfig, level: int) -> None:
+    worker = Worker(replace(tiny_config, model=replace(tiny_config.model, device="cuda")))
+    worker.init_device()
+    worker.load_model()
+    worker.initialize_kv_cache(4096)
+    before, allocated = contents(worker), torch.cuda.memory_allocated()
+    copies = sum(weight.nbytes for weight in before)
+    worker.sleep(level)
+    freed = allocated - torch.cuda.memory_allocated()
+    assert freed >= 0.9 * (
+        worker.model_runner._num_blocks * worker.get_kv_cache_spec().page_size_bytes + copies
+    )
+    worker.wake_up("weights")
+    worker.wake_up("kv_cache")
+    assert same(contents(worker), before)
+    assert torch.cuda.memory_allocated() == allocated
