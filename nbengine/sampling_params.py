@@ -48,7 +48,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
     `max_tokens=None` means: up to the model's context length. `truncate_prompt_tokens=k` keeps the last k tokens
-    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output.
+    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output. Of `n` completions, which need
+    random sampling, the one with index i has the seed `seed + i`. `logprobs=K` asks for the log probability of each
+    token and of the K likeliest in its place, `prompt_logprobs=K` for those of the prompt's tokens.
 
     Raises:
         InvalidArgumentError: a value is out of range (also a `ValueError`).
@@ -194,6 +196,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             logit_bias=copy.copy(self.logit_bias),
             structured_outputs=copy.deepcopy(self.structured_outputs),
             extra_args=copy.deepcopy(self.extra_args),
+            bad_words_token_ids=copy.deepcopy(self.bad_words_token_ids),
         )
 
 

@@ -224,8 +224,22 @@ class OutputProcessor:
         known any more (aborted) are dropped.
         """
         result = OutputProcessorOutput()
-        states = self.request_states
         waiters: list[Waiter] = []
+        try:
+            self._process(engine_core_outputs, result, waiters)
+        finally:
+            # Whoever has an output is woken, also if a later one cannot be processed.
+            if waiters:
+                wake(waiters)
+        return result
+
+    def _process(
+        self,
+        engine_core_outputs: Iterable[EngineCoreOutput],
+        result: OutputProcessorOutput,
+        waiters: list[Waiter],
+    ) -> None:
+        states = self.request_states
         polled: dict[RequestOutputCollector, None] = {}
         now = time.monotonic()
         for engine_core_output in engine_core_outputs:
@@ -252,13 +266,10 @@ class OutputProcessor:
                 waiters.append(waiter)
             elif state.is_polled:
                 polled[state.queue] = None
-        if waiters:
-            wake(waiters)
         for queue in polled:
             output = queue.get_nowait()
             if output is not None:
                 result.request_outputs.append(output)
-        return result
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """End requests with `finish_reason="abort"` and the text they have.

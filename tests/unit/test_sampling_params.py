@@ -94,6 +94,8 @@ def test_a_clone_shares_nothing_that_can_change() -> None:
         allowed_token_ids=[1],
         logit_bias={1: 2.0},
         structured_outputs=StructuredOutputsParams(json={"enum": [1]}),
+        extra_args={"a": [1]},
+        bad_words_token_ids=[[1]],
     )
     clone = params.clone()
     assert clone == params
