@@ -190,21 +190,25 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings_of", COMBINATIONS, ids=lambda settings: "+".join(settings))
 def test_twenty_thousand_draws_follow_the_distribution_of_the_stages(settings_of: dict[str, Any]) -> None:
-    count, vocab = 20_000, 40
+    requests, draws, vocab = 200, 100, 40
     reference = Reference(SamplingParams(max_tokens=None, **settings_of), [1, 2, 3, 3], [7, 7, 9])
-    batch = InputBatch(count, 8, 8, vocab)
-    for index in range(count):
+    batch = InputBatch(requests, 8, 8, vocab)
+    for index in range(requests):
         params = SamplingParams(seed=index, max_tokens=None, **settings_of)
         batch.update(plan(new=[NewRequestData(str(index), reference.prompt, params, [], 0)]))
-    rows = np.arange(count)
+    rows = np.arange(requests)
     for token in reference.output:
         batch.sampling.metadata(rows)
-        batch.sampling.append_on_device(torch.full((count,), token))
-        batch.append(rows, np.full(count, token))
+        batch.sampling.append_on_device(torch.full((requests,), token))
+        batch.append(rows, np.full(requests, token))
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
-    output = sample(batch, rows, logits.repeat(count, 1), None)
-    expected = reference.probabilities(reference.changed(logits)).numpy() * count
-    observed = np.bincount(output.token_ids.numpy(), minlength=vocab)
+    metadata, constraints = batch.sampling.metadata(rows), batch.sampling.constraints(rows)
+    observed = np.zeros(vocab, np.int64)
+    for position in range(draws):
+        uniform = torch.from_numpy(uniforms(batch.sampling.rows["stream"], np.full(requests, position)))
+        output = Sampler()(logits.repeat(requests, 1), metadata, uniform, constraints)
+        observed += np.bincount(output.token_ids.numpy(), minlength=vocab)
+    expected = reference.probabilities(reference.changed(logits)).numpy() * requests * draws
     assert not observed[expected == 0].any()
     likely = expected >= 5
     observed, expected = observed[likely], expected[likely]
