@@ -83,6 +83,3 @@ def test_its_state_follows_the_rows(
             assert token == logits.argmax()
         if params.extra_args:
             assert len(set(outputs[req_id])) == 12
-    run.step()
-    [processor] = run.runner._processors
-    assert isinstance(processor, NoRepeat) or type(processor).__name__ == "NoRepeat"

@@ -177,7 +177,7 @@ class Histories(RuleBasedStateMachine):
         assert not self.batch._sampled
 
 
-Histories.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 TestHistories = Histories.TestCase
 
 COMBINATIONS: list[dict[str, Any]] = [
