@@ -24,19 +24,15 @@ from nbengine.sampling_params import RequestOutputKind, SamplingParams
 Expand = Callable[[str], str]
 """Puts the notebook's variables into a string."""
 
-_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "logprobs")
 _LATER = {
     "json": ("--json", "SCHEMA"),
     "regex": ("--regex", "R"),
     "choice": ("--choice", "A,B"),
-    "logprobs": ("--logprobs", "K"),
     "target": ("-t", "RANK"),
 }
 _LATER_PARAMETERS = {
     "structured_outputs": None,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "n": 1,
     "output_kind": None,
     "eos_token_id": None,
 }
@@ -50,6 +46,7 @@ Send a prompt to the engine; the answer streams into the cell.
 variables where they exist; other braces stay as they are, and {{name}} gives {name}."""
 _EPILOG = """\
 The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
+.logprobs (with --logprobs) .outputs (all answers, with -n; the others are the first one's)
 %config NBEngine.temperature = 0.7 changes a default. An interrupt keeps what has been written so far.
 
 examples:
@@ -126,7 +123,8 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         default=[],
         help="any other sampling parameter by its Python name, the value as JSON",
     )
-    add("-n", metavar="N", type=number(int), help="answers per prompt: only 1 for now")
+    add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
+    add("--logprobs", metavar="K", type=number(int), help="log probabilities, with the K likeliest tokens")
     for name, (flag, metavar) in _LATER.items():
         add(flag, dest=name, metavar=metavar, help="not available yet")
     return parser
@@ -188,8 +186,6 @@ def _refuse_later_flags(parsed: argparse.Namespace, prog: str) -> None:
     for name, (flag, _) in _LATER.items():
         if getattr(parsed, name) is not None:
             raise UsageError(f"{prog}: {flag} is not available yet")
-    if parsed.n not in (None, 1):
-        raise UsageError(f"{prog}: -n {parsed.n} is not available yet; only -n 1 is")
 
 
 def _sampling(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:

@@ -22,6 +22,20 @@ def harmless_markdown(text: str) -> str:
     return "\n".join(_safe_blocks(text.split("\n")))
 
 
+def closed_markdown(text: str) -> str:
+    """Markdown behind which something else can follow: a fence that is still open is closed."""
+    lines = text.split("\n")
+    position = 0
+    while position < len(lines):
+        opening = _FENCE.fullmatch(lines[position])
+        if opening is not None:
+            position = _closing_fence(lines, position + 1, opening["fence"])
+            if position == len(lines):
+                return f"{text}\n{opening['indent']}{opening['fence']}"
+        position += 1
+    return text
+
+
 def fenced(code: str, language: str = "") -> str:
     """A fenced code block, with a fence that the code does not contain."""
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)

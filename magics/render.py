@@ -7,10 +7,15 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from nbengine.magics.markdown import fenced, harmless_markdown, unfenced
+from nbengine.magics.markdown import closed_markdown, fenced, harmless_markdown, unfenced
 from nbengine.magics.result import GenerationResult
+from nbengine.outputs import CompletionOutput
 
 _MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
+_HEADINGS = {
+    "text/html": f'<div style="{_MUTED};margin-top:0.5em">{{}}.</div>',
+    "text/markdown": "**{}.**\n\n",
+}
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
 _CODE = f"{_PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
 
@@ -23,7 +28,7 @@ def answer_bundle(
     `complete` is False while the answer streams, when JSON cannot be parsed yet.
     """
     if output_format == "markdown":
-        rich = {"text/markdown": harmless_markdown(text) + _markdown_footer(footer)}
+        rich = {"text/markdown": closed_markdown(harmless_markdown(text)) + _markdown_footer(footer)}
     elif output_format == "code":
         text, language = unfenced(text)
         rich = {"text/markdown": harmless_markdown(fenced(text, language)) + _markdown_footer(footer)}
@@ -37,6 +42,25 @@ def answer_bundle(
     return {"text/plain": plain, **rich}
 
 
+def answers_bundle(
+    answers: Sequence[CompletionOutput], output_format: str, footer: str = "", *, complete: bool = True
+) -> dict[str, str]:
+    """The MIME bundle of a request's completions: several have a numbered heading each."""
+    if len(answers) < 2:
+        return answer_bundle(answers[0].text if answers else "", output_format, footer, complete=complete)
+    plain, rich = [], []
+    for answer in answers:
+        bundle = answer_bundle(answer.text, output_format, complete=complete)
+        plain.append(f"{answer.index + 1}.\n{bundle.pop('text/plain')}")
+        ((kind, shown),) = bundle.items()
+        rich.append(_HEADINGS[kind].format(answer.index + 1) + shown)
+    if footer:
+        plain.append(f"[{footer}]")
+    if kind == "text/html":
+        return {"text/plain": "\n\n".join(plain), kind: "".join(rich) + _html_footer(footer)}
+    return {"text/plain": "\n\n".join(plain), kind: "\n\n".join(rich) + _markdown_footer(footer)}
+
+
 def pretty_json(text: str) -> tuple[str, str]:
     """Indent JSON, taken out of a fence if it is in one: (text, complaint); text that is not JSON stays."""
     code, _ = unfenced(text)
@@ -48,10 +72,11 @@ def pretty_json(text: str) -> tuple[str, str]:
 
 def footer_of(result: GenerationResult) -> str:
     """The quiet line under an answer: why it ended early, tokens, speed, reuse. Empty if nothing came."""
-    if not result.token_ids:
+    num_tokens = sum(len(completion.token_ids) for completion in result.outputs)
+    if not num_tokens:
         return ""
     metrics = result.metrics
-    parts = [_ending(result), count(len(result.token_ids), "token")]
+    parts = [_ending(result), count(num_tokens, "token")]
     latency = metrics.inter_token_latency
     if latency:
         parts.append(f"{1 / latency:.1f} tok/s")
@@ -113,9 +138,13 @@ def age(since: float) -> str:
 
 
 def _ending(result: GenerationResult) -> str:
-    if result.finish_reason == "abort":
+    reasons = [completion.finish_reason for completion in result.outputs]
+    if "abort" in reasons:
         return "ended early"
-    return "stopped at the limit" if result.finish_reason == "length" else ""
+    at_limit = reasons.count("length")
+    if len(reasons) > 1 and at_limit:
+        return f"{at_limit} of {len(reasons)} stopped at the limit"
+    return "stopped at the limit" if at_limit else ""
 
 
 def _html_footer(footer: str) -> str:

@@ -7,69 +7,84 @@ import concurrent.futures
 from collections.abc import Callable, Generator
 from typing import Any
 
+import msgspec
+
 from nbengine.magics.interrupts import ticking
-from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, joined
+
+_NOTHING = CompletionOutput(0, "", [])
+"""The first completion before it begins."""
 
 
 class GenerationResult:
     """The answer to one prompt, which grows while it streams.
 
-    `finish_reason` is None until the end, then "stop", "length" or "abort"; `str(result)` is the text, so that
-    `{result}` in a later prompt is the text too. `num_cached_tokens` of the `num_prompt_tokens` prompt tokens came
-    from the prefix cache.
+    `outputs` has all completions, of which there are several with `-n`; `text`, `token_ids`, `logprobs`,
+    `finish_reason` and `stop_reason` are the first one's. `finish_reason` is None until its end, then "stop", "length"
+    or "abort"; `str(result)` is the text, so that `{result}` in a later prompt is the text too. `num_cached_tokens` of
+    the `num_prompt_tokens` prompt tokens came from the prefix cache.
     """
 
     def __init__(self, request_id: str, prompt: str) -> None:
         self.request_id = request_id
         self.prompt = prompt
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, Logprob]] | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
+        self.outputs: list[CompletionOutput] = []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.finished = False
+        """Whether nothing more will come."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics()
+        self._whole: RequestOutput | None = None
         self._displayed = True
 
     def absorb(self, output: RequestOutput) -> None:
         """Add what is new: `output` is a delta."""
-        self.num_cached_tokens = output.num_cached_tokens
-        self.metrics = output.metrics
-        if output.prompt_token_ids is not None:
-            self.num_prompt_tokens = len(output.prompt_token_ids)
-        for delta in output.outputs:
-            self.text += delta.text
-            self.token_ids.extend(delta.token_ids)
-            if delta.logprobs:
-                self.logprobs = [*(self.logprobs or []), *delta.logprobs]
-            if delta.finish_reason is not None:
-                self.finish_reason = delta.finish_reason
-                self.stop_reason = delta.stop_reason
+        whole = self._whole = output if self._whole is None else joined([self._whole, output])
+        self.outputs = whole.outputs
+        self.prompt_logprobs = whole.prompt_logprobs
+        self.finished = whole.finished
+        self.num_cached_tokens = whole.num_cached_tokens
+        self.metrics = whole.metrics
+        if whole.prompt_token_ids is not None:
+            self.num_prompt_tokens = len(whole.prompt_token_ids)
 
     def abort(self) -> None:
         """Nothing more will come, although the answer is not complete."""
-        if self.finish_reason is None:
-            self.finish_reason = "abort"
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more will come."""
-        return self.finish_reason is not None
-
-    @property
-    def outputs(self) -> list[CompletionOutput]:
-        """The completions, as `RequestOutput.outputs` has them."""
-        return [
-            CompletionOutput(
-                index=0,
-                text=self.text,
-                token_ids=list(self.token_ids),
-                logprobs=self.logprobs,
-                finish_reason=self.finish_reason,
-                stop_reason=self.stop_reason,
-            )
+        self.finished = True
+        self.outputs = [
+            completion if completion.finished else msgspec.structs.replace(completion, finish_reason="abort")
+            for completion in self.outputs or [_NOTHING]
         ]
+
+    @property
+    def text(self) -> str:
+        """The text, of the first completion."""
+        return self._first.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens, of the first completion."""
+        return self._first.token_ids
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """One entry a token of the first completion, with `--logprobs`."""
+        return self._first.logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first completion ended."""
+        return self._first.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or token that ended the first completion."""
+        return self._first.stop_reason
+
+    @property
+    def _first(self) -> CompletionOutput:
+        return self.outputs[0] if self.outputs and self.outputs[0].index == 0 else _NOTHING
 
     def silence_once(self) -> None:
         """Let the next display pass in silence: the text has just streamed into the same cell."""
@@ -85,7 +100,8 @@ class GenerationResult:
 
     def __repr__(self) -> str:
         state = f"finish_reason={self.finish_reason!r}" if self.finished else "running"
-        return f"GenerationResult({self.request_id!r}, {len(self.token_ids)} tokens, {state})"
+        count = sum(len(completion.token_ids) for completion in self.outputs)
+        return f"GenerationResult({self.request_id!r}, {count} tokens, {state})"
 
 
 class GenerationHandle:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.render import answer_bundle, footer_of, joined
+from nbengine.magics.render import answers_bundle, footer_of, joined
 from nbengine.magics.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
 
@@ -50,26 +50,26 @@ class CellView:
         self._stream = stream
         self._footer = footer
         if placeholder:
-            self._live.show(answer_bundle("", output_format, placeholder, complete=False))
+            self._live.show(answers_bundle([], output_format, placeholder, complete=False))
 
     def update(self, result: GenerationResult) -> None:
         """Replace the answer and set the pace by what that cost."""
         if not self._stream or result.finished:
             return
         started = time.perf_counter()
-        size = self._live.show(answer_bundle(result.text, self._format, complete=False))
+        size = self._live.show(answers_bundle(result.outputs, self._format, complete=False))
         cost = time.perf_counter() - started
         self.interval = max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / _DUTY)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
         footer = joined(footer_of(result) if self._footer else "", note)
-        if result.text or footer or self._live.shown:
-            self._live.show(answer_bundle(result.text, self._format, footer))
+        if any(answer.text for answer in result.outputs) or footer or self._live.shown:
+            self._live.show(answers_bundle(result.outputs, self._format, footer))
 
 
 class TerminalView:
-    """The answer printed as it comes; what has been printed stays."""
+    """The answer printed as it comes; what has been printed stays. Further completions are printed at the end."""
 
     interval = UPDATE_SECONDS
 
@@ -87,6 +87,8 @@ class TerminalView:
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the rest and the footer."""
         print(result.text[self._printed :])
+        for completion in result.outputs[1:]:
+            print(f"\n{completion.index + 1}.\n{completion.text}")
         footer = joined(footer_of(result) if self._footer else "", note)
         if footer:
             print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")

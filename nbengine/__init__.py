@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbengine.config import EngineArgs
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
-    from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from nbengine.sampling_params import (
         PoolingParams,
         RequestOutputKind,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "nbengine.config": ("EngineArgs",),
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
@@ -53,7 +55,7 @@ _HOMES = {
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
-    "nbengine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "nbengine.sampling_params": (
         "PoolingParams",
         "RequestOutputKind",
@@ -67,6 +69,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EngineArgs",
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
@@ -74,6 +77,7 @@ __all__ = [
     "InvalidTypeError",
     "LLMEngine",
     "LeaseExpiredError",
+    "Logprob",
     "ModelLoadError",
     "ModelNotFoundError",
     "NBEngineError",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 
 @dataclass(slots=True)
@@ -31,8 +34,11 @@ class RequestMetrics:
         return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
 
 
-@dataclass(slots=True)
-class Logprob:
+# Every step makes two of these a request: structs take less than half of a dataclass's time to make, and the garbage
+# collector need not look at them, since they never refer back to what holds them.
+
+
+class Logprob(msgspec.Struct, gc=False):
     """Log probability (natural) of one token at one position.
 
     `rank` counts from 1, the most likely token; `decoded_token` is None with `detokenize=False`.
@@ -43,12 +49,13 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, gc=False):
     """One completion of a request.
 
     `finish_reason` is None while the request runs, then "stop", "length" or "abort"; `stop_reason` is
-    the stop string or stop token id that ended it, None for the end-of-sequence token.
+    the stop string or stop token id that ended it, None for the end-of-sequence token. `token_ids` end with the token
+    that completed a stop string. `logprobs` has one entry a token, which begins with the token itself, and
+    `cumulative_logprob` is the sum over the tokens so far, also in a delta; both are None unless asked for.
     """
 
     index: int
@@ -65,9 +72,11 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
-class RequestOutput:
-    """The state of a request as its caller sees it; `outputs` has one entry a completion."""
+class RequestOutput(msgspec.Struct, gc=False):
+    """The state of a request as its caller sees it, not to be changed: later outputs are built from it.
+
+    `outputs` has one entry a completion, by index, as far as they have begun; a delta, those that have something new.
+    """
 
     request_id: str
     prompt: str | None
@@ -75,37 +84,51 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry a prompt token, None for the first, if asked for; of deltas, only one has it."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
-
-    def add(self, newer: RequestOutput, *, aggregate: bool) -> None:
-        """Merge a newer output of the same request into this one, in place.
-
-        With `aggregate` the outputs are deltas, which are concatenated; otherwise the newer replaces.
-        """
-        self.finished |= newer.finished
-        self.num_cached_tokens = newer.num_cached_tokens
-        self.metrics = newer.metrics
-        for new in newer.outputs:
-            for position, old in enumerate(self.outputs):
-                if old.index == new.index:
-                    self.outputs[position] = _joined(old, new) if aggregate else new
-                    break
-            else:
-                self.outputs.append(new)
+    """Prompt tokens whose keys and values came from the prefix cache; with `n > 1`, of the first completion."""
+    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
 
 
-def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    logprobs = old.logprobs
-    if new.logprobs:
-        logprobs = [*(old.logprobs or []), *new.logprobs]
+def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """One output that says as much as several of the same request: what came first, then deltas in their order.
+
+    What is given stays as it is; the result may share parts with it.
+    """
+    completions: dict[int, list[CompletionOutput]] = {}
+    for output in outputs:
+        for completion in output.outputs:
+            completions.setdefault(completion.index, []).append(completion)
+    prompt_logprobs = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    last = outputs[-1]
+    return RequestOutput(
+        last.request_id,
+        last.prompt,
+        last.prompt_token_ids,
+        [_joined_completion(completions[index]) for index in sorted(completions)],
+        last.finished,
+        prompt_logprobs[0] if prompt_logprobs else None,
+        last.num_cached_tokens,
+        last.metrics,
+    )
+
+
+def _joined_completion(parts: list[CompletionOutput]) -> CompletionOutput:
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    token_ids: list[int] = []
+    logprobs: list[dict[int, Logprob]] | None = None if last.logprobs is None else []
+    for part in parts:
+        token_ids += part.token_ids
+        if logprobs is not None:
+            logprobs += part.logprobs or ()
     return CompletionOutput(
-        index=old.index,
-        text=old.text + new.text,
-        token_ids=[*old.token_ids, *new.token_ids],
-        cumulative_logprob=new.cumulative_logprob,
-        logprobs=logprobs,
-        finish_reason=new.finish_reason,
-        stop_reason=new.stop_reason,
+        last.index,
+        "".join([part.text for part in parts]),
+        token_ids,
+        last.cumulative_logprob,
+        logprobs,
+        last.finish_reason,
+        last.stop_reason,
     )

@@ -12,6 +12,7 @@ import msgspec
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 
 MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32 logits."""
 
@@ -20,9 +21,9 @@ class RequestOutputKind(enum.IntEnum):
     """What each `RequestOutput` of a stream carries."""
 
     CUMULATIVE = 0
-    """Everything generated so far."""
+    """Everything generated so far, by all completions."""
     DELTA = 1
-    """What is new since the previous output."""
+    """What is new since the previous output, of the completions that have anything new."""
     FINAL_ONLY = 2
     """Nothing until the request is finished."""
 
@@ -142,11 +143,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def _check_ranges(self) -> None:
         _require("n", self.n, self.n >= 1, "at least 1")
         _require("temperature", self.temperature, self.temperature >= 0, "a finite number, 0 or greater")
+        _require("n", self.n, self.n == 1 or not self.is_greedy, "1 when using greedy sampling")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (off), or at least 1")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)")
+            _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "in [0, 2**63)")
         if self.max_tokens is not None:
             _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1, or None")
             _require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, "at most max_tokens")
@@ -181,15 +183,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def clone(self) -> SamplingParams:
-        """Return an independent copy."""
+        """Return a copy that shares nothing mutable with this one, checked again."""
         return msgspec.structs.replace(
             self,
             stop=list(self.stop),
             stop_token_ids=list(self.stop_token_ids),
             bad_words=list(self.bad_words),
-            allowed_token_ids=None if self.allowed_token_ids is None else list(self.allowed_token_ids),
-            logit_bias=None if self.logit_bias is None else dict(self.logit_bias),
+            allowed_token_ids=copy.copy(self.allowed_token_ids),
+            logit_bias=copy.copy(self.logit_bias),
+            structured_outputs=copy.deepcopy(self.structured_outputs),
             extra_args=copy.deepcopy(self.extra_args),
+            bad_words_token_ids=copy.deepcopy(self.bad_words_token_ids),
         )
 
 

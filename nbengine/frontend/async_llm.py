@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -71,6 +72,11 @@ class AsyncLLM(Prompting):
             resolve_files(config, progress), LoopThread.shared(), name=name, session=session
         )
         self._set_up(client, progress)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """Start an engine from the flat arguments; it ends with this process."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
 
     @classmethod
     def attach(
@@ -176,16 +182,17 @@ class AsyncLLM(Prompting):
             if not finished:
                 self.abort_soon(collector.engine_request_id)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its stream gets what there is, with `finish_reason="abort"`."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several: their streams get what there is, with `finish_reason="abort"`."""
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         done = asyncio.run_coroutine_threadsafe(
-            self._requests.abort(request_id), self.engine_core.loop_thread.loop
+            self._requests.abort(request_ids), self.engine_core.loop_thread.loop
         )
         await asyncio.wrap_future(done)
 
     def abort_soon(self, request_id: str) -> None:
         """`abort` without waiting, on any thread."""
-        self.engine_core.loop_thread.call_soon(self._requests.abort_now, request_id)
+        self.engine_core.loop_thread.call_soon(self._requests.abort_now, [request_id])
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
@@ -232,9 +239,15 @@ class _Requests:
         """Register a request and send it."""
         try:
             self._client.check_alive()
-            self._output_processor.add_request(request, prompt, collector)
-            self._client.add_request(request)
+            to_send = self._output_processor.add_request(request, prompt, collector)
         except NBEngineError as error:
+            collector.put_error(error)
+            return
+        try:
+            for part in to_send:
+                self._client.add_request(part)
+        except NBEngineError as error:
+            self._client.abort_requests(self._output_processor.discard_request(request.request_id))
             collector.put_error(error)
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
@@ -258,10 +271,10 @@ class _Requests:
         del dead
         self._output_processor.fail_requests(error)
 
-    def abort_now(self, request_id: str) -> None:
-        """End a request with what it has, and tell the engine."""
-        self._client.abort_requests(self._output_processor.abort_requests([request_id]))
+    def abort_now(self, request_ids: list[str]) -> None:
+        """End requests with what they have, and tell the engine."""
+        self._client.abort_requests(self._output_processor.abort_requests(request_ids))
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_ids: list[str]) -> None:
         """`abort_now` as a coroutine."""
-        self.abort_now(request_id)
+        self.abort_now(request_ids)

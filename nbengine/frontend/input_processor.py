@@ -47,9 +47,6 @@ _GENERATION_DEFAULTS = {
 }
 """Entries of generation_config.json that become sampling parameters, and under which name."""
 _UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "n": 1,
-    "logprobs": None,
-    "prompt_logprobs": None,
     "structured_outputs": None,
     "truncate_prompt_tokens": None,
 }

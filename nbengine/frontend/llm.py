@@ -61,7 +61,7 @@ class LLM:
         use_tqdm: TqdmChoice = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate a completion for each prompt and return them in the order of the prompts.
+        """Generate the completions of each prompt and return them in the order of the prompts.
 
         Args:
             prompts: one prompt or several, each a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`.
@@ -82,7 +82,7 @@ class LLM:
         with self._busy:
             try:
                 positions = self._add_requests(sequence, params, priorities)
-                return self._run_engine(positions, use_tqdm)
+                return self._run_engine(positions, use_tqdm, sum(own.n for own in params))
             except BaseException:
                 self.llm_engine.abort_all()
                 raise
@@ -176,9 +176,11 @@ class LLM:
             positions[request_id] = position
         return positions
 
-    def _run_engine(self, positions: dict[str, int], use_tqdm: TqdmChoice) -> list[RequestOutput]:
+    def _run_engine(
+        self, positions: dict[str, int], use_tqdm: TqdmChoice, num_completions: int
+    ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
-        with _Bar(len(positions), use_tqdm) as bar:
+        with _Bar(num_completions, use_tqdm) as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     position = positions.get(output.request_id)
@@ -192,7 +194,7 @@ class LLM:
 
 
 class _Bar:
-    """Progress over the prompts, with the rates of tokens in and out."""
+    """Progress over the completions, with the rates of tokens in and out."""
 
     def __init__(self, total: int, use_tqdm: TqdmChoice) -> None:
         self._bar: Any = None
@@ -212,7 +214,7 @@ class _Bar:
             self._bar.close()
 
     def advance(self, output: RequestOutput) -> None:
-        """Count one finished prompt."""
+        """Count the completions of a finished prompt."""
         if self._bar is None:
             return
         self._tokens_in += len(output.prompt_token_ids or ())
@@ -223,7 +225,7 @@ class _Bar:
                 f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s",
                 refresh=False,
             )
-        self._bar.update(1)
+        self._bar.update(len(output.outputs))
 
 
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

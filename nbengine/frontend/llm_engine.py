@@ -22,6 +22,8 @@ from nbengine.sampling_params import SamplingParams
 class LLMEngine(Prompting):
     """What `LLM` is built on: `add_request`, then `step` while there are unfinished requests. For one thread.
 
+    With `n > 1` one request has n completions, which the outputs carry together.
+
     Raises:
         ModelNotFoundError, ModelLoadError: the model's files.
         EngineStartError: the engine did not start; the message has the reason and the end of its log.
@@ -63,7 +65,6 @@ class LLMEngine(Prompting):
         request_id: str,
         prompt: PromptType,
         params: SamplingParams,
-        *,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> str:
@@ -84,8 +85,13 @@ class LLMEngine(Prompting):
             request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )
         self.input_processor.assign_request_id(request)
-        self.output_processor.add_request(request, prompt_text(prompt))
-        self.engine_core.add_request(request)
+        to_send = self.output_processor.add_request(request, prompt_text(prompt))
+        try:
+            for part in to_send:
+                self.engine_core.add_request(part)
+        except BaseException:
+            self.engine_core.abort_requests(self.output_processor.discard_request(request.request_id))
+            raise
         return request.request_id
 
     def step(self) -> list[RequestOutput]:

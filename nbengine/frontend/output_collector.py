@@ -6,17 +6,24 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Iterable
 
 from nbengine.errors import NBEngineError
-from nbengine.outputs import RequestOutput
+from nbengine.outputs import RequestOutput, joined
 from nbengine.sampling_params import RequestOutputKind
+
+_MAX_PARTS = 64
+"""Deltas that wait side by side before they are joined: each time, all that is unread is copied."""
+
+Waiter = asyncio.Future[None]
 
 
 class RequestOutputCollector:
     """One request's outputs: put by any one thread, read by one coroutine on any loop or by one blocking thread.
 
-    It holds at most one output: what the reader has not taken is merged with what follows (deltas are
-    concatenated, cumulative outputs replaced), so that a slow reader costs no memory and misses nothing.
+    What is put are deltas, whatever the kind of output. Reading joins those that have come since the last time and,
+    with `CUMULATIVE`, all before: a slow reader misses nothing, and what it has not read costs little more than the
+    tokens themselves.
     """
 
     def __init__(self, output_kind: RequestOutputKind, request_id: str, engine_request_id: str) -> None:
@@ -24,28 +31,41 @@ class RequestOutputCollector:
         """The caller's id, which the outputs carry."""
         self.engine_request_id = engine_request_id
         """The unique id, under which the engine knows the request; `abort` takes either."""
-        self._aggregate = output_kind is RequestOutputKind.DELTA
-        self._changed = threading.Condition(threading.Lock())
-        self._output: RequestOutput | None = None
+        self._cumulative = output_kind is RequestOutputKind.CUMULATIVE
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._parts: list[RequestOutput] = []
+        """What the next output is made of; with `CUMULATIVE` it begins with the previous one."""
+        self._read: RequestOutput | None = None
         self._error: Exception | None = None
-        self._exhausted = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Waiter | None = None
         self._num_blocked = 0
 
-    def put(self, output: RequestOutput) -> None:
-        """Hand over an output."""
-        with self._changed:
-            if self._output is None:
-                self._output = output
-            else:
-                self._output.add(output, aggregate=self._aggregate)
-            self._wake()
+    def put(self, delta: RequestOutput) -> None:
+        """Hand over an output and wake the reader."""
+        waiter = self.add(delta)
+        if waiter is not None:
+            wake([waiter])
+
+    def add(self, delta: RequestOutput) -> Waiter | None:
+        """Hand over an output. If a coroutine waits for it, what it waits on is returned, to be given to `wake`."""
+        with self._lock:
+            self._parts.append(delta)
+            if len(self._parts) > _MAX_PARTS:
+                self._parts = [self._parts[0], joined(self._parts[1:])]
+            if self._num_blocked:
+                self._changed.notify_all()
+            waiter, self._waiter = self._waiter, None
+            return waiter
 
     def put_error(self, error: Exception) -> None:
         """End the stream with an error, which the reader gets after what is still unread."""
-        with self._changed:
+        with self._lock:
             self._error = error
-            self._wake()
+            self._changed.notify_all()
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            wake([waiter])
 
     def get_nowait(self) -> RequestOutput | None:
         """Return what there is, None if there is nothing yet.
@@ -53,13 +73,13 @@ class RequestOutputCollector:
         Raises:
             NBEngineError: the request failed, or its last output has been taken already.
         """
-        with self._changed:
+        with self._lock:
             return self._take()
 
     async def get(self) -> RequestOutput:
         """Wait for the next output; raises as `get_nowait` does."""
         while True:
-            with self._changed:
+            with self._lock:
                 output = self._take()
                 if output is not None:
                     return output
@@ -91,19 +111,21 @@ class RequestOutputCollector:
         return output
 
     def _put_back(self, output: RequestOutput) -> None:
-        with self._changed:
-            if self._output is not None:
-                output.add(self._output, aggregate=self._aggregate)
-            self._output = output
+        with self._lock:
+            self._read = None
+            if not self._cumulative:
+                self._parts.insert(0, output)
 
     def _take(self) -> RequestOutput | None:
-        output, self._output = self._output, None
-        if output is not None:
-            self._exhausted = output.finished
+        parts = self._parts
+        if parts and parts[-1] is not self._read:
+            output = parts[0] if len(parts) == 1 else joined(parts)
+            self._parts = [output] if self._cumulative else []
+            self._read = output
             return output
         if self._error is not None:
             raise self._error
-        if self._exhausted:
+        if self._read is not None and self._read.finished:
             raise NBEngineError(f"request {self.request_id} is finished, nothing more will come")
         return None
 
@@ -114,16 +136,19 @@ class RequestOutputCollector:
         finally:
             self._num_blocked -= 1
 
-    def _wake(self) -> None:
-        if self._num_blocked:
-            self._changed.notify_all()
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            # A closed loop has no reader left to wake.
-            with contextlib.suppress(RuntimeError):
-                waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
+
+def wake(waiters: Iterable[Waiter]) -> None:
+    """Wake the coroutines behind these futures, with one call into each of their event loops."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
+    for waiter in waiters:
+        by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+    for loop, its_waiters in by_loop.items():
+        # A closed loop has no reader left to wake.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_resolve, its_waiters)
 
 
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def _resolve(waiters: list[Waiter]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from tokenizers import Tokenizer
 
 from nbengine.errors import InvalidArgumentError, RequestError
 from nbengine.frontend.detokenizer import IncrementalDetokenizer
-from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.frontend.logprobs import LogprobsProcessor, TokenTexts
+from nbengine.frontend.output_collector import RequestOutputCollector, Waiter, wake
+from nbengine.frontend.parallel_sampling import ParentRequest, make_children
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -20,24 +23,30 @@ from nbengine.ipc.messages import (
     FinishReason,
 )
 from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nbengine.sampling_params import RequestOutputKind
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 _FINISH_REASONS = {reason: str(reason) for reason in FinishReason}
 
 
 class RequestState:
-    """What the frontend has to remember of a request to make its outputs."""
+    """What the frontend has to remember of a request of the engine core, which is one completion.
+
+    `is_polled` says that nobody waits on `queue`: `process_outputs` returns what is in it.
+    """
 
     __slots__ = (
-        "_cumulative",
+        "_final_only",
+        "_index",
         "_num_sent_tokens",
         "_queued_at",
         "_stream_interval",
         "detokenizer",
         "external_req_id",
+        "is_polled",
+        "logprobs",
         "metrics",
         "num_cached_tokens",
-        "output_kind",
+        "parent",
         "prompt",
         "prompt_token_ids",
         "queue",
@@ -47,32 +56,42 @@ class RequestState:
     def __init__(
         self,
         request: EngineCoreRequest,
+        params: SamplingParams,
         prompt: str | None,
-        queue: RequestOutputCollector | None,
-        tokenizer: Tokenizer | None,
+        queue: RequestOutputCollector,
+        *,
+        detokenizer: IncrementalDetokenizer,
+        logprobs: LogprobsProcessor | None,
         stream_interval: int,
+        is_polled: bool,
+        parent: ParentRequest | None,
+        index: int,
     ) -> None:
-        params = request.sampling_params
-        if params is None:
-            raise InvalidArgumentError("sampling_params", None, "given")
         self.request_id = request.request_id
         self.external_req_id = request.external_req_id or request.request_id
         self.prompt = prompt
         self.prompt_token_ids = request.prompt_token_ids
         self.queue = queue
-        self.output_kind = params.output_kind
-        self.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, params)
+        self.is_polled = is_polled
+        self.parent = parent
+        self.detokenizer = detokenizer
+        self.logprobs = logprobs
         self.num_cached_tokens = 0
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
-        self._cumulative = params.output_kind is not RequestOutputKind.DELTA
+        self.metrics = RequestMetrics(request.arrival_time) if parent is None else parent.metrics
+        self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._index = index
         self._stream_interval = stream_interval
         self._num_sent_tokens = 0
         self._queued_at: float | None = None
 
-    def update_from_output(self, output: EngineCoreOutput, now: float) -> None:
-        """Take the figures of one engine core output into the request's metrics."""
+    def update_from_output(self, output: EngineCoreOutput, now: float) -> str | None:
+        """Take in tokens, their logprobs and figures; return the stop string that the tokens completed, if any."""
+        new_token_ids = output.new_token_ids
+        stop_string = self.detokenizer.update(new_token_ids, output.finish_reason)
         metrics = self.metrics
-        num_new = len(output.new_token_ids)
+        num_new = len(new_token_ids)
+        if stop_string is not None:
+            num_new -= self.detokenizer.num_dropped_tokens
         if num_new:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
@@ -80,43 +99,49 @@ class RequestState:
             metrics.num_generation_tokens += num_new
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
-        if output.events:
+        if output.events is not None:
             self._note_events(output.events)
+        if self.logprobs is not None:
+            if output.new_prompt_logprobs is not None:
+                self.logprobs.update_prompt(output.new_prompt_logprobs, self.prompt_token_ids)
+            if output.new_logprobs is not None:
+                self.logprobs.update(output.new_logprobs, num_new)
+        return stop_string
 
-    def make_request_output(
+    def make_delta(
         self, finish_reason: FinishReason | None, stop_reason: int | str | None
     ) -> RequestOutput | None:
         """The output that is due now: none between intervals, and none before the end with `FINAL_ONLY`."""
+        detokenizer = self.detokenizer
+        token_ids = detokenizer.token_ids
+        num_sent = self._num_sent_tokens
         finished = finish_reason is not None
-        token_ids = self.detokenizer.token_ids
-        if not finished:
-            if self.output_kind is RequestOutputKind.FINAL_ONLY:
-                return None
-            unsent = len(token_ids) - self._num_sent_tokens
-            if self._num_sent_tokens and unsent < self._stream_interval:
-                return None
-        token_ids = token_ids.copy() if self._cumulative else token_ids[self._num_sent_tokens :]
-        text = self.detokenizer.get_next_output_text(finished, not self._cumulative)
-        self._num_sent_tokens = len(self.detokenizer.token_ids)
+        if not finished and (
+            self._final_only or (num_sent and len(token_ids) - num_sent < self._stream_interval)
+        ):
+            return None
+        self._num_sent_tokens = len(token_ids)
+        logprobs = self.logprobs
         completion = CompletionOutput(
-            0,
-            text,
-            token_ids,
-            None,
-            None,
+            self._index,
+            detokenizer.take_text(finished),
+            token_ids[num_sent:],
+            None if logprobs is None else logprobs.cumulative_logprob,
+            None if logprobs is None else logprobs.take(),
             None if finish_reason is None else _FINISH_REASONS[finish_reason],
-            stop_reason if finished else None,
+            stop_reason,
         )
-        return RequestOutput(
+        delta = RequestOutput(
             self.external_req_id,
             self.prompt,
             self.prompt_token_ids,
             [completion],
             finished,
-            None,
+            None if logprobs is None else logprobs.take_prompt(),
             self.num_cached_tokens,
             self.metrics,
         )
+        return delta if self.parent is None else self.parent.collect(delta)
 
     def _note_events(self, events: list[EngineCoreEvent]) -> None:
         for event in events:
@@ -148,25 +173,49 @@ class OutputProcessor:
         self.request_states: dict[str, RequestState] = {}
         self._tokenizer = tokenizer
         self._stream_interval = stream_interval
-        self._internal_ids: dict[str, list[str]] = {}
+        self._groups: dict[str, dict[str, None]] = {}
+        """Internal ids by an id that stands for several: the caller's, or a parent's."""
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not had their last output."""
+        """How many requests have not had their last output; each of `n` completions counts."""
         return len(self.request_states)
 
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None, queue: RequestOutputCollector | None = None
-    ) -> None:
-        """Register a request; to be called before the request is sent to the engine core.
+    ) -> list[EngineCoreRequest]:
+        """Register a request and return what is to be sent to the engine core then: with `n > 1`, n requests.
 
         Raises:
             InvalidArgumentError: there is an unfinished request with the same internal id.
         """
-        if request.request_id in self.request_states:
+        params = request.sampling_params
+        if params is None:
+            raise InvalidArgumentError("sampling_params", None, "given")
+        if request.request_id in self.request_states or request.request_id in self._groups:
             raise InvalidArgumentError("request_id", request.request_id, "unused by unfinished requests")
-        state = RequestState(request, prompt, queue, self._tokenizer, self._stream_interval)
-        self.request_states[state.request_id] = state
-        self._internal_ids.setdefault(state.external_req_id, []).append(state.request_id)
+        is_polled = queue is None
+        external_id = request.external_req_id or request.request_id
+        if queue is None:
+            queue = RequestOutputCollector(params.output_kind, external_id, request.request_id)
+        parent = None if params.n == 1 else ParentRequest(request, params)
+        requests = [request] if parent is None else make_children(request, params)
+        for index, child in enumerate(requests):
+            state = RequestState(
+                child,
+                params,
+                prompt,
+                queue,
+                detokenizer=IncrementalDetokenizer.from_new_request(self._tokenizer, params),
+                logprobs=self._logprobs_processor(child.sampling_params or params),
+                stream_interval=self._stream_interval,
+                is_polled=is_polled,
+                parent=parent,
+                index=index,
+            )
+            self.request_states[state.request_id] = state
+            for group in _groups_of(state):
+                self._groups.setdefault(group, {})[state.request_id] = None
+        return requests
 
     def process_outputs(self, engine_core_outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
         """Update metrics, detokenize, check for stop strings and hand out the outputs that are due.
@@ -176,6 +225,8 @@ class OutputProcessor:
         """
         result = OutputProcessorOutput()
         states = self.request_states
+        waiters: list[Waiter] = []
+        polled: dict[RequestOutputCollector, None] = {}
         now = time.monotonic()
         for engine_core_output in engine_core_outputs:
             state = states.get(engine_core_output.request_id)
@@ -183,68 +234,112 @@ class OutputProcessor:
                 continue
             finish_reason = engine_core_output.finish_reason
             if finish_reason is FinishReason.ERROR:
-                self._fail(state, RequestError(_refusal(state, engine_core_output.error)), result)
+                self._fail(state, engine_core_output.error, result)
                 continue
-            state.update_from_output(engine_core_output, now)
             stop_reason = engine_core_output.stop_reason
-            stop_string = state.detokenizer.update(engine_core_output.new_token_ids, finish_reason)
+            stop_string = state.update_from_output(engine_core_output, now)
             if stop_string is not None:
                 if finish_reason is None:
                     result.reqs_to_abort.append(state.request_id)
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
             if finish_reason is not None:
-                state.metrics.finished_time = now
-                self._forget(state)
-            request_output = state.make_request_output(finish_reason, stop_reason)
-            if request_output is not None:
-                if state.queue is not None:
-                    state.queue.put(request_output)
-                else:
-                    result.request_outputs.append(request_output)
+                self._finish(state, now)
+            delta = state.make_delta(finish_reason, stop_reason)
+            if delta is None:
+                continue
+            waiter = state.queue.add(delta)
+            if waiter is not None:
+                waiters.append(waiter)
+            elif state.is_polled:
+                polled[state.queue] = None
+        if waiters:
+            wake(waiters)
+        for queue in polled:
+            output = queue.get_nowait()
+            if output is not None:
+                result.request_outputs.append(output)
         return result
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """End requests, given by either id, with `finish_reason="abort"` and the text they have.
+        """End requests with `finish_reason="abort"` and the text they have.
+
+        The ids are the callers', or internal ones; those of a request with `n > 1` stand for all its completions.
 
         Returns the internal ids of those that were unfinished, for the engine core.
         """
         aborted = []
         for request_id in request_ids:
-            internal_ids = [request_id] if request_id in self.request_states else None
-            for internal_id in internal_ids or list(self._internal_ids.get(request_id, ())):
+            for internal_id in self._internal_ids(request_id):
                 self._abort(self.request_states[internal_id])
                 aborted.append(internal_id)
         return aborted
 
+    def discard_request(self, request_id: str) -> list[str]:
+        """Forget a request that could not be sent, by its internal id; returns the ids as `abort_requests` does."""
+        internal_ids = self._internal_ids(request_id)
+        for internal_id in internal_ids:
+            self._forget(self.request_states[internal_id])
+        return internal_ids
+
     def fail_requests(self, error: Exception) -> None:
         """End all requests with an error, for example because the engine is dead."""
-        for state in list(self.request_states.values()):
+        states = list(self.request_states.values())
+        for state in states:
             self._forget(state)
-            if state.queue is not None:
-                state.queue.put_error(copy.copy(error))
+        for queue in {state.queue for state in states}:
+            queue.put_error(copy.copy(error))
+
+    def _logprobs_processor(self, params: SamplingParams) -> LogprobsProcessor | None:
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return None
+        return LogprobsProcessor(self._token_texts if params.detokenize else None, params)
+
+    @functools.cached_property
+    def _token_texts(self) -> TokenTexts | None:
+        return None if self._tokenizer is None else TokenTexts(self._tokenizer)
+
+    def _internal_ids(self, request_id: str) -> list[str]:
+        return [request_id] if request_id in self.request_states else list(self._groups.get(request_id, ()))
+
+    def _finish(self, state: RequestState, now: float) -> None:
+        self._forget(state)
+        if state.parent is None or not state.parent.num_unfinished:
+            state.metrics.finished_time = now
 
     def _abort(self, state: RequestState) -> None:
         state.detokenizer.update([], FinishReason.ABORT)
-        state.metrics.finished_time = time.monotonic()
-        self._forget(state)
-        request_output = state.make_request_output(FinishReason.ABORT, None)
-        if request_output is not None and state.queue is not None:
-            state.queue.put(request_output)
+        self._finish(state, time.monotonic())
+        delta = state.make_delta(FinishReason.ABORT, None)
+        if delta is not None:
+            state.queue.put(delta)
 
-    def _fail(self, state: RequestState, error: RequestError, result: OutputProcessorOutput) -> None:
-        self._forget(state)
-        if state.queue is not None:
-            state.queue.put_error(error)
-        else:
+    def _fail(self, state: RequestState, reason: str | None, result: OutputProcessorOutput) -> None:
+        """End a request that the engine refused; with `n > 1` no completion comes without the others."""
+        whole = state if state.parent is None else state.parent
+        for request_id in self._internal_ids(whole.request_id):
+            self._forget(self.request_states[request_id])
+            if request_id != state.request_id:
+                result.reqs_to_abort.append(request_id)
+        reason = reason or "the engine refused it without a reason"
+        error = RequestError(f"request {state.external_req_id}: {reason}")
+        if state.is_polled:
             result.errors.append(error)
+        else:
+            state.queue.put_error(error)
 
     def _forget(self, state: RequestState) -> None:
         del self.request_states[state.request_id]
-        siblings = self._internal_ids[state.external_req_id]
-        siblings.remove(state.request_id)
-        if not siblings:
-            del self._internal_ids[state.external_req_id]
+        if state.parent is not None:
+            state.parent.num_unfinished -= 1
+        for group in _groups_of(state):
+            members = self._groups[group]
+            del members[state.request_id]
+            if not members:
+                del self._groups[group]
 
 
-def _refusal(state: RequestState, error: str | None) -> str:
-    return f"request {state.external_req_id}: {error or 'the engine refused it without a reason'}"
+def _groups_of(state: RequestState) -> set[str]:
+    ids = {state.external_req_id}
+    if state.parent is not None:
+        ids.add(state.parent.request_id)
+    return ids

@@ -107,6 +107,8 @@ def test_contradictions_are_refused() -> None:
         SamplingParams(stop="x", detokenize=False)
     with pytest.raises(InvalidArgumentError, match="stop must be without empty strings"):
         SamplingParams(stop=["a", ""])
+    with pytest.raises(InvalidArgumentError, match="n must be 1 when using greedy sampling, got 2"):
+        SamplingParams(n=2, temperature=0)
     with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one kind"):
         StructuredOutputsParams(regex="a", json_object=True)
 
@@ -116,29 +118,37 @@ def test_a_vanishing_temperature_is_greedy(temperature: float, greedy: bool) -> 
     assert SamplingParams(temperature=temperature).is_greedy is greedy
 
 
-def test_a_clone_shares_no_list() -> None:
+def test_a_clone_shares_nothing_that_can_change() -> None:
     params = SamplingParams(
         stop=["a"],
         stop_token_ids=[1],
         bad_words=["b"],
-        allowed_token_ids=(5, 6),
+        bad_words_token_ids=[[1, 2]],
+        allowed_token_ids=[1],
         logit_bias={1: 2.0},
+        structured_outputs=StructuredOutputsParams(json={"enum": [1]}),
         extra_args={"x": [1]},
     )
     clone = params.clone()
     assert clone == params
-    clone.stop.append("c")
-    clone.stop_token_ids.append(2)
-    clone.bad_words.append("d")
-    assert (params.stop, params.stop_token_ids, params.bad_words) == (["a"], [1], ["b"])
-    assert clone.allowed_token_ids is not None
-    assert clone.logit_bias is not None
-    assert clone.extra_args is not None
-    clone.allowed_token_ids.append(7)
-    clone.logit_bias[2] = 1.0
-    clone.extra_args["x"].append(2)
-    assert params.allowed_token_ids == [5, 6]
-    assert (params.logit_bias, params.extra_args) == ({1: 2.0}, {"x": [1]})
+    assert msgspec.msgpack.encode(clone) == msgspec.msgpack.encode(params)
+    assert not (changeable(clone) & changeable(params))
+
+
+def changeable(value: Any) -> set[int]:
+    """Identities of the lists and dicts in a value."""
+    if isinstance(value, msgspec.Struct):
+        return set().union(*(changeable(getattr(value, name)) for name in value.__struct_fields__))
+    if isinstance(value, dict):
+        return {id(value)}.union(*map(changeable, value.values()))
+    return {id(value)}.union(*map(changeable, value)) if isinstance(value, list) else set()
+
+
+def test_a_clone_is_checked_again() -> None:
+    params = SamplingParams()
+    params.temperature = -1.0
+    with pytest.raises(InvalidArgumentError, match="temperature"):
+        params.clone()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
 long a step takes), `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the model).
+
+Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.messages import LogprobsLists, Progress
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 VOCAB_SIZE = 1000
+
+
+def rows(token_ids: list[int], count: int) -> LogprobsLists:
+    ids = [[token_id, *range(count)] for token_id in token_ids]
+    return LogprobsLists(ids, [[-float(i) for i in row] for row in ids], [t + 1 for t in token_ids])
 
 
 class FakeExecutor(Executor):
@@ -28,6 +35,8 @@ class FakeExecutor(Executor):
         self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
         self.last_token: dict[str, int] = {}
         self.prompt_length: dict[str, int] = {}
+        self.logprobs: dict[str, int] = {}
+        self.prompt_logprobs: dict[str, LogprobsLists] = {}
         if progress is not None:
             progress(Progress("load", "the model that adds one", 0.5))
         time.sleep(self.knobs.get("load_seconds", 0))
@@ -63,18 +72,31 @@ class FakeExecutor(Executor):
         for request_id in plan.finished_req_ids:
             self.last_token.pop(request_id, None)
             self.prompt_length.pop(request_id, None)
+            self.logprobs.pop(request_id, None)
         computed = {}
         for new in plan.scheduled_new_reqs:
             self.last_token[new.req_id] = new.token_ids[-1]
             self.prompt_length[new.req_id] = len(new.token_ids)
             computed[new.req_id] = new.num_computed_tokens
+            params = new.sampling_params
+            if params.logprobs is not None:
+                self.logprobs[new.req_id] = params.logprobs
+            if params.prompt_logprobs is not None:
+                self.prompt_logprobs[new.req_id] = rows(new.token_ids[1:], params.prompt_logprobs)
         cached = plan.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled = []
         for request_id, count in plan.num_scheduled_tokens.items():
             done = computed[request_id] + count >= self.prompt_length[request_id]
             sampled.append([self.next_token(request_id)] if done else [])
-        return ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled)
+        output = ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled)
+        tokens = dict(zip(output.req_ids, sampled, strict=True))
+        output.logprobs = {
+            name: rows(tokens[name], k) for name, k in self.logprobs.items() if tokens.get(name)
+        }
+        done_prompts = [name for name in self.prompt_logprobs if tokens.get(name)]
+        output.prompt_logprobs = {name: self.prompt_logprobs.pop(name) for name in done_prompts}
+        return output
 
     def next_token(self, request_id: str) -> int:
         token = (self.last_token[request_id] + 1) % self.vocab_size

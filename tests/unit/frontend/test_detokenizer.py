@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from nbengine.frontend.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 from nbengine.ipc.messages import FinishReason
 from nbengine.sampling_params import SamplingParams
+from tests.unit.frontend.stop_reference import chunkings, first_stop
 
 LENGTH = FinishReason.LENGTH
 STOP = FinishReason.STOP
@@ -27,7 +28,7 @@ def stream(
     for index, new_ids in enumerate(steps):
         reason = finish if index == len(steps) - 1 else None
         stop = detokenizer.update(new_ids, reason)
-        deltas.append(detokenizer.get_next_output_text(reason is not None or stop is not None, True))
+        deltas.append(detokenizer.take_text(reason is not None or stop is not None))
         if stop is not None:
             return deltas, stop, detokenizer
     return deltas, None, detokenizer
@@ -103,18 +104,6 @@ def test_an_incomplete_character_is_flushed_at_the_end(byte_level: Tokenizer) ->
     assert "".join(deltas) == byte_level.decode(ids) == "a\ufffd"
 
 
-def test_cumulative_text_grows_and_ends_complete(byte_level: Tokenizer) -> None:
-    detokenizer = FastIncrementalDetokenizer(byte_level, SamplingParams())
-    ids = byte_level.encode("naïve café 東京").ids
-    seen = []
-    for index, token_id in enumerate(ids):
-        finish = LENGTH if index == len(ids) - 1 else None
-        detokenizer.update([token_id], finish)
-        seen.append(detokenizer.get_next_output_text(finish is not None, False))
-    assert all(after.startswith(before) for before, after in itertools.pairwise(seen))
-    assert seen[-1] == "naïve café 東京"
-
-
 def test_a_stream_goes_on_after_its_decoder_has_rewritten_what_it_had_given_out(
     byte_fallback: Tokenizer,
 ) -> None:
@@ -126,7 +115,7 @@ def test_a_stream_goes_on_after_its_decoder_has_rewritten_what_it_had_given_out(
     assert deltas[0] == "]"
     assert "".join(deltas).endswith("ah the foxsé")
     assert isinstance(detokenizer, FastIncrementalDetokenizer)
-    assert detokenizer._stream is None
+    assert detokenizer._step == detokenizer._decode_again
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -151,6 +140,31 @@ def test_stop_strings_give_the_same_text_for_every_split_of_the_tokens(
         deltas, stop, _ = stream(byte_level, steps, params)
         assert stop == params.stop[0]
         assert "".join(deltas) == text[:end]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_overlapping_stop_strings_mean_the_same_for_every_chunking_of_bytes(
+    byte_level: Tokenizer, seed: int, include: bool
+) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices("aabé€", k=6))
+    # Every token is a byte of UTF-8, so that most end within a character; the last one may be incomplete.
+    pieces = ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    tokens = [byte_level.token_to_id(byte) for piece, _ in pieces for byte in piece][:11]
+    text = byte_level.decode(tokens)
+    stops = ["".join(rng.choices("aabé€", k=rng.randint(1, 3))) for _ in range(3)]
+    expected = first_stop(text, stops)
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    for steps in chunkings(tokens):
+        deltas, stop, detokenizer = stream(byte_level, steps, params)
+        if expected is None:
+            assert (stop, "".join(deltas), detokenizer.token_ids) == (None, text, tokens)
+            continue
+        end = expected[1] + len(expected[0])
+        assert stop == expected[0]
+        assert "".join(deltas) == text[: end if include else expected[1]]
+        assert detokenizer.token_ids == tokens[: len(text[:end].encode())]
 
 
 def test_text_that_may_become_a_stop_string_is_held_back_and_released_when_it_does_not(
@@ -185,9 +199,9 @@ def test_no_stop_string_counts_before_min_tokens(byte_level: Tokenizer) -> None:
 def test_an_abort_releases_what_was_held_back(byte_level: Tokenizer) -> None:
     detokenizer = FastIncrementalDetokenizer(byte_level, SamplingParams(stop=["fog"]))
     detokenizer.update([byte_level.encode("f").ids[0]], None)
-    assert detokenizer.get_next_output_text(False, True) == ""
+    assert detokenizer.take_text(finished=False) == ""
     detokenizer.update([], FinishReason.ABORT)
-    assert detokenizer.get_next_output_text(True, True) == "f"
+    assert detokenizer.take_text(finished=True) == "f"
 
 
 def test_without_detokenization_there_are_only_token_ids(byte_level: Tokenizer) -> None:

@@ -12,6 +12,8 @@ PUBLIC = {
     "LLM",
     "AsyncLLM",
     "LLMEngine",
+    "EngineArgs",
+    "Logprob",
     "SamplingParams",
     "PoolingParams",
     "RequestOutputKind",

@@ -163,9 +163,6 @@ def test_parameters_of_the_logits_reach_the_request(input_processor: InputProces
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 2},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
         {"structured_outputs": StructuredOutputsParams(regex="a")},
         {"truncate_prompt_tokens": 5},
     ],

@@ -313,6 +313,67 @@ def test_the_bar_counts_prompts_and_can_be_replaced(llm: LLM) -> None:
     assert bar.postfix == "in 3 tok/s, out 3 tok/s"
 
 
+def test_the_bar_counts_every_completion(llm: LLM) -> None:
+    counts = []
+
+    class Bar:
+        format_dict = {"elapsed": 0.0}
+
+        def __init__(self, **kwargs: Any) -> None:
+            counts.append(kwargs["total"])
+
+        def update(self, count: int) -> None:
+            counts.append(count)
+
+        def close(self) -> None:
+            return
+
+    prompts = [{"prompt_token_ids": [1, 2]}] * 3
+    llm.generate(prompts, [SamplingParams(n=n) for n in (1, 4, 2)], use_tqdm=Bar)
+    assert counts[0] == sum(counts[1:]) == 7
+
+
+def test_n_completions_come_in_one_output_by_index(llm: LLM, client: EchoClient) -> None:
+    prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7]}]
+    three, one = llm.generate(prompts, [SamplingParams(n=3, seed=5), SamplingParams()], use_tqdm=False)
+    assert [(c.index, c.token_ids) for c in three.outputs] == [(index, [3, 2, 1]) for index in range(3)]
+    assert one.outputs[0].token_ids == [7]
+    assert [r.sampling_params.seed for r in client.seen if r.sampling_params] == [5, 6, 7, None]
+
+
+def test_the_usual_loop_of_an_engine_sees_every_completion(client: EchoClient) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs("tiny"))
+    waiting = [("the fox", SamplingParams(n=2)), ("the dog", SamplingParams())]
+    request_id, finished = 0, []
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            prompt, params = waiting.pop(0)
+            engine.add_request(str(request_id), prompt, params, 1.0, 0)
+            request_id += 1
+        finished += [output for output in engine.step() if output.finished]
+    assert {output.request_id: len(output.outputs) for output in finished} == {"0": 2, "1": 1}
+    assert all(output.metrics.arrival_time == 1.0 for output in finished)
+    assert engine.get_num_unfinished_requests() == 0
+
+
+def test_a_request_that_cannot_be_sent_is_not_waited_for(
+    client: EchoClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs("tiny"))
+    send = client.add_request
+
+    def send_the_first(request: EngineCoreRequest) -> None:
+        if client.seen:
+            raise EngineDeadError("gone")
+        send(request)
+
+    monkeypatch.setattr(client, "add_request", send_the_first)
+    with pytest.raises(EngineDeadError):
+        engine.add_request("r", "the fox", SamplingParams(n=3))
+    assert not engine.has_unfinished_requests()
+    assert client.seen[0].request_id in client.aborted
+
+
 def test_a_standard_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate("the fox", SamplingParams())
     captured = capsys.readouterr()

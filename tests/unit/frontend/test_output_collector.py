@@ -41,14 +41,21 @@ def test_unread_deltas_are_joined() -> None:
     assert merged.outputs[0].finish_reason == "length"
 
 
-def test_unread_cumulative_outputs_are_replaced() -> None:
+def test_a_cumulative_reader_gets_everything_so_far() -> None:
     queue = collector(CUMULATIVE)
     queue.put(output("a", [1]))
-    queue.put(output("ab", [1, 2]))
+    queue.put(output("b", [2]))
     newest = queue.get_nowait()
     assert newest is not None
     assert newest.outputs[0].text == "ab"
     assert queue.get_nowait() is None
+    queue.put(output("c", [3], finished=True))
+    last = queue.get_nowait()
+    assert last is not None
+    assert (last.outputs[0].text, last.outputs[0].token_ids, last.finished) == ("abc", [1, 2, 3], True)
+    assert newest.outputs[0].token_ids == [1, 2]
+    with pytest.raises(NBEngineError, match="finished"):
+        queue.get_nowait()
 
 
 def test_an_error_comes_after_what_is_unread_and_stays() -> None:
@@ -82,8 +89,7 @@ async def test_a_coroutine_misses_nothing_that_another_thread_puts(kind: Request
     def produce() -> None:
         for index in range(count):
             last = index == count - 1
-            ids = [index] if kind is DELTA else list(range(index + 1))
-            queue.put(output("x" * len(ids), ids, finished=last))
+            queue.put(output("x", [index], finished=last))
 
     producer = threading.Thread(target=produce)
     producer.start()
@@ -124,8 +130,9 @@ def test_an_interrupt_ends_the_wait_at_once_and_loses_nothing(interrupt_when_arm
     assert queue.get_blocking(timeout=1).outputs[0].text == "kept"
 
 
-def test_an_interrupt_just_before_the_return_loses_no_output() -> None:
-    queue = collector()
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+def test_an_interrupt_just_before_the_return_loses_no_output(kind: RequestOutputKind) -> None:
+    queue = collector(kind)
     queue.put(output("a", [1]))
     queue._changed = InterruptedOnExit(queue._changed)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):

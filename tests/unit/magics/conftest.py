@@ -29,7 +29,7 @@ from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.ipc.messages import EngineReady, Progress
 from nbengine.magics.extension import load, unload
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -82,23 +82,29 @@ class FakeClient:
         collector = RequestOutputCollector(RequestOutputKind.DELTA, request_id, request_id)
         self.collectors.append(collector)
         if self.words is not None:
-            for index, word in enumerate(self.words):
-                self.emit(word, "stop" if index == len(self.words) - 1 else None)
+            for completion in range(sampling_params.n):
+                for index, word in enumerate(self.words):
+                    last = index == len(self.words) - 1
+                    self.emit(word, "stop" if last else None, completion=completion)
         return collector
 
-    def emit(self, word: str, finish_reason: str | None = None, index: int = -1) -> None:
-        """Let a request produce one token."""
+    def emit(
+        self, word: str, finish_reason: str | None = None, index: int = -1, *, completion: int = 0
+    ) -> None:
+        """Let a request produce one token; it ends with its last completion."""
         now = time.monotonic()
         metrics = RequestMetrics(now - 1, None, now - 0.5, now, None, 0, 3)
-        completion = CompletionOutput(0, word, [len(word)], finish_reason=finish_reason)
+        params = self.requests[index][1]
+        logprobs = None if params.logprobs is None else [{len(word): Logprob(-0.5, 1, word)}]
+        delta = CompletionOutput(completion, word, [len(word)], None, logprobs, finish_reason)
         collector = self.collectors[index]
         collector.put(
             RequestOutput(
                 collector.request_id,
                 None,
                 [1, 2, 3, 4],
-                [completion],
-                finish_reason is not None,
+                [delta],
+                finish_reason is not None and completion == params.n - 1,
                 None,
                 2,
                 metrics,

@@ -177,11 +177,9 @@ def test_the_line_wins_over_the_notebook_and_that_over_the_model() -> None:
         ("--json schema", "--json is not available yet"),
         ("--regex a+", "--regex is not available yet"),
         ("--choice a,b", "--choice is not available yet"),
-        ("--logprobs 3", "--logprobs is not available yet"),
         ("-t 0", "-t is not available yet"),
-        ("-n 2", "-n 2 is not available yet"),
-        ("--set logprobs=2", "--set logprobs is not available yet"),
-        ("--set n=2", "--set n is not available yet"),
+        ("-n many", "invalid int value: 'many'"),
+        ("--logprobs x", "invalid int value: 'x'"),
         ("--set temprature=2", "no sampling parameter 'temprature'; did you mean temperature?"),
         ("--max-token 3", "unknown flag --max-token; did you mean --max-tokens?"),
         ("hello", "unexpected 'hello': the prompt is the cell's body"),
@@ -204,8 +202,15 @@ def test_a_value_out_of_range_is_a_usage_error() -> None:
         sampling_params(parse("--temperature -1"), {}, NBEngine())
 
 
-def test_one_answer_may_be_asked_for_explicitly() -> None:
-    assert parse("-n 1 --set n=1").sampling == {"n": 1}
+def test_answers_and_log_probabilities_are_sampling_parameters() -> None:
+    assert parse("-n 3 --logprobs 2").sampling == {"n": 3, "logprobs": 2}
+    assert parse("--set n=3 --set logprobs=2 --set prompt_logprobs=1").sampling == {
+        "n": 3,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+    }
+    with pytest.raises(UsageError, match="n must be 1 when using greedy sampling, got 2"):
+        sampling_params(parse("-n 2 --temperature 0"), {}, NBEngine())
 
 
 @pytest.mark.parametrize("body", ["", "\n", "  \n"])

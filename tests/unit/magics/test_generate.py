@@ -37,6 +37,30 @@ def test_the_answer_is_printed_once_and_the_result_is_in_underscore(
     assert "Hello" not in repr(result)
 
 
+def test_a_terminal_prints_every_answer_once(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%%generate -n 3\nSay hello\n").raise_error()
+    printed = capsys.readouterr().out
+    assert printed.startswith("Hello world\n\n2.\nHello world\n\n3.\nHello world\n[9 tokens")
+    assert [c.text for c in shell.user_ns["_"].outputs] == ["Hello world"] * 3
+
+
+def test_log_probabilities_are_in_the_result(shell: InteractiveShell, engine: FakeClient) -> None:
+    shell.run_cell("%%generate --logprobs 0 -o answer\nSay hello\n").raise_error()
+    answer = shell.user_ns["answer"]
+    assert engine.requests[0][1].logprobs == 0
+    assert answer.logprobs == answer.outputs[0].logprobs
+    assert [
+        entry[token_id].decoded_token
+        for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True)
+    ] == [
+        "Hello",
+        " wor",
+        "ld",
+    ]
+
+
 def test_the_prompt_goes_through_the_chat_template_with_variables(
     shell: InteractiveShell, engine: FakeClient
 ) -> None:

@@ -17,6 +17,7 @@ from nbengine.errors import EngineDeadError, InvalidArgumentError
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.magics.result import GenerationResult
 from nbengine.magics.view import UPDATE_SECONDS, CellView
+from nbengine.outputs import CompletionOutput
 from tests.unit.magics.conftest import FakeClient, RecordingPublisher
 
 
@@ -71,6 +72,43 @@ async def test_text_appears_while_it_is_written_and_html_in_it_is_dead(
     engine.emit("!", "stop")
     (await cell).raise_error()
     assert all(update for update, _, _ in publisher(kernel_shell).messages[1:])
+
+
+async def test_several_answers_grow_together_under_their_numbers_and_all_stay(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    cell = asyncio.create_task(run(kernel_shell, "%%generate -n 2 -o both\nhi\n"))
+    await until(lambda: bool(engine.collectors))
+    engine.emit("one", completion=0)
+    engine.emit("two", completion=1)
+    await until(lambda: bool(publisher(kernel_shell).messages))
+    assert publisher(kernel_shell).messages[-1][1]["text/plain"] == "1.\none\n\n2.\ntwo"
+    engine.emit("!", "stop", completion=0)
+    engine.emit("?", "length", completion=1)
+    (await cell).raise_error()
+    (shown,) = publisher(kernel_shell).outputs()
+    assert shown["text/plain"].startswith("1.\none!\n\n2.\ntwo?\n\n[1 of 2 stopped at the limit · 4 tokens")
+    result = kernel_shell.user_ns["both"]
+    assert [completion.text for completion in result.outputs] == ["one!", "two?"]
+    assert (result.text, result.finish_reason, result.finished) == ("one!", "stop", True)
+    assert engine.requests[0][1].n == 2
+
+
+async def test_an_interrupt_keeps_what_each_answer_had(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    cell = asyncio.create_task(run(kernel_shell, "%%generate -n 3 -o all\nhi\n"))
+    await until(lambda: bool(engine.collectors))
+    engine.emit("one", "stop", completion=0)
+    engine.emit("two", completion=1)
+    await until(lambda: bool(publisher(kernel_shell).messages))
+    cell.cancel()
+    assert isinstance((await cell).error_in_exec, KeyboardInterrupt)
+    result = kernel_shell.user_ns["all"]
+    assert [(c.text, c.finish_reason) for c in result.outputs] == [("one", "stop"), ("two", "abort")]
+    assert result.finished
 
 
 async def test_a_fast_stream_is_batched(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
@@ -244,10 +282,10 @@ async def test_without_a_footer_only_the_text_is_shown(
 def test_long_answers_are_updated_less_often(kernel_shell: InteractiveShell) -> None:
     result = GenerationResult("r", "prompt")
     view = CellView(kernel_shell, "text", stream=True, footer=True)
-    result.text = "short"
+    result.outputs = [CompletionOutput(0, "short", [1])]
     view.update(result)
     assert view.interval < 2 * UPDATE_SECONDS
-    result.text = "x" * 100_000
+    result.outputs = [CompletionOutput(0, "x" * 100_000, [1])]
     view.update(result)
     assert 200_000 / view.interval < 300_000
 

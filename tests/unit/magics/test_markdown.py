@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nbengine.magics.markdown import fenced, harmless_markdown, unfenced
+from nbengine.magics.markdown import closed_markdown, fenced, harmless_markdown, unfenced
 
 OWN_TAGS = re.compile(r"</?(?:pre|code)>")
 PIECES = st.sampled_from(
@@ -95,3 +95,20 @@ def test_a_fence_is_longer_than_any_in_the_code(code: str) -> None:
 )
 def test_code_is_taken_out_of_its_fence(text: str, code: str, language: str) -> None:
     assert unfenced(text) == (code, language)
+
+
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [
+        ("plain", "plain"),
+        ("```py\nx", "```py\nx\n```"),
+        ("```py\nx\n```", "```py\nx\n```"),
+        ("a\n~~~~\n```\n~~~", "a\n~~~~\n```\n~~~\n~~~~"),
+        ("- item\n  ```\n  x", "- item\n  ```\n  x\n  ```"),
+        ("```\na\n```\n```\nb", "```\na\n```\n```\nb\n```"),
+        ("", ""),
+    ],
+)
+def test_an_open_fence_is_closed_before_anything_follows(text: str, closed: str) -> None:
+    assert closed_markdown(text) == closed
+    assert closed_markdown(closed) == closed

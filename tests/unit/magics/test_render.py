@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbengine.magics.render import answer_bundle, count, footer_of, seconds, table
+from nbengine.magics.render import answer_bundle, answers_bundle, count, footer_of, seconds, table
 from nbengine.magics.result import GenerationResult
-from nbengine.outputs import RequestMetrics
+from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nbengine.units import size
 
 
@@ -54,27 +54,56 @@ def test_tables_align_in_text_and_escape_in_html() -> None:
     assert "&lt;b&gt;" in html
 
 
-def finished(**changes: object) -> GenerationResult:
+def result_of(
+    *finish_reasons: str, metrics: RequestMetrics | None = None, cached: int = 0, num_tokens: int = 3
+) -> GenerationResult:
     result = GenerationResult("r", "p")
-    result.token_ids = [1, 2, 3]
-    result.finish_reason = "stop"
-    for name, value in changes.items():
-        setattr(result, name, value)
+    completions = [
+        CompletionOutput(index, "text", [7] * num_tokens, finish_reason=reason)
+        for index, reason in enumerate(finish_reasons)
+    ]
+    output = RequestOutput("r", "p", [0] * 20, completions, True, None, cached, metrics or RequestMetrics())
+    result.absorb(output)
     return result
 
 
 def test_the_footer_says_speed_reuse_and_why_it_ended_early() -> None:
     metrics = RequestMetrics(10.0, None, 10.2, 11.2, None, 2, 3)
-    full = footer_of(
-        finished(metrics=metrics, num_cached_tokens=16, num_prompt_tokens=20, finish_reason="length")
-    )
-    assert full == (
+    assert footer_of(result_of("length", metrics=metrics, cached=16)) == (
         "stopped at the limit · 3 tokens · 2.0 tok/s · first token after 200 ms · "
         "16 of 20 prompt tokens reused · preempted 2 times"
     )
-    assert footer_of(finished()) == "3 tokens"
-    assert footer_of(finished(finish_reason="abort")) == "ended early · 3 tokens"
-    assert footer_of(finished(token_ids=[])) == ""
+    assert footer_of(result_of("stop")) == "3 tokens"
+    assert footer_of(result_of("abort")) == "ended early · 3 tokens"
+    assert footer_of(result_of("stop", num_tokens=0)) == ""
+
+
+def test_the_footer_of_several_answers_counts_all_tokens_and_those_that_hit_the_limit() -> None:
+    assert footer_of(result_of("stop", "stop")) == "6 tokens"
+    assert footer_of(result_of("stop", "length", "length")) == "2 of 3 stopped at the limit · 9 tokens"
+    assert footer_of(result_of("stop", "abort")) == "ended early · 6 tokens"
+
+
+@pytest.mark.parametrize("output_format", ["text", "json", "markdown", "code"])
+def test_several_answers_have_a_numbered_heading_each(output_format: str) -> None:
+    answers = [CompletionOutput(0, '{"a": 1}', [1]), CompletionOutput(2, "<b>", [2])]
+    bundle = answers_bundle(answers, output_format, "2 tokens", complete=output_format != "json")
+    plain = bundle.pop("text/plain")
+    assert plain == '1.\n{"a": 1}\n\n3.\n<b>\n\n[2 tokens]'
+    ((kind, rich),) = bundle.items()
+    assert kind == ("text/html" if output_format in ("text", "json") else "text/markdown")
+    assert (
+        rich.index("1.")
+        < rich.index("a&quot;" if "html" in kind else 'a"')
+        < rich.index("3.")
+        < rich.index("2 tokens")
+    )
+    assert "<b>" not in rich or output_format == "code"
+
+
+def test_one_answer_has_no_heading_and_none_is_empty() -> None:
+    assert answers_bundle([CompletionOutput(0, "x", [1])], "text") == answer_bundle("x", "text")
+    assert answers_bundle([], "text", "waiting") == answer_bundle("", "text", "waiting")
 
 
 def test_json_that_cannot_be_read_is_shown_as_it_is_with_the_reason() -> None:
