@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nbengine.kernels.dispatch import select_penalties
 from nbengine.sampling.rows import Rows, rows_of, take_rows
 from nbengine.sampling_params import SamplingParams
 
 _GRAIN = 16
 """Columns are brought into use by so many at once."""
-_ONE_THREAD = 32_767
-"""On a CPU torch hands larger tensors to several threads, and to wake them takes longer than the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,9 @@ class PenaltyRows:
     """The same, as int64 [R]."""
     positions: Rows
     """Their rows in the logits."""
-    shift: Tensor | None
+    shift: Tensor
     """int64 [R, 1], how far a row's logits are from where they would be if the table's rows were those of the
-    logits; None where nothing is shifted."""
+    logits."""
 
     @classmethod
     def build(
@@ -56,7 +55,7 @@ class PenaltyRows:
             rows=slice(0, count) if in_order else index,
             index=index,
             positions=rows_of(positions, num_positions, device),
-            shift=torch.from_numpy(shift).to(device) if shift.any() else None,
+            shift=torch.from_numpy(shift).to(device),
         )
 
 
@@ -66,9 +65,10 @@ class PenaltyTable:
     A step then reads and writes some hundred logits a row. Everything lies on the device and follows the
     sampled tokens there, without waiting for them.
 
-    The lists are padded with copies of their first entry, so that it does not matter which of them is written
-    last; an empty list is padded with token 0 and no change. Only the first `_width` columns are in use; the last
-    of them is padding in every row, from which more columns can be made.
+    On a CPU compiled kernels do a step's work. Elsewhere torch does it on all columns in use, whatever the lists'
+    lengths. For that the lists are padded with copies of their first entry, so that it does not matter which of
+    them is written last; an empty list is padded with token 0 and no change. Only the first `_width` columns are
+    in use; the last of them is padding in every row, from which more columns can be made.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -110,8 +110,6 @@ class PenaltyTable:
         counts = np.zeros(len(token_ids), np.float32)
         generated, times = np.unique(output_token_ids, return_counts=True)
         counts[np.searchsorted(token_ids, generated)] = times
-        # The first entry, of which there are copies, had better be rare: tokenizers give rare tokens large ids.
-        token_ids, counts = token_ids[::-1].copy(), counts[::-1].copy()
         self._rows.add(row)
         self._num_entries[row] = len(token_ids)
         self._fit_width()
@@ -146,19 +144,17 @@ class PenaltyTable:
         x - c * `frequency_penalty` - (c > 0) * `presence_penalty` (OpenAI's definition).
         """
         flat = logits.view(-1)
+        if (compiled := select_penalties(self._device)) is not None:
+            compiled.apply(**self._arguments(rows), logits=flat.data_ptr())
+            return
         index, _, factors, deductions = (
             take_rows(part[:, : self._width], rows.rows) for part in self._lists()
         )
-        if rows.shift is not None:
-            index = index + rows.shift
-        count = len(index)
-        size = max(1, _ONE_THREAD // self._width) if logits.device.type == "cpu" else count
-        for start in range(0, count, size):
-            piece = slice(start, start + size)
-            x = flat.take(index[piece])
-            changed = x.clamp(min=0).div_(factors[piece])
-            changed.add_(x.clamp_(max=0).mul_(factors[piece])).sub_(deductions[piece])
-            flat.put_(index[piece], changed)
+        index = index + rows.shift
+        x = flat.take(index)
+        changed = x.clamp(min=0).div_(factors)
+        changed.add_(x.clamp_(max=0).mul_(factors)).sub_(deductions)
+        flat.put_(index, changed)
 
     def append(self, rows: PenaltyRows, token_ids: Tensor) -> None:
         """Take in the tokens that were sampled for `rows`: int64 [R], on the device."""
@@ -168,7 +164,11 @@ class PenaltyTable:
             self._fit_width()
         lengths, starts = take_rows(self._lengths, rows.rows), take_rows(self._starts, rows.rows)
         place = token_ids + starts
-        column = _first(take_rows(self._index[:, : self._width], rows.rows) == place[:, None])
+        if (compiled := select_penalties(self._device)) is not None:
+            compiled.append(**self._arguments(rows), places=place.data_ptr())
+            return
+        matches = take_rows(self._index[:, : self._width], rows.rows) == place[:, None]
+        column = matches.view(torch.uint8).argmax(-1)
         # A match in the padding is the first one only where the list is empty.
         is_new = (self._index[rows.index, column] != place).logical_or_(column >= lengths)
         column = torch.where(is_new, lengths, column)
@@ -180,11 +180,22 @@ class PenaltyTable:
         self._factors[where] = repetition
         self._deductions[where] = (counts * frequency).add_(presence)
         self._lengths[rows.index] = lengths + is_new
-        if self._device.type != "cpu":
-            # To find out whether any list's first entry has changed would take longer.
-            self._pad(rows.index)
-        elif not column.all():
-            self._pad(rows.index[column == 0])
+        # To find out whether any list's first entry has changed would mean to wait for the device.
+        self._pad(rows.index)
+
+    def _arguments(self, rows: PenaltyRows) -> dict[str, int]:
+        return {
+            "count": len(rows.host_rows),
+            "rows": rows.index.data_ptr(),
+            "shifts": rows.shift.data_ptr(),
+            "stride": self._index.shape[1],
+            "lengths": self._lengths.data_ptr(),
+            "parameters": self._parameters.data_ptr(),
+            "index": self._index.data_ptr(),
+            "counts": self._counts.data_ptr(),
+            "factors": self._factors.data_ptr(),
+            "deductions": self._deductions.data_ptr(),
+        }
 
     def _lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._index, self._counts, self._factors, self._deductions
@@ -228,11 +239,3 @@ class PenaltyTable:
             for part in self._lists():
                 part[:, self._width : width] = part[:, self._width - 1 : self._width]
         self._width = width
-
-
-def _first(matches: Tensor) -> Tensor:
-    """Column of each row's first match (bool [R, W]), anything where there is none: int64 [R]."""
-    if matches.device.type == "cpu":
-        # As in the sampler: several times as fast as torch.
-        return torch.from_numpy(matches.numpy().argmax(-1))
-    return matches.view(torch.uint8).argmax(-1)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from nbengine.sampling import penalties as penalties_module
 from nbengine.sampling.penalties import PenaltyRows, PenaltyTable
 from nbengine.sampling_params import SamplingParams
 
@@ -46,8 +49,21 @@ class Expected:
 class Rows(RuleBasedStateMachine):
     """Rows come, get tokens, move and leave; the logits change as a plain list of each row's tokens says."""
 
+    @initialize(compiled=st.booleans())
+    def choose(self, compiled: bool) -> None:
+        """Plain torch is what runs on a GPU."""
+        if not compiled:
+            patch = mock.patch.object(penalties_module, "select_penalties", lambda _: None)
+            patch.start()
+            self.patches.append(patch)
+
+    def teardown(self) -> None:
+        for patch in self.patches:
+            patch.stop()
+
     def __init__(self) -> None:
         super().__init__()
+        self.patches: list[Any] = []
         self.table = PenaltyTable(MAX_ROWS, VOCAB, CPU)
         self.rows: dict[int, Expected] = {}
         self.random = np.random.default_rng(0)
@@ -101,11 +117,14 @@ class Rows(RuleBasedStateMachine):
                 self.rows[row].output.append(token)
 
 
-Rows.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+Rows.TestCase.settings = settings(max_examples=50, stateful_step_count=12, deadline=None)
 TestRows = Rows.TestCase
 
 
-def test_forbidden_tokens_stay_forbidden() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_forbidden_tokens_stay_forbidden(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(penalties_module, "select_penalties", lambda _: None)
     table = PenaltyTable(1, VOCAB, CPU)
     params = SamplingParams(repetition_penalty=1.5, frequency_penalty=-2, presence_penalty=-2)
     table.add(0, params, np.array([3], np.int32), np.array([4, 4], np.int32))
