@@ -53,7 +53,7 @@ class Rows(RuleBasedStateMachine):
     def choose(self, compiled: bool) -> None:
         """Plain torch is what runs on a GPU."""
         if not compiled:
-            patch = mock.patch.object(penalties_module, "select_penalties", lambda _: None)
+            patch = mock.patch.object(penalties_module, "select_penalties", return_value=None)
             patch.start()
             self.patches.append(patch)
 

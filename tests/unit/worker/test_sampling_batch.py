@@ -180,6 +180,45 @@ class Histories(RuleBasedStateMachine):
 Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 TestHistories = Histories.TestCase
 
+FEATURES: list[dict[str, Any]] = [
+    {"allowed_token_ids": [0, 5, 11, 40]},
+    {"bad_words_token_ids": [[t] for t in range(SAFE, VOCAB - 6)]},
+    {"bad_words_token_ids": [[a, b] for a in range(VOCAB) for b in range(SAFE, VOCAB) if (a + b) % 5]},
+    {"logit_bias": {9: 30.0, 10: 31.0}},
+    {"min_tokens": 9, "stop_token_ids": list(range(SAFE, VOCAB))},
+    {"repetition_penalty": 9.0, "presence_penalty": 2.0},
+    {"logprobs": 3},
+    {"temperature": 1.5, "top_k": 3},
+]
+
+
+@pytest.mark.parametrize("last", FEATURES, ids=lambda features: next(iter(features)))
+@pytest.mark.parametrize("first", [{}, *FEATURES], ids=lambda features: next(iter(features), "plain"))
+def test_a_row_that_moves_or_comes_back_keeps_what_it_asked_for(
+    first: dict[str, Any], last: dict[str, Any]
+) -> None:
+    machine = Histories()
+    for features in (first, {}, last):
+        params = SamplingParams(**{"temperature": 0.0, "seed": 3, "max_tokens": None} | features)
+        machine.add(prompt=[1, 2, 3], params=params, known=1)
+
+    def sample_all() -> None:
+        chosen = machine.running()
+        rows = np.array([machine.batch.row_of[req_id] for req_id in chosen])
+        for _ in range(4):
+            machine._sample_once(chosen, rows, [])
+
+    sample_all()
+    machine.batch.update(plan(finished={"r0"}))
+    del machine.known["r0"]
+    assert machine.batch.row_of["r2"] == 0
+    sample_all()
+    machine.batch.update(plan(preempted={"r2"}))
+    machine.batch.update(plan(cached=CachedRequestData(["r2"], {"r2"}, [[]], [0])))
+    assert machine.batch.row_of["r2"] == 1
+    sample_all()
+
+
 COMBINATIONS: list[dict[str, Any]] = [
     {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "temperature": 0.8},
     {"repetition_penalty": 1.5, "temperature": 1.4, "top_p": 0.9, "logit_bias": {3: 1.5}},
