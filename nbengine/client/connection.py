@@ -35,6 +35,8 @@ class ConnectionInfo(msgspec.Struct, kw_only=True):
     host_pid: int
     host_create_time: float
     config: EngineConfig
+    tensor_dir: str = ""
+    """See `nbengine.ipc.shm_tensors`; empty: tensors go through the sockets."""
     ready: list[EngineReady] = []
     created: float = msgspec.field(default_factory=time.time)
 
@@ -141,8 +143,9 @@ def list_connections() -> list[ConnectionInfo]:
 
 
 def remove_engine_files(info: ConnectionInfo) -> None:
-    """Remove an engine's run directory and, if it is still its own, its connection file."""
-    shutil.rmtree(info.run_dir, ignore_errors=True)
+    """Remove an engine's run directory, its tensor directory and, if it is still its own, its connection file."""
+    for directory in filter(None, (info.run_dir, info.tensor_dir)):
+        shutil.rmtree(directory, ignore_errors=True)
     path = connection_file(info.name)
     with contextlib.suppress(NBEngineError, FileNotFoundError):
         if read_connection(path).run_dir == info.run_dir:

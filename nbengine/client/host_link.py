@@ -58,8 +58,8 @@ EXIT_TIMEOUT = 0.5
 class LinkListener(Protocol):
     """What a `HostLink` tells its client. Called on the link's thread; must not block."""
 
-    def on_attached(self, client_index: int, engine_ranks: list[int]) -> None:
-        """A lease is held; the engines will connect to the client's sockets."""
+    def on_attached(self, client_index: int, engine_ranks: list[int], tensor_dir: str) -> None:
+        """A lease is held; the engines will connect to the client's sockets, and take tensors in `tensor_dir`."""
 
     def on_news(self, news: Progress | EngineReady) -> None:
         """The start makes progress."""
@@ -213,11 +213,11 @@ class HostLink:
 
     def _on_message(self, message: HostToClient) -> None:
         match message:
-            case Attached(client_index, engine_ranks):
+            case Attached(client_index, engine_ranks, tensor_dir):
                 self._attached = True
                 self._num_cores = len(engine_ranks)
                 self._next_heartbeat = time.monotonic() + self._heartbeat_interval
-                self._listener.on_attached(client_index, engine_ranks)
+                self._listener.on_attached(client_index, engine_ranks, tensor_dir)
             case EngineReady(pid=pid):
                 self._started = True
                 created = create_time_of(pid)

@@ -33,6 +33,7 @@ from nbengine.config import EngineConfig
 from nbengine.engine.logs import log_tail
 from nbengine.engine.processes import PARENT_FD_VARIABLE, child_environment, describe_status
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
+from nbengine.ipc.shm_tensors import new_tensor_dir
 
 try:
     import fcntl
@@ -69,7 +70,8 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
     """
     reap_children()
     run_dir = new_run_dir()
-    with _removed_on_error(run_dir), _launch_lock():
+    tensor_dir = new_tensor_dir(run_dir)
+    with _removed_on_error(run_dir, tensor_dir), _launch_lock():
         chosen = _choose_name(name, config.model.model)
         info = ConnectionInfo(
             name=chosen,
@@ -78,6 +80,7 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
             host_pid=0,
             host_create_time=0.0,
             config=config,
+            tensor_dir=str(tensor_dir),
         )
         (run_dir / "engine.json").write_bytes(msgspec.json.encode(info))
         info = _start_host(info)
@@ -141,7 +144,7 @@ def slug(model: str) -> str:
 
 
 @contextlib.contextmanager
-def _removed_on_error(run_dir: Path) -> Iterator[None]:
+def _removed_on_error(run_dir: Path, tensor_dir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -149,7 +152,8 @@ def _removed_on_error(run_dir: Path) -> Iterator[None]:
         if child is not None:
             child.process.kill()
             bury_child(str(run_dir))
-        shutil.rmtree(run_dir, ignore_errors=True)
+        for directory in (run_dir, tensor_dir):
+            shutil.rmtree(directory, ignore_errors=True)
         raise
 
 

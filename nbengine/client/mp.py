@@ -40,6 +40,7 @@ from nbengine.ipc.messages import (
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
+from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.ipc.sockets import make_socket
 from nbengine.models.progress import ProgressCallback
 
@@ -75,6 +76,7 @@ class MPClient(EngineCoreClient):
         self._utilities: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count()
         self._encoder = MsgpackEncoder()
+        self._tensors: ShmTensorSender | None = None
         self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
         self._pending_messages: list[tuple[zmq.MessageTracker, object]] = []
         client_id = secrets.token_hex(4)
@@ -240,9 +242,11 @@ class MPClient(EngineCoreClient):
 
     # What the link tells, on its thread.
 
-    def on_attached(self, client_index: int, engine_ranks: list[int]) -> None:
+    def on_attached(self, client_index: int, engine_ranks: list[int], tensor_dir: str) -> None:
         """A lease is held."""
         self._client_index = client_index
+        self._tensors = _tensor_sender(tensor_dir, client_index)
+        self._encoder.oob_tensor_consumer = self._tensors
         self._ranks = engine_ranks
         self._on_usable()
 
@@ -254,6 +258,8 @@ class MPClient(EngineCoreClient):
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
         """All requests are gone, the client itself goes on."""
         self._ranks = []
+        if self._tensors is not None:
+            self._tensors.close()
         self._connected.clear()
         self._fail(error, dead=False)
 
@@ -314,3 +320,14 @@ class MPClient(EngineCoreClient):
             if future.set_running_or_notify_cancel():
                 future.set_exception(copy.copy(error))
         self._deliver_error(error, dead=dead)
+
+
+def _tensor_sender(tensor_dir: str, client_index: int) -> ShmTensorSender | None:
+    """The sender of large tensors, None where the engine takes none or its directory is out of reach."""
+    if not tensor_dir:
+        return None
+    try:
+        return ShmTensorSender(tensor_dir, client_index)
+    except NBEngineError as error:
+        logger.info("tensors go through the sockets: %s", error)
+        return None

@@ -107,6 +107,7 @@ class EngineCoreProc(EngineCore):
             self.input_queue,
             self.aborts_queue,
             self.output_queue,
+            handshake.tensor_dir,
         )
         self._handlers: dict[type, Callable[..., None]] = {
             AddRequest: self._add,

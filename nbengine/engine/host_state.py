@@ -124,6 +124,13 @@ class RemoveSockets:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveTensors:
+    """Action: remove the tensors on their way to an engine core, but those of the clients in `live`."""
+
+    live: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class RecordReady:
     """Action: note in the connection file that the engines take requests."""
 
@@ -138,7 +145,7 @@ class End:
     audience: list[bytes]
 
 
-Action = ToClient | ToCore | SignalCores | RemoveSockets | RecordReady | End
+Action = ToClient | ToCore | SignalCores | RemoveSockets | RemoveTensors | RecordReady | End
 
 
 class HostState:
@@ -207,7 +214,9 @@ class HostState:
         lease, superseded = self.leases.grant(attach, identity, now)
         self._idle_deadline = math.inf
         actions = self._after_leases(superseded, now)
-        actions.append(ToClient(identity, Attached(lease.client_index, self._ranks)))
+        actions.append(
+            ToClient(identity, Attached(lease.client_index, self._ranks, self._handshake.tensor_dir))
+        )
         news: Iterable[Progress | EngineReady] = self._progress.values()
         if self.phase is HostPhase.READY:
             news = self._ready.values()
@@ -290,6 +299,8 @@ class HostState:
             actions += [ToCore(rank, farewell) for rank in sorted(self._greeted & self._running)]
             if item.final:
                 actions.append(RemoveSockets([item.lease.input_address, item.lease.output_address]))
+        if ended:
+            actions.append(RemoveTensors(frozenset(lease.client_index for lease in self.leases.leases)))
         if ended and not self.leases and self._notice is None and self._keep_alive is not None:
             self._idle_deadline = self._idle_from(now, self._keep_alive)
         return actions

@@ -38,6 +38,7 @@ from nbengine.ipc.messages import (
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder
+from nbengine.ipc.shm_tensors import ShmTensorReceiver
 from nbengine.ipc.sockets import make_socket
 from nbengine.scheduler.request import Request
 
@@ -51,7 +52,7 @@ Preprocess = Callable[[EngineCoreRequest], tuple[Request, int]]
 class InputThread(threading.Thread):
     """Reads the control socket and every client's DEALER. It owns `control` while it runs.
 
-    `stop`, to be called on one other thread, ends it.
+    `stop`, to be called on one other thread, ends it. Clients may leave tensors in `tensor_dir`, if there is one.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class InputThread(threading.Thread):
         input_queue: InputQueue,
         aborts_queue: AbortsQueue,
         output_queue: OutputQueue,
+        tensor_dir: str = "",
     ) -> None:
         super().__init__(name="nbengine-input", daemon=True)
         self._context = context
@@ -76,10 +78,11 @@ class InputThread(threading.Thread):
         self._poller = zmq.Poller()
         self._client_of: dict[zmq.Socket[bytes], int] = {}
         self._control_decoder: ControlDecoder[HostToCore] = ControlDecoder(HostToCore)
-        self._add_decoder: MsgpackDecoder[EngineCoreRequest] = MsgpackDecoder(EngineCoreRequest)
+        tensors = ShmTensorReceiver(tensor_dir) if tensor_dir else None
+        self._add_decoder: MsgpackDecoder[EngineCoreRequest] = MsgpackDecoder(EngineCoreRequest, tensors)
         self._abort_decoder: MsgpackDecoder[list[str]] = MsgpackDecoder(list[str])
-        self._utility_decoder: MsgpackDecoder[UtilityRequest] = MsgpackDecoder(UtilityRequest)
-        self._any_decoder: MsgpackDecoder[Any] = MsgpackDecoder()
+        self._utility_decoder: MsgpackDecoder[UtilityRequest] = MsgpackDecoder(UtilityRequest, tensors)
+        self._any_decoder: MsgpackDecoder[Any] = MsgpackDecoder(Any, tensors)
 
     def stop(self) -> None:
         """End the thread and wait for it; the control socket is the caller's again."""
@@ -207,7 +210,7 @@ class InputThread(threading.Thread):
     ) -> None:
         """Tell the client which of its requests was lost, if that much can be read."""
         try:
-            fields = self._any_decoder.decode(frames)
+            fields = self._any_decoder.decode_without_tensors(frames)
         except WireError:
             # It has been logged, and there is nothing to answer to.
             return

@@ -38,6 +38,7 @@ from nbengine.engine.host_state import (
     HostState,
     RecordReady,
     RemoveSockets,
+    RemoveTensors,
     SignalCores,
     StopAsked,
     TimePassed,
@@ -62,6 +63,7 @@ from nbengine.ipc.messages import (
     EngineReady,
     engine_identity,
 )
+from nbengine.ipc.shm_tensors import remove_abandoned
 from nbengine.ipc.sockets import IPC_PREFIX, make_socket
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,9 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._clients = make_socket(self._context, info.address("host.sock"), zmq.ROUTER, bind=True)
         self._core_control = make_socket(self._context, info.address("core.sock"), zmq.ROUTER, bind=True)
-        handshake = EngineHandshakeMetadata(info.address("back-pub.sock"), info.address("back-out.sock"))
+        handshake = EngineHandshakeMetadata(
+            info.address("back-pub.sock"), info.address("back-out.sock"), info.tensor_dir
+        )
         self._coordinator = DPCoordinatorProc(
             self._context,
             info.config.parallel.data_parallel_size,
@@ -180,6 +184,9 @@ class Supervisor:
             case RemoveSockets(addresses):
                 for address in addresses:
                     self._remove_socket(address)
+            case RemoveTensors(live):
+                if self.info.tensor_dir:
+                    remove_abandoned(self.info.tensor_dir, live)
             case RecordReady(engines):
                 self._record_ready(engines)
             case End():

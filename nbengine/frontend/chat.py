@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+from nbengine.frontend.tools import Tool, tool_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+CONTENT_FORMATS = ("auto", "string", "openai")
+MEDIA_PARTS = ("image", "audio", "video", "file")
 Message = Mapping[str, Any]
+
+_ALLOWED_CONTENT = 'a string, or a list of parts {"type": "text", "text": ...}'
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -23,37 +31,52 @@ def render_chat(
     tokenizer: PreTrainedTokenizerFast,
     messages: Sequence[Message],
     *,
+    tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Render a conversation to a prompt: a dict with "prompt" and "prompt_token_ids".
 
-    The template writes the special tokens itself, so that none are added when its text is tokenized.
+    The template writes the special tokens itself, so that none are added when its text is tokenized. For the other
+    arguments see `LLM.chat`.
 
     Raises:
-        InvalidArgumentError: a message is malformed, there is no template, or the template refuses the messages.
+        InvalidArgumentError: a message or a tool is malformed, there is no template, or the template refuses them.
+        NotSupportedError: a message has an image or another part that is no text.
     """
     if chat_template is None and not has_chat_template(tokenizer):
         raise InvalidArgumentError(
             "chat_template", None, "given, because this model has none (or use generate with a plain prompt)"
         )
+    if chat_template_content_format not in CONTENT_FORMATS:
+        allowed = "one of " + ", ".join(CONTENT_FORMATS)
+        raise InvalidArgumentError("chat_template_content_format", chat_template_content_format, allowed)
+    if continue_final_message and add_generation_prompt:
+        raise InvalidArgumentError(
+            "continue_final_message", True, "False, unless add_generation_prompt is: both end the prompt"
+        )
+    schemas = None if tools is None else tool_schemas(tools)
     conversation = [_checked(message, index) for index, message in enumerate(_as_sequence(messages))]
     if not conversation:
         raise InvalidArgumentError("messages", [], "at least one message")
-    from jinja2 import TemplateError
-
     try:
+        template = tokenizer.get_chat_template(chat_template, schemas)
         text = tokenizer.apply_chat_template(
-            conversation,
+            _formatted(conversation, template, chat_template_content_format),
             tokenize=False,
+            tools=schemas,
             add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
+            continue_final_message=continue_final_message,
+            chat_template=template,
             **(chat_template_kwargs or {}),
         )
-    except (TemplateError, TypeError) as error:
+    except Exception as error:
+        # A template is a program of somebody else's, and may fail in any way.
         raise InvalidArgumentError(
-            "messages", conversation, f"accepted by the chat template ({error})"
+            "messages", conversation, f"accepted by the chat template ({type(error).__name__}: {error})"
         ) from error
     token_ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return {"prompt": text, "prompt_token_ids": token_ids}
@@ -71,31 +94,117 @@ def _as_sequence(messages: object) -> Sequence[object]:
 
 
 def _checked(message: object, index: int) -> dict[str, Any]:
+    """A message in a copy, its content a string or a list of text parts, the arguments of its tool calls objects."""
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidTypeError(name, message, 'a dict with "role" and "content"')
     role = message.get("role")
     if role not in ROLES:
         raise InvalidArgumentError(f"{name}['role']", role, "one of " + ", ".join(ROLES))
+    checked = dict(message)
+    calls = message.get("tool_calls")
+    if calls is not None:
+        checked["tool_calls"] = _checked_calls(calls, f"{name}['tool_calls']")
     content = message.get("content")
-    if content is None and not (role == "assistant" and message.get("tool_calls")):
-        raise InvalidArgumentError(f"{name}['content']", content, "a string or a list of text parts")
-    return {**message, "content": _text_of(content, f"{name}['content']")}
+    if content is None and role == "assistant" and calls:
+        content = ""
+    checked["content"] = _checked_content(content, f"{name}['content']")
+    return checked
 
 
-def _text_of(content: object, name: str) -> str:
-    if content is None:
-        return ""
+def _checked_content(content: object, name: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise InvalidTypeError(name, content, "a string or a list of text parts")
-    texts = []
+        raise InvalidTypeError(name, content, _ALLOWED_CONTENT)
+    parts = []
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidArgumentError(
-                name, part, 'a string, or parts of the form {"type": "text", "text": ...}'
-            )
-        texts.append(text)
-    return "\n".join(texts)
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and any(media in kind for media in MEDIA_PARTS):
+            raise NotSupportedError(f"{name}: parts of type {kind!r} are not available; give text parts only")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidArgumentError(name, part, _ALLOWED_CONTENT)
+        parts.append(dict(part))
+    return parts
+
+
+def _checked_calls(calls: object, name: str) -> list[dict[str, Any]]:
+    allowed = 'a list of {"type": "function", "function": {"name": ..., "arguments": ...}}'
+    if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
+        raise InvalidTypeError(name, calls, allowed)
+    checked = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidArgumentError(name, call, allowed)
+        function = {**function, "arguments": _arguments(function.get("arguments"), name)}
+        checked.append({**call, "function": function})
+    return checked
+
+
+def _arguments(arguments: object, name: str) -> dict[str, Any]:
+    """Arguments of a tool call: templates want an object, chat services return its JSON."""
+    parsed = arguments or {}
+    if isinstance(parsed, str):
+        try:
+            parsed = json.loads(parsed)
+        except ValueError:
+            # Not JSON; the check below says what is wanted.
+            parsed = None
+    if not isinstance(parsed, Mapping):
+        raise InvalidArgumentError(name, arguments, 'with "arguments" that are a dict, or a JSON object')
+    return dict(parsed)
+
+
+def _formatted(conversation: list[dict[str, Any]], template: str, wanted: str) -> list[dict[str, Any]]:
+    """The messages with their content as the template takes it: text, or a list of parts."""
+    if wanted == "openai":
+        return [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in conversation
+        ]
+    if wanted == "auto" and _reads_parts(template):
+        return conversation
+    return [{**message, "content": _joined(message["content"])} for message in conversation]
+
+
+def _joined(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+@functools.lru_cache(maxsize=32)
+def _reads_parts(template: str) -> bool:
+    """Whether a template has a loop over a message's content, also by way of a variable or a macro's argument."""
+    from jinja2 import Environment, nodes
+
+    # transformers' own tag, which marks a part of the text and changes none of it.
+    source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    names = {
+        assignment.target.name
+        for assignment in tree.find_all(nodes.Assign)
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, frozenset())
+    }
+    macros = {macro.name: [argument.name for argument in macro.args] for macro in tree.find_all(nodes.Macro)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name):
+            for name, value in zip(macros.get(call.node.name, ()), call.args, strict=False):
+                if _is_content(value, frozenset(names)):
+                    names.add(name)
+    return any(_is_content(loop.iter, frozenset(names)) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: Any, names: frozenset[str]) -> bool:
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Filter):
+        return _is_content(node.node, names)
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    if isinstance(node, nodes.Getattr):
+        return bool(node.attr == "content")
+    return isinstance(node, nodes.Name) and node.name in names

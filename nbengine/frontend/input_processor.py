@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import operator
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+from nbengine.frontend.pooling_inputs import PoolingInputs
+from nbengine.frontend.prompt_embeds import checked_embeds
 from nbengine.ipc.messages import EngineCoreRequest
-from nbengine.models.hf_config import eos_token_ids, load_generation_config, load_hf_config, vocab_size
-from nbengine.sampling_params import SamplingParams
+from nbengine.models.hf_config import (
+    eos_token_ids,
+    load_generation_config,
+    load_hf_config,
+    positive,
+    vocab_size,
+)
+from nbengine.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from nbengine.frontend.prompt_embeds import PromptEmbeds
 
 
 class TextPrompt(TypedDict):
@@ -33,10 +45,21 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = str | TextPrompt | TokensPrompt | Mapping[str, Any]
+class EmbedsPrompt(TypedDict):
+    """A prompt given as embeddings: a torch tensor or a numpy array [prompt tokens, hidden size] of finite
+    floating-point numbers, which must not change before the request has ended. `prompt` is for the output to carry.
+    """
+
+    prompt_embeds: Any
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, Any]
+"""A list of integers is a tokenized prompt, like `{"prompt_token_ids": ...}`."""
 
 _PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"))
-_ALLOWED_PROMPT = 'a string, {"prompt": str} or {"prompt_token_ids": [int]}'
+_ALLOWED_PROMPT = 'a string, {"prompt": str}, {"prompt_token_ids": [int]} or {"prompt_embeds": tensor}'
 _GENERATION_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -46,11 +69,6 @@ _GENERATION_DEFAULTS = {
     "max_new_tokens": "max_tokens",
 }
 """Entries of generation_config.json that become sampling parameters, and under which name."""
-_UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "structured_outputs": None,
-    "truncate_prompt_tokens": None,
-}
-"""Sampling parameters that must keep their default in this version."""
 
 
 class InputProcessor:
@@ -59,14 +77,24 @@ class InputProcessor:
     `max_model_len` is the engine's: prompt and output tokens together.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: PreTrainedTokenizerFast, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        max_model_len: int,
+        supported_tasks: Sequence[str] = ("generate",),
+    ) -> None:
         directory = config.model.directory
         hf_config = load_hf_config(config.model)
         self.max_model_len = max_model_len
         self._policy = config.scheduler.policy
         self._num_ranks = config.parallel.data_parallel_size
         self._encode = tokenizer.backend_tokenizer.encode
+        self._hf_config = hf_config
         self._vocab_size = vocab_size(hf_config)
+        self.pooling = PoolingInputs(
+            config, hf_config, tokenizer.backend_tokenizer, max_model_len, supported_tasks
+        )
         self._generation_config = load_generation_config(directory)
         known_eos = eos_token_ids(directory, hf_config)
         primary = tokenizer.eos_token_id
@@ -85,7 +113,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -98,12 +126,26 @@ class InputProcessor:
             NotSupportedError: an option that this version does not offer yet.
         """
         _check_id(request_id)
-        token_ids = self._tokens_of(prompt)
-        cloned = self._completed(_checked_params(params), len(token_ids))
+        sampling = pooling = None
+        if isinstance(params, PoolingParams):
+            pooling = self.pooling.completed(params)
+            content = self._pooled_content(prompt, pooling)
+        else:
+            self.pooling.check_task("generate")
+            params = _checked_params(params)
+            content = self._fitted(self._content_of(prompt), params.truncate_prompt_tokens)
+            sampling = self._completed(params, len(content))
+        token_ids, embeds = (content, None) if isinstance(content, list) else (None, content)
+        if embeds is not None and sampling is not None and sampling.prompt_logprobs is not None:
+            raise InvalidArgumentError(
+                "prompt_logprobs", sampling.prompt_logprobs, "None with prompt_embeds, which have no tokens"
+            )
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=cloned,
+            sampling_params=sampling,
+            pooling_params=pooling,
+            prompt_embeds=embeds,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             cache_salt=_cache_salt(prompt),
             priority=self._checked_priority(priority),
@@ -116,33 +158,52 @@ class InputProcessor:
         request.external_req_id = request.request_id
         request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
 
-    def _tokens_of(self, prompt: PromptType) -> list[int]:
+    def _content_of(self, prompt: PromptType) -> list[int] | PromptEmbeds:
         if isinstance(prompt, str):
-            token_ids = self._tokenize(prompt)
-        elif isinstance(prompt, Mapping):
-            token_ids = self._tokens_of_mapping(prompt)
-        else:
+            return self._tokenize(prompt)
+        if isinstance(prompt, (list, tuple)):
+            return self._checked_tokens(prompt)
+        if not isinstance(prompt, Mapping):
             raise InvalidTypeError("prompt", prompt, _ALLOWED_PROMPT)
-        limit = self.max_model_len - 1
-        if len(token_ids) > limit:
-            raise InvalidArgumentError(
-                "prompt",
-                len(token_ids),
-                f"at most {limit} tokens long (max_model_len={self.max_model_len}, one is left for the output)",
-            )
-        return token_ids
-
-    def _tokens_of_mapping(self, prompt: Mapping[str, Any]) -> list[int]:
-        unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+        fields: Mapping[str, Any] = prompt
+        unknown = [key for key in fields if key not in _PROMPT_KEYS]
         if unknown:
             raise InvalidArgumentError("prompt", unknown, f"without other keys than {sorted(_PROMPT_KEYS)}")
-        if "prompt_embeds" in prompt:
-            raise NotSupportedError('prompts of the form {"prompt_embeds": ...} are not available yet')
-        if "prompt_token_ids" in prompt:
-            return self._checked_tokens(prompt["prompt_token_ids"])
-        if not isinstance(prompt.get("prompt"), str):
-            raise InvalidTypeError("prompt", dict(prompt), _ALLOWED_PROMPT)
-        return self._tokenize(prompt["prompt"])
+        if "prompt_embeds" in fields:
+            if "prompt_token_ids" in fields:
+                raise InvalidArgumentError("prompt", list(fields), "either prompt_token_ids or prompt_embeds")
+            return checked_embeds(fields["prompt_embeds"], positive(self._hf_config, "hidden_size"))
+        if "prompt_token_ids" in fields:
+            return self._checked_tokens(fields["prompt_token_ids"])
+        if not isinstance(fields.get("prompt"), str):
+            raise InvalidTypeError("prompt", dict(fields), _ALLOWED_PROMPT)
+        return self._tokenize(fields["prompt"])
+
+    def _pooled_content(self, prompt: PromptType, params: PoolingParams) -> list[int] | PromptEmbeds:
+        content = self._content_of(self.pooling.truncated(prompt, params))
+        if not isinstance(content, list):
+            content = self.pooling.fitted_embeds(content, params)
+        if len(content) > self.max_model_len:
+            allowed = f"at most {self.max_model_len} tokens long (max_model_len={self.max_model_len})"
+            raise InvalidArgumentError("prompt", len(content), allowed)
+        return content
+
+    def _fitted(self, content: list[int] | PromptEmbeds, truncate: int | None) -> list[int] | PromptEmbeds:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
+        limit = self.max_model_len - 1
+        if truncate is not None:
+            if truncate > limit:
+                raise InvalidArgumentError(
+                    "truncate_prompt_tokens", truncate, f"-1 or in [1, {limit}] (max_model_len - 1), or None"
+                )
+            content = content[-(limit if truncate == -1 else truncate) :]
+        if len(content) > limit:
+            raise InvalidArgumentError(
+                "prompt",
+                len(content),
+                f"at most {limit} tokens long (max_model_len={self.max_model_len}, one is left for the output)",
+            )
+        return content
 
     def _tokenize(self, text: str) -> list[int]:
         try:
@@ -215,11 +276,21 @@ class InputProcessor:
 
 
 def prompt_text(prompt: PromptType) -> str | None:
-    """The text of a prompt, None where only its tokens are known."""
-    if isinstance(prompt, Mapping):
-        text = prompt.get("prompt")
-        return text if isinstance(text, str) else None
-    return prompt
+    """The text of a prompt, None where only its tokens or its embeddings are known."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def prompt_list(prompts: PromptType | Sequence[PromptType], name: str = "prompts") -> list[PromptType]:
+    """One prompt or several, as the argument `name` has them, as a list."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidTypeError(name, prompts, "a prompt or a list of prompts")
+    # Integers are tokens of one prompt; a prompt by itself is no integer.
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _checked_token(token_id: Any) -> int:
@@ -248,8 +319,11 @@ def _cache_salt(prompt: PromptType) -> str | None:
 def _checked_params(params: object) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise InvalidTypeError("sampling_params", params, "SamplingParams")
-    for name, default in _UNSUPPORTED_DEFAULTS.items():
-        value = getattr(params, name)
-        if value != default:
-            raise NotSupportedError(f"{name}={value!r} is not available yet; leave it at {default!r}")
+    if params.structured_outputs is not None and not _can_structure():
+        raise NotSupportedError("structured_outputs needs llguidance: pip install nbengine[structured]")
     return params
+
+
+@functools.cache
+def _can_structure() -> bool:
+    return importlib.util.find_spec("llguidance") is not None

@@ -13,9 +13,11 @@ import msgspec
 from nbengine.config import EngineArgs
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.chat import Message, is_conversation
-from nbengine.frontend.input_processor import PromptType
+from nbengine.frontend.input_processor import PromptType, prompt_list
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.pooling import OfflinePooling
+from nbengine.frontend.tools import Tool
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 TqdmChoice = bool | Callable[..., Any]
 
 
-class LLM:
-    """A model for generating text from batches of prompts.
+class LLM(OfflinePooling):
+    """A model for generating text from batches of prompts, or for making vectors and scores of them.
 
     It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the engine
     runs in processes of its own, which end with this one. `shutdown` (or leaving a `with` block) ends them earlier
@@ -64,7 +66,9 @@ class LLM:
         """Generate the completions of each prompt and return them in the order of the prompts.
 
         Args:
-            prompts: one prompt or several, each a string, `{"prompt": str}` or `{"prompt_token_ids": [int]}`.
+            prompts: one prompt or several, each a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or
+                `{"prompt_embeds": tensor}`, the dicts with `cache_salt` if wanted; a list of integers is a prompt's
+                tokens.
             sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params()`.
             use_tqdm: show a progress bar, or a callable that makes one.
             priority: of each prompt, lower goes first, with `scheduling_policy="priority"`.
@@ -74,7 +78,7 @@ class LLM:
             RequestError: the engine refused a prompt.
             EngineDeadError: the engine has ended; the message has the reason and the end of its log.
         """
-        sequence = _as_list(prompts)
+        sequence = prompt_list(prompts)
         params = self._params_for(sampling_params, len(sequence))
         if priority is not None and len(priority) != len(sequence):
             raise InvalidArgumentError("priority", priority, f"as long as prompts ({len(sequence)})")
@@ -93,27 +97,42 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: TqdmChoice = True,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or of several.
 
         Args:
-            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. A content is a string or a
+                list of text parts; the arguments of `tool_calls` may be JSON.
+            tools: what the template tells the model of, each `{"type": "function", "function": {...}}` or a Python
+                function with type hints and a docstring in Google's style.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
-            chat_template: Jinja source in place of the model's own.
+            continue_final_message: end the prompt in the last message, for the model to go on with it; needs
+                `add_generation_prompt=False`.
+            chat_template: Jinja source in place of the model's own, or the name of one of its own.
+            chat_template_content_format: "string" joins text parts by newlines, "openai" makes a list of parts of
+                every content, "auto" leaves contents as they are if the template knows parts, else joins them.
             chat_template_kwargs: further variables for the template.
 
         Raises:
-            InvalidArgumentError: a message is malformed, or the model has no chat template; see also `generate`.
+            InvalidArgumentError: a message or a tool is malformed, the template refuses them, or there is none; see
+                also `generate`.
+            NotSupportedError: a message has an image or another part that is no text.
         """
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [
             self.llm_engine.render_chat(
                 conversation,  # type: ignore[arg-type]
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
                 chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
@@ -123,6 +142,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters that the model's generation config recommends."""
         return SamplingParams(**self.llm_engine.default_sampling_params())
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for: "generate", "embed", "score", "classify", "encode"."""
+        return self.llm_engine.get_supported_tasks()
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
@@ -185,7 +208,7 @@ class LLM:
                 for output in self.llm_engine.step():
                     position = positions.get(output.request_id)
                     # The engine may have requests of its own, added without this class.
-                    if position is not None:
+                    if position is not None and isinstance(output, RequestOutput):
                         outputs[position] = output
                         bar.advance(output)
         if len(outputs) < len(positions):
@@ -226,14 +249,6 @@ class _Bar:
                 refresh=False,
             )
         self._bar.update(len(output.outputs))
-
-
-def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidTypeError("prompts", prompts, "a prompt or a list of prompts")
-    return list(prompts)
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

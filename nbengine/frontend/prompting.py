@@ -11,6 +11,7 @@ from nbengine.config import EngineConfig
 from nbengine.frontend.chat import Message, has_chat_template, render_chat
 from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer
+from nbengine.frontend.tools import Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,20 +38,22 @@ class Prompting:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Render a conversation to a prompt, with "prompt" and "prompt_token_ids".
-
-        Raises:
-            InvalidArgumentError: a message is malformed, or the model has no chat template.
-        """
+        """Render a conversation to a prompt, with "prompt" and "prompt_token_ids"; arguments and errors of `LLM.chat`."""
         return render_chat(
             self._tokenizer,
             messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
             chat_template_kwargs=chat_template_kwargs,
         )
 

@@ -180,6 +180,9 @@ class Attached(msgspec.Struct, tag="attached"):
 
     client_index: int
     engine_ranks: list[int]
+    tensor_dir: str = ""
+    """Where this client may leave large tensors for the engines (`ShmTensorSender`), if it is on this machine;
+    empty: nowhere."""
 
 
 class HeartbeatAck(msgspec.Struct, tag="heartbeat_ack"):
@@ -248,6 +251,8 @@ class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
     """XPUB of the coordinator, which engine cores subscribe to."""
     coordinator_output: str
     """PULL of the coordinator, which engine cores push their stats to."""
+    tensor_dir: str = ""
+    """Where clients leave large tensors (`ShmTensorReceiver`); empty: nowhere."""
 
 
 class AttachClient(msgspec.Struct, tag="attach_client"):

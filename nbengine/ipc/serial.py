@@ -39,24 +39,30 @@ TORCH_DTYPES = INTEGER_DTYPES | FLOAT_DTYPES
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 """`numpy.dtype.str` of plain numbers; object arrays would need pickle."""
 
+_ENCODING_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
+_DECODING_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, RecursionError, MemoryError)
+
 T = TypeVar("T")
 
 
 class OOBTensorConsumer(Protocol):
-    """Takes tensors out of band, for example into shared memory."""
+    """Takes the bytes of tensors and arrays out of band, for example into shared memory."""
 
-    def new_message(self) -> None:
-        """Called before each message."""
+    def __call__(self, data: memoryview) -> dict[str, Any] | None:
+        """Take `data` and return what the provider needs to find it, or None to leave it in the message."""
 
-    def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        """Take `tensor` and return what the provider needs to find it, or None to leave it in the message."""
+    def discard(self, handle: dict[str, Any]) -> None:
+        """Give up what was taken: the message with this handle is not going to be sent."""
 
 
 class OOBTensorProvider(Protocol):
     """The other end of an `OOBTensorConsumer`."""
 
-    def __call__(self, dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> torch.Tensor:
-        """Return the tensor that `data` describes; raise `WireError` if there is none."""
+    def __call__(self, num_bytes: int, handle: dict[str, Any]) -> bytearray:
+        """Hand over the `num_bytes` bytes that `handle` stands for; raise `WireError` if there are none."""
+
+    def discard(self, handle: dict[str, Any]) -> None:
+        """Give up what `handle` stands for, if it stands for anything: its message cannot be decoded."""
 
 
 class _ArrayHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -76,7 +82,11 @@ class MsgpackEncoder:
         self.size_threshold = size_threshold
         self.oob_tensor_consumer = oob_tensor_consumer
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._enc_hook)
+        # Into memory that is there already: without it a long prompt makes the output grow many times.
+        self._scratch = bytearray()
         self._frames: list[Buffer] = []
+        self._placed: list[dict[str, Any]] = []
+        self._consumer: OOBTensorConsumer | None = None
 
     def encode(self, obj: Any) -> list[Buffer]:
         """Return the frames of `obj`; the auxiliary ones are views of the tensors' own memory.
@@ -91,20 +101,22 @@ class MsgpackEncoder:
         return self._encode(obj, buffer)
 
     def _encode(self, obj: Any, buffer: bytearray | None) -> list[Buffer]:
-        if self.oob_tensor_consumer is not None:
-            self.oob_tensor_consumer.new_message()
         frames: list[Buffer] = [b""]
-        self._frames = frames
+        self._frames, self._placed = frames, []
+        consumer = self._consumer = self.oob_tensor_consumer
         try:
-            if buffer is None:
-                frames[0] = self._encoder.encode(obj)
-            else:
-                self._encoder.encode_into(obj, buffer)
-                frames[0] = buffer
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WireError(f"{type(obj).__name__} cannot be encoded: {error}") from error
+            target = self._scratch if buffer is None else buffer
+            self._encoder.encode_into(obj, target)
+            frames[0] = bytes(target) if buffer is None else buffer
+        except BaseException as error:
+            if consumer is not None:
+                for handle in self._placed:
+                    consumer.discard(handle)
+            if isinstance(error, _ENCODING_ERRORS):
+                raise WireError(f"{type(obj).__name__} cannot be encoded: {error}") from error
+            raise
         finally:
-            self._frames = []
+            self._frames, self._placed, self._consumer = [], [], None
         return frames
 
     def _enc_hook(self, obj: Any) -> Any:
@@ -121,12 +133,6 @@ class MsgpackEncoder:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in TORCH_DTYPES or str(tensor.layout) != "torch.strided":
             raise WireError(f"tensors of dtype {tensor.dtype} and layout {tensor.layout} have no encoding")
-        if self.oob_tensor_consumer is not None and not (
-            tensor.is_cpu and tensor.nbytes < self.size_threshold
-        ):
-            handle = self.oob_tensor_consumer(tensor)
-            if handle is not None:
-                return _ext(EXT_TENSOR, dtype, tensor.shape, handle)
         return _ext(EXT_TENSOR, dtype, tensor.shape, self._place(_tensor_bytes(tensor)))
 
     def _encode_array(self, array: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
@@ -137,9 +143,14 @@ class MsgpackEncoder:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return _ext(EXT_ARRAY, array.dtype.str, array.shape, self._place(flat.data))
 
-    def _place(self, data: memoryview) -> memoryview | int:
+    def _place(self, data: memoryview) -> memoryview | dict[str, Any] | int:
         if data.nbytes < self.size_threshold:
             return data
+        if self._consumer is not None:
+            handle = self._consumer(data)
+            if handle is not None:
+                self._placed.append(handle)
+                return handle
         self._frames.append(data)
         return len(self._frames) - 1
 
@@ -147,7 +158,7 @@ class MsgpackEncoder:
 class MsgpackDecoder(Generic[T]):
     """Decodes the frames of a message as `type` (anything, if not given). For one thread at a time.
 
-    Tensors own their memory. Arrays are read-only views of the frame they came in.
+    Tensors own their memory. Arrays are read-only views of the frame, or of the memory, they came in.
     """
 
     def __init__(self, type: Any = Any, oob_tensor_provider: OOBTensorProvider | None = None) -> None:
@@ -168,29 +179,55 @@ class MsgpackDecoder(Generic[T]):
         self._frames = frames
         try:
             return cast("T", self._decoder.decode(cast("bytes", frames[0])))
-        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        except _DECODING_ERRORS as error:
             raise WireError(f"the message cannot be decoded: {error}") from error
         finally:
             self._frames = ()
+
+    def decode_without_tensors(self, frames: Sequence[Buffer]) -> Any:
+        """Decode what a message says besides its tensors and arrays, of any type, with None in their places.
+
+        What they hold out of band is given up.
+
+        Raises:
+            WireError: the first frame is not msgpack.
+        """
+        skimmer = msgspec.msgpack.Decoder(ext_hook=self._skim_hook)
+        try:
+            return skimmer.decode(cast("bytes", frames[0]))
+        except _DECODING_ERRORS as error:
+            raise WireError(f"the message cannot be decoded: {error}") from error
+
+    def _skim_hook(self, code: int, payload: memoryview) -> None:
+        if self.oob_tensor_provider is None or code not in (EXT_TENSOR, EXT_ARRAY):
+            return
+        data = _header_decoder.decode(payload).data
+        if isinstance(data, dict):
+            self.oob_tensor_provider.discard(data)
 
     def _ext_hook(self, code: int, payload: memoryview) -> Any:
         if code not in (EXT_TENSOR, EXT_ARRAY):
             raise WireError(f"unknown msgpack extension {code}")
         header = _header_decoder.decode(payload)
-        shape = tuple(header.shape)
-        if isinstance(header.data, dict):
-            return self._out_of_band(code, header.dtype, shape, header.data)
-        data = self._frame(header.data) if isinstance(header.data, int) else memoryview(header.data)
+        dtype, shape = header.dtype, tuple(header.shape)
         try:
+            num_bytes = math.prod(shape) * _itemsize(code, dtype)
+            data = self._data(header.data, num_bytes)
+            if len(data) != num_bytes:
+                raise WireError(f"shape {shape} needs {num_bytes} bytes, the message has {len(data)}")
             build = _build_tensor if code == EXT_TENSOR else _build_array
-            return build(header.dtype, shape, data)
+            return build(dtype, shape, data)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise WireError(f"no array of dtype {header.dtype} and shape {shape}: {error}") from error
+            raise WireError(f"no array of dtype {dtype} and shape {shape}: {error}") from error
 
-    def _out_of_band(self, code: int, dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> Any:
-        if self.oob_tensor_provider is None or code != EXT_TENSOR:
+    def _data(self, data: int | bytes | dict[str, Any], num_bytes: int) -> memoryview | bytearray:
+        if isinstance(data, bytes):
+            return memoryview(data)
+        if isinstance(data, int):
+            return self._frame(data)
+        if self.oob_tensor_provider is None:
             raise WireError("the message refers to an out-of-band tensor, which this end did not agree to")
-        return self.oob_tensor_provider(dtype, shape, data)
+        return self.oob_tensor_provider(num_bytes, data)
 
     def _frame(self, index: int) -> memoryview:
         if not 1 <= index < len(self._frames):
@@ -216,36 +253,41 @@ def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _build_tensor(dtype: str, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
+def _itemsize(code: int, dtype: str) -> int:
+    if code == EXT_ARRAY:
+        if not _NUMPY_DTYPE.fullmatch(dtype):
+            raise WireError(f"arrays of dtype {dtype!r} are not accepted")
+        import numpy as np
+
+        return np.dtype(dtype).itemsize
     if dtype not in TORCH_DTYPES:
         raise WireError(f"unknown tensor dtype {dtype!r}")
+    import torch
+
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    return torch_dtype.itemsize
+
+
+def _build_tensor(dtype: str, shape: tuple[int, ...], data: memoryview | bytearray) -> torch.Tensor:
     import numpy as np
     import torch
 
     torch_dtype = getattr(torch, dtype)
-    _check_size(torch_dtype.itemsize, shape, data)
+    if isinstance(data, bytearray) and data:
+        return torch.frombuffer(data, dtype=torch_dtype).view(shape)
     tensor = torch.empty(shape, dtype=torch_dtype)
-    if data.nbytes:
+    if data:
         tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
     return tensor
 
 
-def _build_array(dtype: str, shape: tuple[int, ...], data: memoryview) -> np.ndarray[Any, Any]:
+def _build_array(dtype: str, shape: tuple[int, ...], data: memoryview | bytearray) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    if not _NUMPY_DTYPE.fullmatch(dtype):
-        raise WireError(f"arrays of dtype {dtype!r} are not accepted")
     numpy_dtype = np.dtype(dtype)
-    _check_size(numpy_dtype.itemsize, shape, data)
-    array = np.frombuffer(data, numpy_dtype).reshape(shape) if data.nbytes else np.empty(shape, numpy_dtype)
+    array = np.frombuffer(data, numpy_dtype).reshape(shape) if data else np.empty(shape, numpy_dtype)
     array.flags.writeable = False
     return array
-
-
-def _check_size(itemsize: int, shape: tuple[int, ...], data: memoryview) -> None:
-    expected = math.prod(shape) * itemsize
-    if data.nbytes != expected:
-        raise WireError(f"shape {shape} needs {expected} bytes, the message has {data.nbytes}")
 
 
 _header_decoder = msgspec.msgpack.Decoder(_ArrayHeader)

@@ -30,6 +30,8 @@ class KVCacheManager:
     in the step that plans its computation. A request admitted in that same step may share it, which is sound
     because each layer writes the keys and values of the whole batch before any attention reads them, and
     because a plan, once made, is executed.
+
+    A model without a KV cache has a pool of no blocks, and its requests need none.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, enable_caching: bool) -> None:
@@ -41,6 +43,8 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the keys and values of `num_tokens` tokens."""
+        if not self.block_pool.num_blocks:
+            return 0
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
@@ -51,7 +55,9 @@ class KVCacheManager:
         """
         if self.block_hasher is None or request.skip_reading_prefix_cache:
             return [], 0
-        self.block_hasher.extend(request.block_hashes, request.all_token_ids, request.extra_keys)
+        self.block_hasher.extend(
+            request.block_hashes, request.all_token_ids, request.extra_keys, request.content_digests
+        )
         num_findable = (request.num_tokens - 1) // self.block_size
         block_ids = self.block_pool.find_prefix(request.block_hashes[:num_findable])
         return block_ids, len(block_ids) * self.block_size
@@ -105,7 +111,9 @@ class KVCacheManager:
             request.next_cache_point = sys.maxsize
             return
         num_full = request.num_computed_tokens // self.block_size
-        self.block_hasher.extend(request.block_hashes, request.all_token_ids, request.extra_keys)
+        self.block_hasher.extend(
+            request.block_hashes, request.all_token_ids, request.extra_keys, request.content_digests
+        )
         for index in range(request.num_cached_blocks, num_full):
             self.block_pool.register(request.block_ids[index], request.block_hashes[index])
         request.num_cached_blocks = num_full

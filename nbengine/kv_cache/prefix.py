@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from hashlib import sha256
 
 from nbengine.errors import RequestError
@@ -20,13 +21,32 @@ class BlockHasher:
     A block's hash is SHA-256 over its token ids and the hash of the block before it; the chain starts from a
     hash of the extra keys. Equal hashes therefore mean an equal prefix, from the first token to the block's
     last, under equal extra keys.
+
+    Where tokens stand for something else, such as an embedding, the digest of that is hashed as well: it makes
+    what is hashed longer, so that no such block has the hash of a block of plain tokens.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def extend(self, hashes: list[bytes], token_ids: list[int], extra_keys: ExtraKeys = ()) -> None:
+    def digests(self, rows: memoryview, num_rows: int) -> list[bytes]:
+        """SHA-256 of what `num_rows` tokens stand for, block by block, the last one perhaps not full.
+
+        `rows` is flat bytes, as many for each token.
+        """
+        width = len(rows) // num_rows * self.block_size
+        return [sha256(rows[start : start + width]).digest() for start in range(0, len(rows), width)]
+
+    def extend(
+        self,
+        hashes: list[bytes],
+        token_ids: list[int],
+        extra_keys: ExtraKeys = (),
+        content: Sequence[bytes] = (),
+    ) -> None:
         """Append to `hashes` those of the full blocks of `token_ids` that it does not hold yet.
+
+        `content` has the `digests` of the first blocks, where their tokens stand for something else.
 
         Raises:
             RequestError: a token id is not an integer in [0, 2**32).
@@ -43,7 +63,10 @@ class BlockHasher:
         parent = hashes[-1] if hashes else _root(extra_keys)
         width = block_size * _TOKEN_BYTES
         for offset in range(0, len(data), width):
-            parent = sha256(data[offset : offset + width] + parent).digest()
+            block = data[offset : offset + width] + parent
+            if len(hashes) < len(content):
+                block += content[len(hashes)]
+            parent = sha256(block).digest()
             hashes.append(parent)
 
 

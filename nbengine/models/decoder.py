@@ -140,15 +140,25 @@ class DecoderForCausalLM:
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, hidden] of input_ids [T], in memory of their own."""
+        return F.embedding(input_ids, self.embed_tokens)
+
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], attn: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[Tensor],
+        attn: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [T, hidden], of input_ids [T] at positions [T], both int64.
 
         `kv_caches` has one tensor a layer, [2, num_blocks, num_kv_heads, block_size, head_dim], which gets the
-        new keys and values at `attn.slot_mapping`.
+        new keys and values at `attn.slot_mapping`. `inputs_embeds` [T, hidden], which is overwritten, takes the
+        place of `input_ids`.
         """
-        x = F.embedding(input_ids, self.embed_tokens)
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         cos, sin = self.rotary.at(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, cos, sin, kv_cache, attn)
@@ -169,6 +179,11 @@ class DecoderForCausalLM:
         if self.lm_head is not self.embed_tokens:
             slots["lm_head.weight"] = self.lm_head
         return slots
+
+    @property
+    def ignored_weights(self) -> frozenset[str]:
+        """Tensors that a checkpoint may have and that nothing here uses."""
+        return frozenset(("lm_head.weight",)) if self.lm_head is self.embed_tokens else frozenset()
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight once; parts of a fused weight are views of one storage."""

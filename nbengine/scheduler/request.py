@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
 from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.scheduler.grammar import Grammar
 
 
 class RequestStatus(enum.Enum):
@@ -35,6 +38,7 @@ FINISH_REASONS = {
 class Request:
     """Tokens, progress and blocks of one request.
 
+    A pooling request has `pooling_params` and no `sampling_params`, and ends when its prompt is computed.
     `num_computed_tokens` counts the tokens whose keys and values are computed or planned; it catches up with
     `num_tokens`, which grows by what is sampled. The scheduler fills in `order` and `max_total_tokens` when
     it takes the request; the KV cache manager owns the fields from `block_ids` on.
@@ -46,9 +50,11 @@ class Request:
         "block_hashes",
         "block_ids",
         "client_index",
+        "content_digests",
         "eos_token_id",
         "events",
         "extra_keys",
+        "grammar",
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
@@ -59,7 +65,9 @@ class Request:
         "num_slots",
         "num_tokens",
         "order",
+        "pooling_params",
         "priority",
+        "prompt_embeds",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
@@ -73,13 +81,16 @@ class Request:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None,
         *,
+        pooling_params: PoolingParams | None = None,
         client_index: int = 0,
         priority: int = 0,
         arrival_time: float = 0.0,
         extra_keys: ExtraKeys = (),
         block_hasher: BlockHasher | None = None,
+        prompt_embeds: Any = None,
+        content_digests: Sequence[bytes] = (),
     ) -> None:
         self.request_id = request_id
         self.client_index = client_index
@@ -90,6 +101,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] | None = None
 
+        self.prompt_embeds = prompt_embeds
+        """Of a prompt given as embeddings, whose `prompt_token_ids` are zeros; for the workers."""
         self.prompt_token_ids = prompt_token_ids
         self.all_token_ids = prompt_token_ids.copy()
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -99,14 +112,16 @@ class Request:
         """Tokens found in the prefix cache at the first admission; -1 before it."""
 
         self.sampling_params = sampling_params
-        self.eos_token_id = None if sampling_params.ignore_eos else sampling_params.eos_token_id
-        self.stop_token_ids = set(sampling_params.stop_token_ids)
-        if self.eos_token_id is not None:
-            self.stop_token_ids.add(self.eos_token_id)
-        self.min_total_tokens = self.num_prompt_tokens + sampling_params.min_tokens
+        self.pooling_params = pooling_params
+        self.eos_token_id: int | None = None
+        self.stop_token_ids: set[int] = set()
+        self.min_total_tokens = self.num_prompt_tokens
         self.max_total_tokens = 0
-        # Prompt logprobs need the logits of every prompt token, so every one must be computed.
-        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
+        self.grammar: Grammar | None = None
+        """With structured outputs: what the output must follow."""
+        self.skip_reading_prefix_cache = pooling_params is not None and pooling_params.needs_every_token
+        if sampling_params is not None:
+            self._set_limits(sampling_params)
 
         self.block_ids: list[int] = []
         self.num_slots = 0
@@ -115,34 +130,57 @@ class Request:
         """Leading blocks that have been offered to the prefix cache."""
         self.next_cache_point = 0
         self.extra_keys = extra_keys
+        self.content_digests = content_digests
         self.block_hashes: list[bytes] = []
         if block_hasher is not None:
-            block_hasher.extend(self.block_hashes, prompt_token_ids, extra_keys)
+            block_hasher.extend(self.block_hashes, prompt_token_ids, extra_keys, content_digests)
 
     @classmethod
     def from_engine_core_request(
-        cls, request: EngineCoreRequest, block_hasher: BlockHasher | None
+        cls,
+        request: EngineCoreRequest,
+        block_hasher: BlockHasher | None,
+        embeds_bytes: memoryview | None = None,
     ) -> Request:
         """Build from the wire form, and hash the prompt's blocks when there is a hasher.
+
+        `embeds_bytes` are those of a prompt given as embeddings, as many for each token.
 
         Raises:
             RequestError: the request is of a kind that the scheduler does not take.
         """
-        if request.sampling_params is None:
-            raise RequestError(f"request {request.request_id}: pooling requests are not available yet")
-        if request.prompt_token_ids is None:
-            raise RequestError(f"request {request.request_id}: prompt_embeds are not available yet")
+        if (request.sampling_params is None) == (request.pooling_params is None):
+            raise RequestError(
+                f"request {request.request_id}: either sampling_params or pooling_params must be given"
+            )
+        token_ids, digests = request.prompt_token_ids, []
+        if token_ids is None:
+            token_ids = [0] * len(request.prompt_embeds)
+            if block_hasher is not None and embeds_bytes:
+                digests = block_hasher.digests(embeds_bytes, len(token_ids))
         salt = request.cache_salt
         return cls(
             request.request_id,
-            request.prompt_token_ids,
+            token_ids,
             request.sampling_params,
+            pooling_params=request.pooling_params,
             client_index=request.client_index,
             priority=request.priority,
             arrival_time=request.arrival_time,
             extra_keys=() if salt is None else (("cache_salt", salt),),
             block_hasher=block_hasher,
+            prompt_embeds=request.prompt_embeds,
+            content_digests=digests,
         )
+
+    def _set_limits(self, params: SamplingParams) -> None:
+        self.eos_token_id = None if params.ignore_eos else params.eos_token_id
+        self.stop_token_ids.update(params.stop_token_ids)
+        if self.eos_token_id is not None:
+            self.stop_token_ids.add(self.eos_token_id)
+        self.min_total_tokens += params.min_tokens
+        # Prompt logprobs need the logits of every prompt token, so every one must be computed.
+        self.skip_reading_prefix_cache = params.prompt_logprobs is not None
 
     @property
     def num_output_tokens(self) -> int:

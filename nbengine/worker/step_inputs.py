@@ -48,11 +48,13 @@ class StepInputs:
     """int64 [T]"""
     attention: AttentionMetadata
     sampled: NDArray[np.int64]
-    """Which of `req_ids` get a token: those whose last token is in the step."""
+    """Which of `req_ids` get a token: those whose last token is in the step, unless they are pooled."""
     sampled_rows: NDArray[np.int64]
     """Their rows in the batch."""
     logits_index: Tensor | None
     """int64, where their last tokens are in the flat sequence; None: everywhere."""
+    prompt_embeds: list[tuple[int, Tensor]]
+    """Embeddings [tokens, hidden size], on the CPU, that replace those of the tokens from a position on."""
 
 
 class StepInputBuilder:
@@ -102,7 +104,10 @@ class StepInputBuilder:
             positions = self._range[:total] + (seq_lens - ends).repeat(counts)
         self._input_ids.array[:total] = batch.token_ids[token_rows, positions]
         self._positions.array[:total] = positions
-        sampled = np.flatnonzero(seq_lens == batch.rows["num_tokens"][rows])
+        is_due = seq_lens == batch.rows["num_tokens"][rows]
+        if batch.pooling_req_ids:
+            is_due &= ~batch.rows["is_pooling"][rows]
+        sampled = np.flatnonzero(is_due)
         num_rows = max(total, self._min_rows)
         return StepInputs(
             req_ids=[batch.req_ids[row] for row in rows.tolist()],
@@ -112,7 +117,24 @@ class StepInputBuilder:
             sampled=sampled,
             sampled_rows=rows[sampled],
             logits_index=None if len(sampled) == num_rows else self._index(ends[sampled] - 1),
+            prompt_embeds=self._prompt_embeds(rows, counts, ends) if batch.prompt_embeds else [],
         )
+
+    def _prompt_embeds(
+        self, rows: NDArray[np.int64], counts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> list[tuple[int, Tensor]]:
+        batch = self._batch
+        found = []
+        for req_id, embeds in batch.prompt_embeds.items():
+            row = batch.row_of.get(req_id)
+            if row is None:
+                continue
+            start = int(batch.rows["num_computed_tokens"][row])
+            if start < len(embeds):
+                for index in np.flatnonzero(rows == row).tolist():
+                    count = int(counts[index])
+                    found.append((int(ends[index]) - count, embeds[start : start + count]))
+        return found
 
     def _attention(
         self,

@@ -87,6 +87,7 @@ def script(tmp_path: Path, no_leftovers: None) -> Iterator[Callable[[str], subpr
         path.write_text(f"OPTIONS = {fake_options()!r}\n{text}")
         process = subprocess.Popen(
             [sys.executable, str(path)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

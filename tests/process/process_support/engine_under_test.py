@@ -17,8 +17,12 @@ from process_support.raw_client import DEADLINE, RawClient
 from nbengine.client.connection import ConnectionInfo, connection_file, log_dir, new_run_dir, read_connection
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from nbengine.engine.processes import PARENT_FD_VARIABLE
+from nbengine.ipc.shm_tensors import new_tensor_dir
 
-SUPPORT_PATH = str(Path(__file__).parent.parent)
+SUPPORT_PATH = os.pathsep.join(
+    filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")))
+)
+"""PYTHONPATH of the engines' processes: this folder's parent, and what is there already."""
 FAKE_EXECUTOR = "process_support.fake_executor:FakeExecutor"
 
 
@@ -54,6 +58,7 @@ class EngineUnderTest:
             host_pid=0,
             host_create_time=0.0,
             config=config,
+            tensor_dir=str(new_tensor_dir(self.run_dir)),
         )
         (self.run_dir / "engine.json").write_bytes(msgspec.json.encode(self.info))
         self.clients: list[RawClient] = []
@@ -106,6 +111,8 @@ class EngineUnderTest:
             raise AssertionError(f"the host is still there; its log:\n{self.log()}") from None
         wait_for(lambda: not self.processes(), "the end of all processes", deadline)
         wait_for(lambda: not self.run_dir.exists(), "the end of the run directory", deadline)
+        tensor_dir = Path(self.info.tensor_dir)
+        wait_for(lambda: not tensor_dir.exists(), "the end of the tensor directory", deadline)
         wait_for(lambda: not connection_file(self.name).exists(), "the end of the connection file", deadline)
 
     def processes(self) -> list[psutil.Process]:

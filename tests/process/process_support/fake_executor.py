@@ -1,7 +1,9 @@
-"""An executor with a model that adds one: the next token is the last one plus 1, modulo the vocabulary.
+"""An executor with a model that adds one: the next token is the last one plus 1, modulo the vocabulary. Of a prompt
+given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
-long a step takes), `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the model).
+long a step takes), `hidden_size`, `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the
+model).
 
 Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
@@ -51,6 +53,7 @@ class FakeExecutor(Executor):
                 "weights_bytes": 4,
                 "max_position_embeddings": self.knobs.get("max_position_embeddings", 512),
                 "vocab_size": self.vocab_size,
+                "hidden_size": self.knobs.get("hidden_size", 4),
             },
             "determine_available_memory": 1 << 20,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
@@ -76,6 +79,8 @@ class FakeExecutor(Executor):
         computed = {}
         for new in plan.scheduled_new_reqs:
             self.last_token[new.req_id] = new.token_ids[-1]
+            if new.prompt_embeds is not None:
+                self.last_token[new.req_id] = int(new.prompt_embeds[-1, -1])
             self.prompt_length[new.req_id] = len(new.token_ids)
             computed[new.req_id] = new.num_computed_tokens
             params = new.sampling_params

@@ -71,7 +71,7 @@ def _open_zmq_objects() -> list[zmq.Context | zmq.Socket]:
         if issubclass(type(item), (zmq.Context, zmq.Socket))
         and not item.closed
         and item is not own
-        and getattr(item, "context", None) is not own
+        and getattr(item, "context", item) is not own
     ]
 
 

@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from nbengine.engine.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
 from nbengine.sampling.logits_processor import BatchUpdate, LogitsProcessor
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
 
 
@@ -151,14 +152,90 @@ def test_a_prompt_that_can_never_be_scheduled_is_refused() -> None:
         add(core, "r", [1] * 9)
 
 
-def test_requests_without_tokens_or_for_pooling_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("sampling", "pooling", "reason"),
+    [
+        (None, None, "either sampling_params or pooling_params must be given"),
+        (SamplingParams(), PoolingParams(task="embed"), "cannot be asked to embed"),
+        (
+            None,
+            PoolingParams(task="embed", pooling="mean"),
+            "cannot be asked to embed; supported are generate",
+        ),
+    ],
+)
+def test_requests_for_nothing_or_for_a_task_that_the_model_has_not_are_refused(
+    sampling, pooling, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        make_core().preprocess_add_request(EngineCoreRequest("r", [1], sampling, pooling))
+
+
+@pytest.mark.parametrize(
+    ("embeds", "reason"),
+    [
+        (None, "must be a tensor or an array, not a NoneType"),
+        ([[0.0] * 4], "must be a tensor or an array, not a list"),
+        (np.zeros((3, 5), np.float32), r"shape \[prompt tokens, 4\], got float32 of shape \(3, 5\)"),
+        (np.zeros(4, np.float32), "of shape"),
+        (np.zeros((3, 4), np.int64), "got int64"),
+        (np.zeros((3, 4), np.complex64), "got complex64"),
+        (torch.zeros((3, 4), dtype=torch.int8), "got int8"),
+        (np.full((3, 4), np.nan), "finite in the model's dtype, float32"),
+        (np.full((3, 4), 1e300), "finite in the model's dtype, float32"),
+        (np.zeros((0, 4)), "the prompt has no tokens"),
+    ],
+)
+def test_embeddings_that_the_model_cannot_take_are_refused(embeds, reason: str) -> None:
+    request = EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=embeds)
+    with pytest.raises(RequestError, match=reason):
+        make_core().preprocess_add_request(request)
+
+
+def test_embeddings_go_with_neither_tokens_nor_prompt_logprobs() -> None:
+    core, embeds = make_core(), np.zeros((3, 4))
+    with pytest.raises(RequestError, match="not both"):
+        core.preprocess_add_request(EngineCoreRequest("r", [1], SamplingParams(), prompt_embeds=embeds))
+    params = SamplingParams(prompt_logprobs=1)
+    with pytest.raises(RequestError, match="prompt_logprobs"):
+        core.preprocess_add_request(EngineCoreRequest("r", None, params, prompt_embeds=embeds))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4", torch.bfloat16])
+def test_embeddings_reach_the_scheduler_in_the_models_dtype(dtype) -> None:
+    values = np.arange(12.0).reshape(3, 4)
+    embeds = torch.tensor(values, dtype=dtype) if isinstance(dtype, torch.dtype) else values.astype(dtype)
+    if not isinstance(embeds, torch.Tensor):
+        embeds.flags.writeable = False
+    request = EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=embeds)
+    prepared, _ = make_core().preprocess_add_request(request)
+    assert torch.equal(prepared.prompt_embeds, torch.from_numpy(values).float())
+    assert prepared.prompt_embeds.is_contiguous()
+
+
+def test_embeddings_share_prefixes_with_their_like_and_never_with_tokens() -> None:
     core = make_core()
-    for request in (
-        EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=[[0.0]]),
-        EngineCoreRequest("r", [1], None),
-    ):
-        with pytest.raises(RequestError, match="not available"):
-            core.preprocess_add_request(request)
+    rows = np.random.default_rng(0).standard_normal((40, 4), np.float32)
+    other = rows.copy()
+    other[20] += 1
+
+    def hits(token_ids: list[int] | None, embeds=None, **more) -> int:
+        before = core.stats().prefix_cache_hits
+        request = EngineCoreRequest(
+            "r", token_ids, SamplingParams(max_tokens=2), prompt_embeds=embeds, **more
+        )
+        core.add_request(*core.preprocess_add_request(request))
+        run(core)
+        return core.stats().prefix_cache_hits - before
+
+    assert hits([0] * 40) == 0
+    assert hits(None, rows) == 0
+    assert hits(None, torch.from_numpy(rows).double()) == 32
+    assert hits(None, rows[:17]) == 16
+    assert hits(None, other) == 16
+    assert hits(None, rows, cache_salt="mine") == 0
+    assert hits([0] * 40) == 32
+    core.scheduler.check_integrity()
 
 
 def test_prefix_caching_can_be_switched_off() -> None:

@@ -22,6 +22,7 @@ from nbengine.engine.host_state import (
     HostState,
     RecordReady,
     RemoveSockets,
+    RemoveTensors,
     SignalCores,
     StopAsked,
     TimePassed,
@@ -148,11 +149,30 @@ def test_heartbeats_are_acknowledged_to_holders_only() -> None:
     assert host.client(Heartbeat()) == [ToClient(b"a", HeartbeatAck())]
 
 
+def test_the_tensors_of_clients_that_left_are_removed_and_those_of_others_stay() -> None:
+    host = Host().start()
+    for name in (b"a", b"b", b"c"):
+        host.client(attach(name.decode()), name)
+    assert only(host.client(Detach(), b"b"), RemoveTensors) == [RemoveTensors(frozenset({1, 3}))]
+    assert only(host.client(attach("c"), b"d"), RemoveTensors) == [RemoveTensors(frozenset({1, 4}))]
+    assert only(host.client(Heartbeat(), b"a"), RemoveTensors) == []
+
+
+def test_a_client_is_told_where_the_engine_takes_tensors() -> None:
+    host = Host()
+    host.state._handshake = EngineHandshakeMetadata("in", "out", "/dev/shm/nbe-x")
+    assert only(host.client(attach()), ToClient)[0].message == Attached(1, [0], "/dev/shm/nbe-x")
+
+
 def test_a_lapsed_lease_is_told_to_client_and_core_and_the_sockets_stay() -> None:
     host = Host().start()
     host.client(attach())
     actions = host.at(30.0)
-    assert actions == [ToClient(b"a", LeaseLost("no heartbeat for 30 s")), ToCore(0, DetachClient(1))]
+    assert actions == [
+        ToClient(b"a", LeaseLost("no heartbeat for 30 s")),
+        ToCore(0, DetachClient(1)),
+        RemoveTensors(frozenset()),
+    ]
 
 
 def test_who_detaches_or_dies_leaves_no_sockets() -> None:
@@ -211,7 +231,7 @@ def test_the_first_client_may_take_its_time_however_short_keep_alive_is() -> Non
     host = Host(keep_alive=0.0).start()
     assert host.at(FIRST_ATTACH_GRACE - 1) == []
     host.client(attach())
-    assert host.client(Detach())[-1] == RemoveSockets(["ipc:///run/s.in", "ipc:///run/s.out"])
+    assert RemoveSockets(["ipc:///run/s.in", "ipc:///run/s.out"]) in host.client(Detach())
     assert host.at(host.now) == [ToCore(0, ShutdownEngine())]
 
 

@@ -87,7 +87,13 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory, byte_level: Tokeni
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(directory)
     (directory / "config.json").write_text(
-        json.dumps({"vocab_size": byte_level.get_vocab_size() + 5, "max_position_embeddings": 128})
+        json.dumps(
+            {
+                "vocab_size": byte_level.get_vocab_size() + 5,
+                "max_position_embeddings": 128,
+                "hidden_size": 8,
+            }
+        )
     )
     (directory / "generation_config.json").write_text(
         json.dumps(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
 from nbengine.frontend.chat import has_chat_template, is_conversation, render_chat
 
 HELLO = [{"role": "user", "content": "the fox"}]
@@ -59,8 +60,16 @@ def test_text_parts_are_joined(tokenizer: PreTrainedTokenizerFast) -> None:
         ([{"role": "user"}], r"messages\[0\]\['content'\]"),
         ([{"role": "user", "content": 3}], r"messages\[0\]\['content'\] must be a string"),
         (
-            [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
-            r"messages\[0\]\['content'\].*image",
+            [{"role": "user", "content": [{"type": "thought", "text": "x"}]}],
+            r"messages\[0\]\['content'\] must be a string, or a list of parts.*thought",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\['content'\]"),
+        ([{"role": "assistant", "content": None}], r"messages\[0\]\['content'\]"),
+        ([{"role": "assistant", "tool_calls": "x"}], r"messages\[0\]\['tool_calls'\] must be a list"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], r"\['tool_calls'\] must be a list"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r'\["tool_calls"\]|\[.tool_calls.\] must be with "arguments" that are',
         ),
         ([{"role": "tool", "content": "x"}], "no tools here"),
     ],
@@ -77,6 +86,36 @@ def test_a_model_without_a_template_says_so(tokenizer: PreTrainedTokenizerFast) 
     with pytest.raises(InvalidArgumentError, match="this model has none"):
         render_chat(bare, HELLO)
     assert render_chat(bare, HELLO, chat_template="{{ messages[0]['content'] }}")["prompt"] == "the fox"
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video_url", "file"])
+def test_parts_that_are_no_text_are_not_supported(tokenizer: PreTrainedTokenizerFast, kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": kind, kind: "x"}]}]
+    with pytest.raises(NotSupportedError, match=rf"messages\[0\]\['content'\]: parts of type '{kind}'"):
+        render_chat(tokenizer, messages)
+
+
+def test_options_that_do_not_go_together_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InvalidArgumentError, match="continue_final_message must be False"):
+        render_chat(tokenizer, HELLO, continue_final_message=True)
+    with pytest.raises(
+        InvalidArgumentError, match="chat_template_content_format must be one of auto, string"
+    ):
+        render_chat(tokenizer, HELLO, chat_template_content_format="parts")
+
+
+def test_whatever_a_template_raises_is_an_error_of_the_messages(tokenizer: PreTrainedTokenizerFast) -> None:
+    for template in ("{{ 1 / 0 }}", "{{ nothing.there }}", "{% if %}", "{{ messages[0]['content'] + 1 }}"):
+        with pytest.raises(InvalidArgumentError, match="messages must be accepted by the chat template"):
+            render_chat(tokenizer, HELLO, chat_template=template)
+
+
+def test_the_callers_messages_stay_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    before = copy.deepcopy(messages)
+    render_chat(tokenizer, messages, chat_template="{{ messages[1].tool_calls[0].function.arguments.x }}")
+    assert messages == before
 
 
 def test_one_conversation_is_told_from_several() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
-from nbengine.frontend.input_processor import InputProcessor, prompt_text
-from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nbengine.frontend.input_processor import InputProcessor, _can_structure, prompt_text
+from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_MODEL_LEN = 64
+HIDDEN_SIZE = 8
 
 
 def params_of(processor: InputProcessor, params: SamplingParams, prompt: Any = "the fox") -> SamplingParams:
@@ -22,7 +25,9 @@ def params_of(processor: InputProcessor, params: SamplingParams, prompt: Any = "
     return completed
 
 
-@pytest.mark.parametrize("shape", ["text", "text dict", "tokens", "tokens and text", "numpy tokens"])
+@pytest.mark.parametrize(
+    "shape", ["text", "text dict", "tokens", "tokens and text", "numpy tokens", "list", "tuple"]
+)
 def test_every_form_of_a_prompt_gives_its_tokens(
     input_processor: InputProcessor, tokenizer: PreTrainedTokenizerFast, shape: str
 ) -> None:
@@ -33,11 +38,13 @@ def test_every_form_of_a_prompt_gives_its_tokens(
         "tokens": {"prompt_token_ids": ids},
         "tokens and text": {"prompt_token_ids": ids, "prompt": "the fox"},
         "numpy tokens": {"prompt_token_ids": np.array(ids)},
+        "list": ids,
+        "tuple": tuple(ids),
     }[shape]
     request = input_processor.process_inputs("r", prompt, SamplingParams())
     assert request.prompt_token_ids == ids
     assert all(type(token) is int for token in request.prompt_token_ids)
-    assert prompt_text(prompt) == (None if shape in ("tokens", "numpy tokens") else "the fox")
+    assert prompt_text(prompt) == ("the fox" if "text" in shape else None)
 
 
 def test_the_cache_salt_reaches_the_request(input_processor: InputProcessor) -> None:
@@ -61,7 +68,14 @@ def test_the_cache_salt_reaches_the_request(input_processor: InputProcessor) -> 
         ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
         ({}, "prompt must be a string"),
         (None, "prompt must be a string"),
-        ([1, 2], "prompt_token_ids"),
+        ([], "prompt_token_ids must be at least one token id"),
+        ([1, "a"], "prompt_token_ids must be a list of token ids, got 'a'"),
+        ([1, 10**6], r"token ids in \[0, \d+\), got 1000000"),
+        ({1, 2}, "prompt must be a string"),
+        (
+            {"prompt_token_ids": [1], "prompt_embeds": np.zeros((1, 8))},
+            "either prompt_token_ids or prompt_embeds",
+        ),
         ("\ud800", "UTF-8"),
     ],
 )
@@ -71,7 +85,7 @@ def test_a_wrong_prompt_is_named(input_processor: InputProcessor, prompt: Any, m
 
 
 def test_wrong_types_are_type_errors(input_processor: InputProcessor) -> None:
-    for prompt, params in ((3, SamplingParams()), ("x", {"temperature": 1}), ("x", PoolingParams())):
+    for prompt, params in ((3, SamplingParams()), ("x", {"temperature": 1}), ("x", None)):
         with pytest.raises(InvalidTypeError):
             input_processor.process_inputs("r", prompt, params)  # type: ignore[arg-type]
 
@@ -160,26 +174,112 @@ def test_parameters_of_the_logits_reach_the_request(input_processor: InputProces
     assert {name: getattr(completed, name) for name in options} == options
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"structured_outputs": StructuredOutputsParams(regex="a")},
-        {"truncate_prompt_tokens": 5},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_an_option_that_is_not_offered_yet_is_named_with_its_value(
-    input_processor: InputProcessor, options: dict[str, Any]
+def test_structured_outputs_need_their_library(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ((name, value),) = options.items()
-    with pytest.raises(NotSupportedError) as caught:
-        params_of(input_processor, SamplingParams(**options))
-    assert str(caught.value).startswith(f"{name}={value!r} ")
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert params_of(input_processor, params).structured_outputs == params.structured_outputs
+    _can_structure.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotSupportedError, match=r"pip install nbengine\[structured\]"):
+        params_of(input_processor, params)
+    assert params_of(input_processor, SamplingParams()).structured_outputs is None
+    _can_structure.cache_clear()
 
 
-def test_prompt_embeds_are_not_offered_yet(input_processor: InputProcessor) -> None:
-    with pytest.raises(NotSupportedError, match="prompt_embeds"):
-        input_processor.process_inputs("r", {"prompt_embeds": np.zeros((2, 2))}, SamplingParams())
+@pytest.mark.parametrize(
+    "embeds",
+    [
+        np.ones((3, HIDDEN_SIZE), np.float16),
+        np.ones((3, HIDDEN_SIZE), np.float64),
+        np.ones((3, HIDDEN_SIZE), ">f4"),
+        torch.ones(3, HIDDEN_SIZE),
+        torch.ones(3, HIDDEN_SIZE, dtype=torch.bfloat16),
+        torch.ones(HIDDEN_SIZE, 3).T,
+        torch.nn.Parameter(torch.ones(3, HIDDEN_SIZE)),
+    ],
+    ids=lambda embeds: f"{type(embeds).__name__} {embeds.dtype}",
+)
+def test_embeddings_take_the_place_of_tokens(input_processor: InputProcessor, embeds: Any) -> None:
+    prompt = {"prompt_embeds": embeds, "prompt": "shown", "cache_salt": "s"}
+    request = input_processor.process_inputs("r", prompt, SamplingParams(max_tokens=None))
+    assert request.prompt_token_ids is None
+    assert request.cache_salt == "s"
+    assert len(request.prompt_embeds) == 3
+    assert (request.prompt_embeds == embeds).all()
+    assert not getattr(request.prompt_embeds, "requires_grad", False)
+    assert request.sampling_params is not None
+    assert request.sampling_params.max_tokens == MAX_MODEL_LEN - 3
+    assert prompt_text(prompt) == "shown"
+    assert prompt_text({"prompt_embeds": embeds}) is None
+
+
+@pytest.mark.parametrize(
+    ("embeds", "message"),
+    [
+        (None, "prompt_embeds must be a torch tensor or a numpy array, got None"),
+        ([[1.0] * HIDDEN_SIZE], "a torch tensor or a numpy array"),
+        (np.ones(HIDDEN_SIZE), r"of shape \[prompt tokens, hidden size 8\].*got \(8,\)"),
+        (np.ones((1, 2, HIDDEN_SIZE)), r"of shape .*got \(1, 2, 8\)"),
+        (np.ones((2, HIDDEN_SIZE + 1)), r"of shape .*got \(2, 9\)"),
+        (np.ones((0, HIDDEN_SIZE)), r"at least one token, got \(0, 8\)"),
+        (np.ones((2, HIDDEN_SIZE), np.int64), "of dtype float16, bfloat16, float32, float64, got 'int64'"),
+        (np.ones((2, HIDDEN_SIZE), np.complex128), "got 'complex128'"),
+        (np.ones((2, HIDDEN_SIZE), object), "got 'object'"),
+        (torch.ones(2, HIDDEN_SIZE, dtype=torch.int8), "got 'int8'"),
+        (torch.ones(2, HIDDEN_SIZE).to_sparse(), "dense"),
+        (np.full((2, HIDDEN_SIZE), np.nan), "prompt_embeds must be finite"),
+        (torch.full((2, HIDDEN_SIZE), -torch.inf, dtype=torch.bfloat16), "prompt_embeds must be finite"),
+        (np.ones((MAX_MODEL_LEN, HIDDEN_SIZE)), "prompt must be at most 63 tokens long"),
+    ],
+)
+def test_wrong_embeddings_are_named(input_processor: InputProcessor, embeds: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        input_processor.process_inputs("r", {"prompt_embeds": embeds}, SamplingParams())
+
+
+def test_embeddings_have_no_prompt_logprobs(input_processor: InputProcessor) -> None:
+    prompt = {"prompt_embeds": np.ones((2, HIDDEN_SIZE))}
+    with pytest.raises(InvalidArgumentError, match="prompt_logprobs must be None with prompt_embeds"):
+        input_processor.process_inputs("r", prompt, SamplingParams(prompt_logprobs=1))
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept"), [(None, 10), (1, 1), (4, 4), (10, 10), (50, 10), (MAX_MODEL_LEN - 1, 10), (-1, 10)]
+)
+def test_truncation_keeps_the_last_tokens(
+    input_processor: InputProcessor, tokenizer: PreTrainedTokenizerFast, truncate: int | None, kept: int
+) -> None:
+    params = SamplingParams(truncate_prompt_tokens=truncate, max_tokens=None)
+    ids = list(range(20, 30))
+    request = input_processor.process_inputs("r", {"prompt_token_ids": ids}, params)
+    assert request.prompt_token_ids == ids[-kept:]
+    assert request.sampling_params is not None
+    assert request.sampling_params.max_tokens == MAX_MODEL_LEN - kept
+    rows = np.arange(10.0).repeat(HIDDEN_SIZE).reshape(10, HIDDEN_SIZE)
+    request = input_processor.process_inputs("r", {"prompt_embeds": rows}, params)
+    assert (request.prompt_embeds == rows[-kept:]).all()
+    text = "the quick brown fox jumps over the lazy dog"
+    request = input_processor.process_inputs("r", text, params)
+    whole = tokenizer.encode(text)
+    assert request.prompt_token_ids == (whole if truncate in (None, -1) else whole[-(truncate or 0) :])
+
+
+def test_minus_one_truncates_to_what_leaves_room_for_one_token(input_processor: InputProcessor) -> None:
+    params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=5)
+    request = input_processor.process_inputs("r", [1] * 10 + [2] * (MAX_MODEL_LEN - 1), params)
+    assert request.prompt_token_ids == [2] * (MAX_MODEL_LEN - 1)
+    assert request.sampling_params is not None
+    assert request.sampling_params.max_tokens == 1
+
+
+def test_truncation_to_more_than_there_is_room_for_is_refused(input_processor: InputProcessor) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"truncate_prompt_tokens must be -1 or in \[1, 63\].*got 64"
+    ):
+        input_processor.process_inputs("r", "x", SamplingParams(truncate_prompt_tokens=MAX_MODEL_LEN))
+    with pytest.raises(InvalidArgumentError, match="at most 63 tokens long"):
+        input_processor.process_inputs("r", [1] * MAX_MODEL_LEN, SamplingParams())
 
 
 def test_parameters_changed_after_construction_are_checked_again(input_processor: InputProcessor) -> None:

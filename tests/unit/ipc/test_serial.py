@@ -282,41 +282,67 @@ class Store:
 
     def __init__(self, takes: bool = True) -> None:
         self.takes = takes
-        self.messages = 0
-        self.tensors: list[torch.Tensor] = []
-
-    def new_message(self) -> None:
-        self.messages += 1
+        self.held: dict[int, bytes] = {}
 
     def __call__(self, *args: Any) -> Any:
-        if isinstance(args[0], torch.Tensor):
+        if isinstance(args[0], memoryview):
             if not self.takes:
                 return None
-            self.tensors.append(args[0])
-            return {"slot": len(self.tensors) - 1}
-        dtype, shape, data = args
-        tensor = self.tensors[data["slot"]]
-        assert (dtype, shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        return tensor
+            self.held[len(self.held)] = bytes(args[0])
+            return {"slot": len(self.held) - 1}
+        num_bytes, handle = args
+        data = self.held.pop(handle["slot"])
+        assert len(data) == num_bytes
+        return bytearray(data)
+
+    def discard(self, handle: dict[str, Any]) -> None:
+        del self.held[handle["slot"]]
 
 
-def test_a_consumer_takes_large_tensors_out_of_band() -> None:
+@pytest.mark.parametrize("large", [torch.arange(1000).view(10, 100), np.arange(1000.0).reshape(2, 500)])
+def test_a_consumer_takes_what_is_large_out_of_band(large) -> None:
     store = Store()
-    encoder = MsgpackEncoder(oob_tensor_consumer=store)
-    small, large = torch.ones(2), torch.arange(1000)
-    frames = encoder.encode([small, large])
+    frames = MsgpackEncoder(oob_tensor_consumer=store).encode([torch.ones(2), large])
     assert len(frames) == 1
-    assert store.messages == 1
-    assert store.tensors[0] is large
+    assert store.held[0] == (large.numpy() if isinstance(large, torch.Tensor) else large).tobytes()
     back = MsgpackDecoder(oob_tensor_provider=store).decode(frames)
-    assert back[1] is large
-    assert torch.equal(back[0], small)
+    assert type(back[1]) is type(large)
+    assert (back[1] == large).all()
+    assert torch.equal(back[0], torch.ones(2))
+
+
+def test_a_tensor_that_came_out_of_band_is_writable_and_its_own() -> None:
+    store = Store()
+    frames = MsgpackEncoder(oob_tensor_consumer=store).encode(torch.zeros(100, dtype=torch.bfloat16))
+    MsgpackDecoder(oob_tensor_provider=store).decode(frames).add_(1)
 
 
 def test_what_a_consumer_leaves_gets_a_frame() -> None:
     frames = MsgpackEncoder(oob_tensor_consumer=Store(takes=False)).encode(torch.arange(1000))
     assert len(frames) == 2
     assert torch.equal(MsgpackDecoder().decode(frames), torch.arange(1000))
+
+
+@pytest.mark.parametrize(
+    "unknown", [object(), torch.zeros(2, dtype=torch.complex64)], ids=["object", "dtype"]
+)
+def test_what_a_consumer_took_of_a_message_that_cannot_be_encoded_is_given_back(unknown) -> None:
+    store = Store()
+    with pytest.raises(WireError):
+        MsgpackEncoder(oob_tensor_consumer=store).encode([torch.arange(1000), np.arange(1000), unknown])
+    assert store.held == {}
+
+
+def test_a_message_can_be_read_past_broken_tensors_which_are_given_up() -> None:
+    store = Store()
+    frames = MsgpackEncoder(oob_tensor_consumer=store).encode(["id", torch.arange(1000)])
+    broken = msgspec.msgpack.Ext(EXT_TENSOR, msgspec.msgpack.encode(("load", (1,), b"")))
+    fields = [*msgspec.msgpack.decode(frames[0], ext_hook=msgspec.msgpack.Ext), broken]
+    decoder = MsgpackDecoder(oob_tensor_provider=store)
+    assert decoder.decode_without_tensors([msgspec.msgpack.encode(fields)]) == ["id", None, None]
+    assert store.held == {}
+    with pytest.raises(WireError):
+        decoder.decode_without_tensors([b""])
 
 
 def test_an_encoder_keeps_nothing_of_its_last_message() -> None:

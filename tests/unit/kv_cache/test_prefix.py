@@ -34,6 +34,25 @@ def test_two_blocks_hash_alike_exactly_when_their_whole_prefixes_are_alike(
             assert (one == other) == alike
 
 
+@given(st.data())
+def test_what_tokens_stand_for_counts_like_the_tokens_themselves(data: st.DataObject) -> None:
+    """Rows of one byte each stand for the first tokens (zeros), plain tokens follow."""
+    hasher = BlockHasher(4)
+    sides = []
+    for _ in range(2):
+        rows = bytes(data.draw(st.lists(st.integers(0, 1), max_size=12)))
+        tokens = [0] * len(rows) + data.draw(st.lists(st.integers(0, 1), max_size=12))
+        content = hasher.digests(memoryview(rows), len(rows)) if rows else []
+        hashes: list[bytes] = []
+        hasher.extend(hashes, tokens, (), content)
+        # What a position holds: a row, or a token.
+        sides.append((hashes, [("row", row) for row in rows] + [("token", t) for t in tokens[len(rows) :]]))
+    (first, first_says), (second, second_says) = sides
+    for i, one in enumerate(first):
+        for j, other in enumerate(second):
+            assert (one == other) == (first_says[: 4 * (i + 1)] == second_says[: 4 * (j + 1)])
+
+
 @given(tokens=st.lists(st.integers(0, 2**32 - 1), max_size=40), cuts=st.lists(st.integers(0, 40)))
 def test_hashing_as_the_tokens_grow_gives_what_hashing_at_once_gives(
     tokens: list[int], cuts: list[int]

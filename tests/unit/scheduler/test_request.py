@@ -40,11 +40,32 @@ def test_the_prompt_is_not_changed_by_what_is_sampled() -> None:
     assert request.block_hashes == []
 
 
+def test_a_prompt_of_embeddings_has_zeros_for_tokens_and_is_hashed_by_its_content() -> None:
+    def hashes(embeds: np.ndarray, block_size: int = 4) -> list[bytes]:
+        wire = EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=embeds)
+        request = Request.from_engine_core_request(
+            wire, BlockHasher(block_size), memoryview(embeds).cast("B")
+        )
+        assert request.prompt_token_ids == request.all_token_ids == [0] * len(embeds)
+        assert request.num_prompt_tokens == len(embeds)
+        assert request.prompt_embeds is embeds
+        return request.block_hashes
+
+    embeds = np.arange(60, dtype=np.float32).reshape(10, 6)
+    other = embeds.copy()
+    other[5, 3] += 1
+    assert len(hashes(embeds)) == 2
+    assert hashes(embeds.copy()) == hashes(embeds)
+    assert hashes(embeds[:8]) == hashes(embeds)
+    assert hashes(other)[0] == hashes(embeds)[0]
+    assert hashes(other)[1] != hashes(embeds)[1]
+
+
 @pytest.mark.parametrize(
     ("wire", "said"),
     [
-        (EngineCoreRequest("r", [1], None, pooling_params=PoolingParams()), "pooling"),
-        (EngineCoreRequest("r", None, SamplingParams(), prompt_embeds=np.zeros((1, 4))), "prompt_embeds"),
+        (EngineCoreRequest("r", [1], None), "either sampling_params or pooling_params must be given"),
+        (EngineCoreRequest("r", [1], SamplingParams(), PoolingParams()), "either sampling_params or pooling"),
     ],
 )
 def test_a_kind_of_request_that_is_not_available_is_refused(wire: EngineCoreRequest, said: str) -> None:

@@ -100,6 +100,7 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     num_computed: int | None = None
     was_preempted: bool = False
+    embeds: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +131,9 @@ class Driver:
 
     def add(self, req_id: str, prompt: list[int], params: SamplingParams, max_tokens: int = 8) -> None:
         self.requests[req_id] = Tracked(prompt, params, max_tokens)
+
+    def add_embeds(self, req_id: str, embeds: Tensor, params: SamplingParams, max_tokens: int = 8) -> None:
+        self.requests[req_id] = Tracked([0] * len(embeds), params, max_tokens, embeds=embeds)
 
     def run(self) -> dict[str, list[int]]:
         """Step until all requests have their tokens; outputs by request id."""
@@ -183,7 +187,14 @@ class Driver:
         request.blocks += blocks
         if request.num_computed is None and not request.was_preempted:
             plan.scheduled_new_reqs.append(
-                NewRequestData(req_id, request.prompt, request.params, request.blocks.copy(), 0)
+                NewRequestData(
+                    req_id,
+                    request.prompt,
+                    request.params,
+                    request.blocks.copy(),
+                    0,
+                    prompt_embeds=request.embeds,
+                )
             )
         else:
             cached.req_ids.append(req_id)
