@@ -219,18 +219,20 @@ def test_what_is_no_handle_reads_and_changes_nothing(
 def test_what_a_good_name_stands_for_must_be_a_plain_file_of_this_users(
     directory: Path, receiver: ShmTensorReceiver
 ) -> None:
-    secret = directory.parent / "secret"
-    secret.write_bytes((1).to_bytes(8, "little") + bytes(120))
+    secrets = [directory.parent / "secret", directory.parent / "other"]
+    for secret in secrets:
+        secret.write_bytes((1).to_bytes(8, "little") + bytes(120))
     symlink, hardlink, fifo, folder, missing = (directory / f"7-{number:032x}" for number in range(5))
-    symlink.symlink_to(secret)
-    hardlink.hardlink_to(secret)
+    symlink.symlink_to(secrets[0])
+    hardlink.hardlink_to(secrets[1])
     os.mkfifo(fifo)
     folder.mkdir()
     for path in (symlink, hardlink, fifo, folder, missing):
         with pytest.raises(WireError, match="cannot be read"):
             receiver(64, GOOD | {"name": path.name})
         receiver.discard(GOOD | {"name": path.name})
-    assert secret.read_bytes() == (1).to_bytes(8, "little") + bytes(120)
+    for secret in secrets:
+        assert secret.read_bytes() == (1).to_bytes(8, "little") + bytes(120)
 
 
 def test_a_slot_is_read_within_its_file_with_its_ticket_and_once(
