@@ -142,7 +142,7 @@ def test_prefixes_are_shared_by_content(shared_llm: LLM) -> None:
 
 
 def test_several_completions_share_the_prompt(shared_llm: LLM) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=4, n=3)
+    params = SamplingParams(max_tokens=4, n=3)
     (output,) = shared_llm.generate({"prompt_embeds": embeds(LARGE, 77)}, params, use_tqdm=False)
     assert [completion.token_ids for completion in output.outputs] == [counting(77)] * 3
     assert output.prompt_token_ids is None
