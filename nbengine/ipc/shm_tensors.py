@@ -59,9 +59,9 @@ class TensorHandle(msgspec.Struct, forbid_unknown_fields=True):
 def new_tensor_dir(run_dir: Path) -> Path:
     """Create the tensor directory of the engine that lives in `run_dir`.
 
-    It has the name of the run directory in `SHARED_MEMORY`; where that cannot be had, it lies in `run_dir`.
+    It lies in `SHARED_MEMORY`, called after the run directory and its parent; where that cannot be had, in `run_dir`.
     """
-    shared = SHARED_MEMORY / run_dir.name
+    shared = SHARED_MEMORY / f"nbengine-{run_dir.parent.name}-{run_dir.name}"
     try:
         shared.mkdir(mode=0o700)
     except OSError:

@@ -309,7 +309,7 @@ def test_the_directory_is_in_shared_memory_if_that_can_be_had(
     run_dir.mkdir()
     monkeypatch.setattr(shm_tensors, "SHARED_MEMORY", shared)
     created = new_tensor_dir(run_dir)
-    assert created == shared / "nbe-abc"
+    assert created == shared / f"nbengine-{tmp_path.name}-nbe-abc"
     assert stat.S_IMODE(created.stat().st_mode) == 0o700
     # Somebody else's, from here on.
     assert new_tensor_dir(run_dir) == run_dir / "tensors"
