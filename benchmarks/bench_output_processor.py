@@ -21,7 +21,7 @@ from nbengine.config import ModelConfig
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer
-from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, LogprobsLists
 from nbengine.models.files import resolve_model
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cumulative": {"output_kind": RequestOutputKind.CUMULATIVE},
     "a stop string": {"stop": ["ZZZZ"]},
     "no detokenization": {"detokenize": False},
+    "5 log probabilities": {"logprobs": 5},
 }
 
 
@@ -47,6 +48,7 @@ class Streams:
         self.queues: list[RequestOutputCollector] = []
         self.tokens: list[tuple[str, list[int]]] = []
         self.text = [""] * requests
+        self.logprobs: int | None = options.get("logprobs")
         options = {"output_kind": RequestOutputKind.DELTA, **options}
         for index in range(requests):
             begin = index * 37 % (len(ids) - PROMPT_TOKENS - steps)
@@ -64,6 +66,11 @@ class Streams:
     def step(self, index: int) -> int:
         """Process one token of every request and read the outputs; returns the nanoseconds of the former."""
         outputs = [EngineCoreOutput(request_id, [tokens[index]]) for request_id, tokens in self.tokens]
+        if self.logprobs is not None:
+            for output in outputs:
+                (token_id,) = output.new_token_ids
+                row = [token_id, *range(token_id, token_id + self.logprobs)]
+                output.new_logprobs = LogprobsLists([row], [[-1.0] * len(row)], [1])
         start = time.perf_counter_ns()
         self.processor.process_outputs(outputs)
         elapsed = time.perf_counter_ns() - start
@@ -95,14 +102,15 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     arguments.add_argument("--steps", type=int, default=200)
+    arguments.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     arguments.set_defaults(rounds=3)
     options = arguments.parse_args()
     tokenizer = load_tokenizer(resolve_model(ModelConfig("smollm2-135m"))).backend_tokenizer
     ids = tokenizer.encode(TEXT.read_text() * 10).ids
     rows = []
     for requests in options.requests:
-        for setting, changes in SETTINGS.items():
-            times = measure(tokenizer, ids, requests, options.steps, options.rounds, changes)
+        for setting in options.settings:
+            times = measure(tokenizer, ids, requests, options.steps, options.rounds, SETTINGS[setting])
             median = statistics.median(times)
             rows.append(
                 {

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbengine.config import EngineArgs
+    from nbengine.config import AsyncEngineArgs, EngineArgs
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
+        IncompleteOutputError,
         InvalidArgumentError,
         InvalidTypeError,
         LeaseExpiredError,
@@ -22,11 +23,22 @@ if TYPE_CHECKING:
         RequestError,
         UtilityError,
     )
-    from nbengine.frontend.async_llm import AsyncLLM
+    from nbengine.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
     from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from nbengine.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from nbengine.sampling_params import (
         PoolingParams,
         RequestOutputKind,
@@ -37,10 +49,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "nbengine.config": ("EngineArgs",),
+    "nbengine.config": ("AsyncEngineArgs", "EngineArgs"),
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
+        "IncompleteOutputError",
         "InvalidArgumentError",
         "InvalidTypeError",
         "LeaseExpiredError",
@@ -51,11 +64,22 @@ _HOMES = {
         "RequestError",
         "UtilityError",
     ),
-    "nbengine.frontend.async_llm": ("AsyncLLM",),
+    "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "nbengine.frontend.input_processor": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
     "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "nbengine.pooling_outputs": (
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "nbengine.sampling_params": (
         "PoolingParams",
         "RequestOutputKind",
@@ -67,12 +91,20 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
+    "IncompleteOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
     "LLMEngine",
@@ -82,14 +114,21 @@ __all__ = [
     "ModelNotFoundError",
     "NBEngineError",
     "NotSupportedError",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
+    "PromptType",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "SchedulerStats",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UtilityError",
     "load_ipython_extension",
     "unload_ipython_extension",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,6 +14,8 @@ import msgspec
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 
 MAX_LOGPROBS = 20
+POOLING_TASKS = ("embed", "classify", "score", "encode")
+POOLING_TYPES = ("mean", "cls", "last")
 MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32 logits."""
@@ -29,18 +33,56 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, frozen=True):
-    """Constraint on the generated text; exactly one field is set."""
+    """Constraint on the generated text; exactly one of the first five fields is set.
+
+    `json` is a JSON schema: a dictionary, its text, or a pydantic model class. `regex` is matched against the whole
+    output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's syntax. In JSON the output may have a
+    space or an indented new line between its parts; `disable_any_whitespace` allows none, and
+    `whitespace_pattern` is a regular expression of what is allowed.
+
+    Raises:
+        InvalidArgumentError: a field is empty, not JSON, or there is more than one constraint or none.
+        InvalidTypeError: a field has the wrong type.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        given = [kind for kind in _CONSTRAINTS if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise InvalidArgumentError("structured_outputs", given, "exactly one kind of constraint")
+            raise InvalidArgumentError(
+                "structured_outputs", given, "exactly one of " + ", ".join(_CONSTRAINTS)
+            )
+        kind = given[0]
+        value = getattr(self, kind)
+        if kind == "json" and hasattr(value, "model_json_schema"):
+            value = value.model_json_schema()
+            msgspec.structs.force_setattr(self, "json", value)
+        elif kind == "choice" and isinstance(value, tuple):
+            value = list(value)
+            msgspec.structs.force_setattr(self, "choice", value)
+        _CONSTRAINTS[kind](f"structured_outputs.{kind}", value)
+        self._check_whitespace(kind)
+
+    def _check_whitespace(self, kind: str) -> None:
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise InvalidTypeError("disable_any_whitespace", self.disable_any_whitespace, "True or False")
+        if self.whitespace_pattern is not None:
+            _require_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
+            ok = kind in ("json", "json_object") and not self.disable_any_whitespace
+            allowed = "None unless there is JSON that may have white space"
+            _require("structured_outputs.whitespace_pattern", self.whitespace_pattern, ok, allowed)
+
+    @property
+    def constraint(self) -> tuple[str, Any]:
+        """The name of the field that is set, and its value."""
+        return next((kind, value) for kind in _CONSTRAINTS if (value := getattr(self, kind)) is not None)
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -48,7 +90,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
     `max_tokens=None` means: up to the model's context length. `truncate_prompt_tokens=k` keeps the last k tokens
-    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output.
+    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output. Of `n` completions, which need
+    random sampling, the one with index i has the seed `seed + i`. `logprobs=K` asks for the log probability of each
+    token and of the K likeliest in its place, `prompt_logprobs=K` for those of the prompt's tokens.
 
     Raises:
         InvalidArgumentError: a value is out of range (also a `ValueError`).
@@ -114,16 +158,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.allowed_token_ids = list(allowed)
         if self.top_k == -1:
             self.top_k = 0
-        self.output_kind = _checked_output_kind(self.output_kind)
+        if type(self.output_kind) is not RequestOutputKind:
+            self.output_kind = _checked_output_kind(self.output_kind)
 
     def _check_types(self) -> None:
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-            _require_number(name, getattr(self, name))
+        # Also run on the engine's side of the wire, for every request: a right type costs no call.
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not float or not math.isfinite(value):
+                _require_number(name, value)
         for name in ("n", "top_k", "min_tokens"):
-            _require_int(name, getattr(self, name))
+            value = getattr(self, name)
+            if type(value) is not int:
+                _require_int(name, value)
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                _require_int(name, value)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -133,6 +184,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidTypeError(name, getattr(self, name), "True or False")
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise InvalidTypeError("structured_outputs", structured, "StructuredOutputsParams, or None")
         _require_list(self.stop, "stop", str, "a string or a list of strings")
         _require_list(self.bad_words, "bad_words", str, "a list of strings")
         _require_list(self.stop_token_ids, "stop_token_ids", int, "a list of token ids")
@@ -194,17 +248,76 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             logit_bias=copy.copy(self.logit_bias),
             structured_outputs=copy.deepcopy(self.structured_outputs),
             extra_args=copy.deepcopy(self.extra_args),
+            bad_words_token_ids=copy.deepcopy(self.bad_words_token_ids),
         )
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What a pooling request asks for."""
+    """What a pooling request asks for, validated on construction.
 
-    pooling: str = "mean"
-    normalize: bool = True
+    Attributes:
+        task: "embed" (one vector a prompt), "encode" (the hidden state of every token), "classify" or "score"
+            (the model's classification head); None is the first of these that the model supports.
+        pooling: "mean", "cls" (the first token) or "last", for "embed"; None is the model's own.
+        normalize: scale vectors to length 1; None is the model's own for "embed", and False for "encode".
+        dimensions: keep this many leading dimensions (Matryoshka embeddings), then normalise.
+        use_activation: give probabilities instead of logits, for "classify" and "score"; None is True.
+        truncate_prompt_tokens: keep the first tokens of longer prompts, special tokens included; -1 means
+            `max_model_len`. None refuses prompts that are too long.
+
+    Raises:
+        InvalidArgumentError: a value is out of range (also a `ValueError`).
+        InvalidTypeError: a value has the wrong type (also a `TypeError`).
+    """
+
+    task: str | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    second_segment_start: int | None = None
+    """Filled in for a pair of texts: where in the prompt the second one begins."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("task", POOLING_TASKS), ("pooling", POOLING_TYPES)):
+            value = getattr(self, name)
+            _require(name, value, value is None or value in allowed, f"None or one of {', '.join(allowed)}")
+        for name in ("normalize", "use_activation"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise InvalidTypeError(name, value, "True, False or None")
+        for name in ("dimensions", "truncate_prompt_tokens", "second_segment_start"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name))
+        if self.dimensions is not None:
+            _require("dimensions", self.dimensions, self.dimensions >= 1, "at least 1, or None")
+        if self.truncate_prompt_tokens is not None:
+            value = self.truncate_prompt_tokens
+            _require("truncate_prompt_tokens", value, value >= 1 or value == -1, "at least 1, -1 or None")
+        if self.second_segment_start is not None:
+            value = self.second_segment_start
+            _require("second_segment_start", value, value >= 0, "0 or greater, or None")
+
+    def clone(self) -> PoolingParams:
+        """Return an independent copy."""
+        return msgspec.structs.replace(self)
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether the hidden states of other tokens than the last one matter; known once completed."""
+        return self.task == "encode" or self.pooling != "last"
 
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 def _checked_output_kind(value: Any) -> RequestOutputKind:
@@ -273,3 +386,52 @@ def _require_list(value: object, name: str, kind: type, allowed: str) -> None:
     ok = isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
     if not ok:
         raise InvalidTypeError(name, value, allowed)
+
+
+def _require_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidTypeError(name, value, "a string")
+    _require(name, value, bool(value), "not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(name, value, f"text that can be written as UTF-8 ({error})") from error
+
+
+def _require_json_schema(name: str, value: object) -> None:
+    allowed = "a JSON schema: a dictionary, its text, or a pydantic model class"
+    if not isinstance(value, (str, dict)):
+        raise InvalidTypeError(name, value, allowed)
+    try:
+        if isinstance(value, str):
+            value.encode()
+            value = json.loads(value)
+        else:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
+    _require(name, value, isinstance(value, dict), allowed)
+
+
+def _require_choices(name: str, value: object) -> None:
+    allowed = "a list of strings, none of them empty"
+    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
+        raise InvalidTypeError(name, value, allowed)
+    _require(name, value, bool(value) and all(value), allowed)
+    for choice in value:
+        _require_text(name, choice)
+
+
+def _require_true(name: str, value: object) -> None:
+    if value is not True:
+        raise InvalidTypeError(name, value, "True, or None")
+
+
+_CONSTRAINTS: dict[str, Callable[[str, object], None]] = {
+    "json": _require_json_schema,
+    "regex": _require_text,
+    "choice": _require_choices,
+    "grammar": _require_text,
+    "json_object": _require_true,
+}
+"""The kinds of constraints, and what checks each."""

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbengine.config import EngineConfig
+import msgspec
+
+from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
+from nbengine.engine.control import EngineControl
+from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import EngineStartError, RequestError, UtilityError
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
-from nbengine.kv_cache.prefix import BlockHasher
+from nbengine.ipc.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    Progress,
+)
+from nbengine.kv_cache.events import KVEventStream
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
+from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -27,7 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_TASKS = ("generate",)
+_DEFAULT_TASKS = ("generate",)
+"""Of an executor that names no others."""
 
 
 class EngineCore:
@@ -54,25 +69,39 @@ class EngineCore:
             self.model_info = self.model_executor.model_info()
             self._kv_cache_spec = self.model_executor.get_kv_cache_spec()
             self.num_blocks, self.max_model_len = self._initialize_kv_cache(self._kv_cache_spec)
+            self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
             self.model_executor.shutdown()
             raise
-        self.scheduler = Scheduler(
-            config.scheduler, config.cache, self.num_blocks, self.max_model_len, engine_index
-        )
         self._vocab_size: int = self.model_info["vocab_size"]
-        self._block_hasher = (
-            BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
+        self._structured_outputs = StructuredOutputManager(
+            config.model, self._vocab_size, config.scheduler.max_num_seqs
         )
+        self.scheduler = Scheduler(
+            *self._scheduling_config(),
+            self.num_blocks,
+            self.max_model_len,
+            engine_index,
+            grammar_masks=self._structured_outputs,
+        )
+        self._block_hasher = self.scheduler.kv_cache_manager.block_hasher
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
+        self.kv_events = KVEventStream(
+            self.scheduler.kv_cache_manager.block_pool, config.cache.block_size, engine_index
+        )
+        self.control = EngineControl(
+            self.scheduler, self.model_executor, lambda: self.num_steps_in_flight, self.abort_all
+        )
+        self._unsent: list[tuple[int, EngineCoreOutputs]] = []
         self._utilities: dict[str, Callable[..., Any]] = {
-            "get_supported_tasks": lambda: list(SUPPORTED_TASKS),
+            "get_supported_tasks": lambda: list(self.supported_tasks),
             "stats": self.stats,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
+            "kv_cache_snapshot": lambda: self.kv_events.snapshot(time.time()),
+            **self.control.utilities,
         }
 
     # Requests.
@@ -90,7 +119,8 @@ class EngineCore:
                 raise RequestError("a prompt has either prompt_token_ids or prompt_embeds, not both")
         else:
             embeds_bytes = self._prepare_embeds(request)
-        params = request.sampling_params
+        self._check_task(request.pooling_params)
+        params, grammar = request.sampling_params, None
         if params is not None:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
             self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
@@ -98,9 +128,30 @@ class EngineCore:
             for token_ids in params.bad_words_token_ids or ():
                 self._check_vocabulary("bad_words", token_ids)
             check_params(self._logits_processors, params)
+            grammar = self._structured_outputs.compile(params)
+            if grammar is not None and params.min_tokens:
+                # The grammar holds the end back itself: it knows where nothing else can follow.
+                request.sampling_params = msgspec.structs.replace(params, min_tokens=0)
         prepared = Request.from_engine_core_request(request, self._block_hasher, embeds_bytes)
+        prepared.grammar = grammar
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
+
+    def _check_task(self, params: PoolingParams | None) -> None:
+        task = "generate" if params is None else params.task
+        # Without a classification head, scores are made of embeddings in the frontend.
+        is_composed = task == "score" and "classify" not in self.supported_tasks
+        if task not in self.supported_tasks or is_composed:
+            raise RequestError(
+                f"the model cannot be asked to {task}; supported are {', '.join(self.supported_tasks)}"
+            )
+        if params is None:
+            return
+        if params.pooling is None and task != "encode":
+            raise RequestError(f"pooling is None; the task {task} needs a kind of pooling")
+        size: int = self.model_info["hidden_size"]
+        if params.dimensions is not None and params.dimensions > size:
+            raise RequestError(f"dimensions={params.dimensions} exceeds the model's hidden size {size}")
 
     def _prepare_embeds(self, request: EngineCoreRequest) -> memoryview:
         from nbengine.engine.prompt_embeds import bytes_of, prepare_prompt_embeds
@@ -108,6 +159,8 @@ class EngineCore:
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs must be None for prompts given as embeddings")
+        if not self.num_blocks:
+            raise RequestError("prompt_embeds cannot be given to an encoder")
         info = self.model_info
         embeds = prepare_prompt_embeds(request.prompt_embeds, info["hidden_size"], info["dtype"])
         request.prompt_embeds = embeds
@@ -146,7 +199,28 @@ class EngineCore:
             ]
         )
 
+    def abort_all(self) -> None:
+        """Abort every request; `take_unsent_outputs` has what their clients are told."""
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request in self.scheduler.requests.values():
+            aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            outputs[request.client_index].append(aborted)
+        self.abort_requests(list(self.scheduler.requests))
+        for client_index, client_outputs in outputs.items():
+            ends = EngineCoreOutputs(self.engine_index, client_outputs, timestamp=time.monotonic())
+            self._unsent.append((client_index, ends))
+
+    def take_unsent_outputs(self) -> list[tuple[int, EngineCoreOutputs]]:
+        """Outputs by client index that came of no step."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
     # A step.
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that have been planned and whose outcome has not been taken in."""
+        return 0
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Schedule, execute, and make outputs, by client index; tells also whether the model was executed."""
@@ -155,9 +229,10 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         try:
             future = self.model_executor.execute_model(scheduler_output, non_block=True)
+            grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
             model_output = future.result()
             if model_output is None:
-                model_output = self.model_executor.sample_tokens(None)
+                model_output = self.model_executor.sample_tokens(grammar_output)
         except Exception:
             logger.error("step %s failed", describe_step(scheduler_output))
             raise
@@ -167,7 +242,9 @@ class EngineCore:
         return outputs, scheduler_output.total_num_scheduled_tokens > 0
 
     def post_step(self, model_executed: bool) -> None:
-        """Called after each step, whoever drives the engine. Nothing to do here."""
+        """Called after each step, whoever drives the engine."""
+        del model_executed
+        self.control.advance()
 
     def _process_aborts_queue(self) -> None:
         try:
@@ -179,7 +256,7 @@ class EngineCore:
     # Everything else.
 
     def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Call one of the utility methods by name.
+        """Call one of the utility methods by name; a `Future` is done after some later step.
 
         Raises:
             UtilityError: there is no such method.
@@ -191,7 +268,7 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Return the state of scheduler and KV cache."""
-        return self.scheduler.make_stats()
+        return self.control.describe(self.scheduler.make_stats())
 
     def ready_message(self, rank: int) -> EngineReady:
         """Return what the frontends are told once the engine takes requests."""
@@ -204,12 +281,13 @@ class EngineCore:
             weights_bytes=self.model_info["weights_bytes"],
             device=self.model_info["device"],
             dtype=self.model_info["dtype"],
-            supported_tasks=list(SUPPORTED_TASKS),
+            supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
         )
 
     def shutdown(self) -> None:
         """Release the executor and its workers."""
+        self._structured_outputs.shutdown()
         self.model_executor.shutdown()
 
     # Start.
@@ -225,15 +303,28 @@ class EngineCore:
         num_blocks = num_blocks_for(spec, self.config.cache, available_bytes)
         max_model_len = self._choose_max_model_len(spec, num_blocks)
         self.model_executor.initialize_kv_cache(num_blocks)
-        detail = f"{num_blocks} blocks of {spec.block_size} tokens, max_model_len {max_model_len}"
+        blocks = f"{num_blocks} blocks of {spec.block_size} tokens" if num_blocks else "none needed"
+        detail = f"{blocks}, max_model_len {max_model_len}"
         self._report(Progress("kv", detail, 1.0, time.monotonic() - start))
         return num_blocks, max_model_len
+
+    def _scheduling_config(self) -> tuple[SchedulerConfig, CacheConfig]:
+        """The configuration that fits the model: without a KV cache, a prompt must be computed in one step."""
+        scheduler, cache = self.config.scheduler, self.config.cache
+        if self.num_blocks:
+            return scheduler, cache
+        budget = max(scheduler.max_num_batched_tokens, self.max_model_len)
+        return (
+            dataclasses.replace(scheduler, enable_chunked_prefill=False, max_num_batched_tokens=budget),
+            dataclasses.replace(cache, enable_prefix_caching=False),
+        )
 
     def _choose_max_model_len(self, spec: KVCacheSpec, num_blocks: int) -> int:
         limit: int = self.model_info["max_position_embeddings"]
         wanted = self.config.model.max_model_len
         if wanted is None:
-            fitting = num_blocks * spec.block_size
+            limit = self.model_info.get("advised_max_model_len", limit)
+            fitting = num_blocks * spec.block_size if spec.page_size_bytes else limit
             if fitting < limit:
                 logger.warning(
                     "max_model_len is %d: the model could take %d tokens, the KV cache has room for %d",
@@ -247,7 +338,8 @@ class EngineCore:
                 f"max_model_len={wanted} exceeds the {limit} positions that the model was made for; lower it, "
                 "or raise max_position_embeddings with hf_overrides if you know that the model can take more"
             )
-        check_max_model_len(spec, self.config.cache, num_blocks, wanted)
+        if spec.page_size_bytes:
+            check_max_model_len(spec, self.config.cache, num_blocks, wanted)
         return wanted
 
 

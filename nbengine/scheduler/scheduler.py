@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.errors import InvalidArgumentError, NBEngineError, RequestError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from nbengine.kv_cache.manager import KVCacheManager
 from nbengine.metrics.stats import SchedulerStats
-from nbengine.scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from nbengine.scheduler.grammar import Grammar, GrammarMaskBuilder
+from nbengine.scheduler.output import (
+    CachedRequestData,
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from nbengine.scheduler.stop import append_tokens, token_limit
+from nbengine.scheduler.stop import append_tokens, follow_grammar, token_limit
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Scheduler:
@@ -42,9 +58,13 @@ class Scheduler:
         engine_index: int = 0,
         *,
         num_lookahead_tokens: int = 0,
+        grammar_masks: GrammarMaskBuilder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_lookahead_tokens` slots are kept free after each request's tokens, for drafts."""
+        """`num_lookahead_tokens` slots are kept free after each request's tokens, for drafts.
+
+        Requests that have a grammar need `grammar_masks`.
+        """
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_num_batched_tokens = scheduler_config.max_num_batched_tokens
         self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
@@ -59,6 +79,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.finished_req_ids: set[str] = set()
+        self._preempted_req_ids: set[str] = set()
+        self.pause_state = PauseState.UNPAUSED
         self.num_preemptions = 0
         self.step_counter = 0
         self._by_priority = scheduler_config.policy == "priority"
@@ -66,6 +88,9 @@ class Scheduler:
         if self.enable_chunked_prefill and scheduler_config.long_prefill_token_threshold:
             self._chunk_limit = min(self._chunk_limit, scheduler_config.long_prefill_token_threshold)
         self._num_added = 0
+        self._grammar_masks = grammar_masks
+        self._structured: dict[str, Request] = {}
+        """The unfinished requests that have a grammar."""
         self._clock = clock
 
     # Requests.
@@ -79,7 +104,13 @@ class Scheduler:
         num_prompt = request.num_prompt_tokens
         if not num_prompt:
             raise RequestError(f"request {request.request_id}: the prompt has no tokens")
-        if num_prompt >= self.max_model_len:
+        is_pooling = request.pooling_params is not None
+        if is_pooling and num_prompt > self.max_model_len:
+            raise RequestError(
+                f"request {request.request_id}: the prompt has {num_prompt} tokens, more than "
+                f"max_model_len={self.max_model_len}"
+            )
+        if not is_pooling and num_prompt >= self.max_model_len:
             raise RequestError(
                 f"request {request.request_id}: the prompt has {num_prompt} tokens, but with "
                 f"max_model_len={self.max_model_len} at most {self.max_model_len - 1} leave room for an output"
@@ -119,6 +150,8 @@ class Scheduler:
             request.order = (0, 0.0, sequence)
         request.record_event(EngineCoreEventType.QUEUED, self._clock())
         self.requests[request.request_id] = request
+        if request.grammar is not None:
+            self._structured[request.request_id] = request
         self.waiting.add(request)
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
@@ -145,12 +178,22 @@ class Scheduler:
         self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         return request_ids
 
+    def set_pause_state(self, state: PauseState) -> None:
+        """Pause or go on, from the next `schedule` on."""
+        self.pause_state = state
+
     def has_requests(self) -> bool:
-        """Whether a step is due: there are unfinished requests, or ended ones that the workers still hold."""
-        return bool(self.requests or self.finished_req_ids)
+        """Whether a step is due: there is something to schedule, or the workers must be told of something."""
+        if self.finished_req_ids or self._preempted_req_ids:
+            return True
+        if self.pause_state is PauseState.UNPAUSED:
+            return bool(self.requests)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        return bool(self.running) or any(r.status is RequestStatus.PREEMPTED for r in self.waiting)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request waits or runs, paused or not."""
         return bool(self.requests)
 
     def get_num_unfinished_requests(self) -> int:
@@ -170,12 +213,17 @@ class Scheduler:
             num_scheduled_tokens={},
             total_num_scheduled_tokens=0,
             finished_req_ids=self.finished_req_ids,
+            preempted_req_ids=self._preempted_req_ids,
             step=self.step_counter,
         )
         self.finished_req_ids = set()
+        self._preempted_req_ids = set()
         self.step_counter += 1
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return plan
+        num_preemptions = self.num_preemptions
         budget = self._schedule_running(plan, self.max_num_batched_tokens)
-        if self.waiting and not plan.preempted_req_ids:
+        if self.waiting and self.num_preemptions == num_preemptions:
             budget = self._schedule_waiting(plan, budget)
         plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
         return plan
@@ -224,8 +272,10 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> int:
         manager = self.kv_cache_manager
-        while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek()
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+            request = self._next_waiting()
+            if request is None:
+                break
             computed_blocks, num_computed = manager.get_computed_blocks(request)
             num_new = self._first_chunk(request.num_tokens - num_computed, budget)
             if not num_new:
@@ -235,9 +285,16 @@ class Scheduler:
             )
             if new_block_ids is None:
                 break
-            self._admit(self.waiting.pop_first(), num_computed, num_new, plan)
+            self.waiting.remove(request)
+            self._admit(request, num_computed, num_new, plan)
             budget -= num_new
         return budget
+
+    def _next_waiting(self) -> Request | None:
+        """The first request that may be admitted."""
+        if self.pause_state is PauseState.UNPAUSED:
+            return self.waiting.peek()
+        return next((r for r in self.waiting if r.status is RequestStatus.PREEMPTED), None)
 
     def _first_chunk(self, num_uncomputed: int, budget: int) -> int:
         """How many tokens to compute of a request that is about to be admitted; 0: not in this step.
@@ -266,6 +323,7 @@ class Scheduler:
                     request.sampling_params,
                     block_ids,
                     num_computed,
+                    request.pooling_params,
                     prompt_embeds=request.prompt_embeds,
                 )
             )
@@ -286,6 +344,29 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.add(request)
 
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Return the masks of the requests with a grammar that get a token in this step; None: there are none.
+
+        To be called after the outputs of all earlier steps were taken in, for instance while the model runs.
+        The mask's buffer is overwritten by the next call.
+
+        Raises:
+            NBEngineError: the scheduler was made without `grammar_masks`.
+        """
+        if not self._structured:
+            return None
+        if self._grammar_masks is None:
+            raise NBEngineError("there are requests with a grammar, and nothing to build their masks")
+        scheduled = scheduler_output.num_scheduled_tokens
+        req_ids: list[str] = []
+        grammars: list[Grammar] = []
+        for request_id, request in self._structured.items():
+            is_sampled = request_id in scheduled and request.num_computed_tokens >= request.num_tokens
+            if is_sampled and request.grammar is not None:
+                req_ids.append(request_id)
+                grammars.append(request.grammar)
+        return GrammarOutput(req_ids, self._grammar_masks.fill_bitmasks(grammars)) if req_ids else None
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -302,6 +383,7 @@ class Scheduler:
                 f"{len(scheduler_output.num_scheduled_tokens)}"
             )
         requests = self.requests
+        pooler_output = model_runner_output.pooler_output or {}
         logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request_id, new_token_ids in zip(
@@ -309,6 +391,12 @@ class Scheduler:
         ):
             request = requests.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            if request.pooling_params is not None:
+                if (pooled := pooler_output.get(request_id)) is not None:
+                    outputs[request.client_index].append(self._finish_pooling(request, pooled))
+                elif request.num_computed_tokens >= request.num_tokens:
+                    raise NBEngineError(f"the model runner pooled nothing for request {request_id}")
                 continue
             if not new_token_ids:
                 if request.num_computed_tokens >= request.num_tokens:
@@ -328,7 +416,10 @@ class Scheduler:
 
     def _advance(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
         new_token_ids = append_tokens(request, new_token_ids)
-        finish_reason = None
+        finish_reason = error = None
+        if request.grammar is not None and not follow_grammar(request, new_token_ids):
+            error = f"structured_outputs: {request.grammar.error}"
+            logger.error("request %s: %s", request.request_id, error)
         if request.status is not RequestStatus.RUNNING:
             finish_reason = FINISH_REASONS[request.status]
             self.running.remove(request)
@@ -342,11 +433,20 @@ class Scheduler:
             request.stop_reason,
             events,
             request.num_cached_tokens,
+            error,
         )
+
+    def _finish_pooling(self, request: Request, pooled: NDArray[np.float32]) -> EngineCoreOutput:
+        request.status = RequestStatus.FINISHED_STOPPED
+        output = self._advance(request, [])
+        output.pooling_output = pooled
+        return output
 
     def _release(self, request: Request) -> None:
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
+        self._structured.pop(request.request_id, None)
+        self._preempted_req_ids.discard(request.request_id)
         self.finished_req_ids.add(request.request_id)
 
     # The KV cache, seen from outside.
@@ -367,8 +467,15 @@ class Scheduler:
             step_counter=self.step_counter,
         )
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; refused (False) while any request holds blocks."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; refused (False) while any request holds blocks.
+
+        With `reset_running_requests` all running requests are preempted first, to compute their tokens again.
+        """
+        while reset_running_requests and self.running:
+            victim = self.running.pop_last()
+            self._preempt(victim)
+            self._preempted_req_ids.add(victim.request_id)
         return self.kv_cache_manager.reset_prefix_cache()
 
     def check_integrity(self) -> None:

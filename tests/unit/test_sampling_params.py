@@ -77,7 +77,7 @@ def test_contradictions_are_refused() -> None:
         SamplingParams(stop=["a", ""])
     with pytest.raises(InvalidArgumentError, match="n must be 1 when using greedy sampling, got 2"):
         SamplingParams(n=2, temperature=0)
-    with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one kind"):
+    with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one of"):
         StructuredOutputsParams(regex="a", json_object=True)
 
 
@@ -94,6 +94,8 @@ def test_a_clone_shares_nothing_that_can_change() -> None:
         allowed_token_ids=[1],
         logit_bias={1: 2.0},
         structured_outputs=StructuredOutputsParams(json={"enum": [1]}),
+        extra_args={"a": [1]},
+        bad_words_token_ids=[[1]],
     )
     clone = params.clone()
     assert clone == params

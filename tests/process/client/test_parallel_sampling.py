@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from process_support.engine_under_test import wait_for
 
-from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nbengine import LLM, AsyncLLM, EngineArgs, RequestOutput, SamplingParams
 from nbengine.outputs import Logprob
 from nbengine.sampling_params import RequestOutputKind
+from tests.process.client.conftest import fake_options
 
 StartLLM = Callable[..., LLM]
 StartAsync = Callable[..., AsyncLLM]
@@ -118,6 +119,22 @@ async def test_an_abort_or_a_closed_stream_ends_all_completions_at_the_engine(
     stream = llm.generate({"prompt_token_ids": [5]}, endless)
     await anext(stream)
     await stream.aclose()
+    await idle(llm)
+
+
+async def test_an_engine_from_its_arguments_takes_several_aborts_at_once(
+    started_clients: list[AsyncLLM], start_async: StartAsync
+) -> None:
+    llm = AsyncLLM.from_engine_args(EngineArgs(**fake_options(knobs={"step_seconds": 0.01})))
+    started_clients.append(llm)
+    streams = [llm.generate({"prompt_token_ids": [5]}, params(max_tokens=400), name) for name in "abc"]
+    for stream in streams:
+        await anext(stream)
+    await llm.abort(["a", "c"])
+    for stream in (streams[0], streams[2]):
+        assert [output async for output in stream][-1].outputs[0].finish_reason == "abort"
+    assert not (await anext(streams[1])).finished
+    await streams[1].aclose()
     await idle(llm)
 
 

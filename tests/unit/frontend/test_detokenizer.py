@@ -177,6 +177,13 @@ def test_text_that_may_become_a_stop_string_is_held_back_and_released_when_it_do
     assert deltas == ["a", " ", "", "", "fox"]
 
 
+def test_nothing_is_held_back_when_the_stop_string_is_wanted(byte_level: Tokenizer) -> None:
+    params = SamplingParams(stop=["fog"], include_stop_str_in_output=True)
+    ids = [byte_level.encode(character).ids[0] for character in "fog"]
+    deltas, stop, _ = stream(byte_level, [[token_id] for token_id in ids], params)
+    assert (deltas, stop) == (["f", "o", "g"], "fog")
+
+
 def test_the_token_that_stops_a_request_has_no_text_unless_it_is_asked_for(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("the fox").ids
     for include, expected in ((False, byte_level.decode(ids[:-1])), (True, byte_level.decode(ids))):

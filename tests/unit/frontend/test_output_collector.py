@@ -130,16 +130,18 @@ def test_an_interrupt_ends_the_wait_at_once_and_loses_nothing(interrupt_when_arm
     assert queue.get_blocking(timeout=1).outputs[0].text == "kept"
 
 
+@pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
-def test_an_interrupt_just_before_the_return_loses_no_output(kind: RequestOutputKind) -> None:
+def test_an_interrupt_just_before_the_return_loses_no_output(kind: RequestOutputKind, more: bool) -> None:
     queue = collector(kind)
     queue.put(output("a", [1]))
     queue._changed = InterruptedOnExit(queue._changed)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         queue.get_blocking(timeout=1)
-    queue.put(output("b", [2], finished=True))
+    if more:
+        queue.put(output("b", [2], finished=True))
     merged = queue.get_blocking(timeout=1)
-    assert (merged.outputs[0].text, merged.finished) == ("ab", True)
+    assert (merged.outputs[0].text, merged.finished) == ("ab" if more else "a", more)
 
 
 class InterruptedOnExit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 
@@ -227,6 +228,24 @@ def test_outputs_do_not_change_after_they_were_handed_out(harness: Harness) -> N
     request_id, _ = harness.add()
     outputs = harness.run(request_id)
     assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, len(harness.ids) + 1))
+
+
+async def test_an_output_that_cannot_be_processed_leaves_no_reader_of_another_asleep(
+    harness: Harness,
+) -> None:
+    fine, fine_queue = harness.add(queued=True, params=SamplingParams(output_kind=DELTA))
+    broken, broken_queue = harness.add(queued=True)
+    assert fine_queue is not None
+    assert broken_queue is not None
+    readers = [asyncio.create_task(queue.get()) for queue in (fine_queue, broken_queue)]
+    await asyncio.sleep(0)
+    steps = [EngineCoreOutput(fine, harness.ids[:1]), EngineCoreOutput(broken, None)]  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        harness.processor.process_outputs(steps)
+    harness.processor.fail_requests(EngineDeadError("a bug"))
+    first, second = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), 5)
+    assert isinstance(first, RequestOutput)
+    assert isinstance(second, EngineDeadError)
 
 
 def test_an_internal_id_is_not_given_twice(harness: Harness) -> None:
