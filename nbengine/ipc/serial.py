@@ -192,6 +192,8 @@ class MsgpackDecoder(Generic[T]):
         Raises:
             WireError: the first frame is not msgpack.
         """
+        if not frames:
+            raise WireError("a message without frames cannot be decoded")
         skimmer = msgspec.msgpack.Decoder(ext_hook=self._skim_hook)
         try:
             return skimmer.decode(cast("bytes", frames[0]))

@@ -112,6 +112,7 @@ def test_the_arguments_that_existing_scripts_pass_are_taken() -> None:
         "runner": "pooling",
         "enable_sleep_mode": True,
         "disable_log_stats": True,
+        "enable_prompt_embeds": True,
         "tokenizer_mode": "auto",
         "enforce_eager": True,
     }
