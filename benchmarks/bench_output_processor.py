@@ -102,14 +102,15 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     arguments.add_argument("--steps", type=int, default=200)
+    arguments.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     arguments.set_defaults(rounds=3)
     options = arguments.parse_args()
     tokenizer = load_tokenizer(resolve_model(ModelConfig("smollm2-135m"))).backend_tokenizer
     ids = tokenizer.encode(TEXT.read_text() * 10).ids
     rows = []
     for requests in options.requests:
-        for setting, changes in SETTINGS.items():
-            times = measure(tokenizer, ids, requests, options.steps, options.rounds, changes)
+        for setting in options.settings:
+            times = measure(tokenizer, ids, requests, options.steps, options.rounds, SETTINGS[setting])
             median = statistics.median(times)
             rows.append(
                 {

@@ -1,11 +1,12 @@
 """What the scheduler and the KV cache cost a step, without a model.
 
-    python benchmarks/bench_scheduler.py [--json PATH]
+    python benchmarks/bench_scheduler.py [--json PATH] [--only decode|new]
 
-Decoding: schedule() and update_from_output() of one step in which every request computes one token; prompts of
-128 tokens and up, so that block boundaries spread over the steps. New requests: 256 prompts of 1,000 tokens, the
-first 800 of them shared, admitted in one step: making and hashing the request, add_request(), schedule() and
-update_from_output(), a request each. Medians, in microseconds, prefix caching and statistics on.
+Decoding: schedule(), and update_from_output() with make_stats(), of a step in which every request computes one token;
+prompts of 128 tokens and up, so that block boundaries spread over the steps. New requests: 256 prompts of 1,000 tokens,
+the first 800 of them shared, admitted in one step: making and hashing the request, add_request(), schedule() and
+update_from_output(), a request each; then the lookup in the prefix cache and the allocation by themselves, in a fresh
+cache. Medians, in microseconds, prefix caching on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MAX_MODEL_LEN = 8192
 VOCAB_SIZE = 49_000
 WARMUP_STEPS = 20
 PROMPT, SHARED = 1000, 800
+NEW_REQUESTS_BUDGET = 65_536
 
 
 def make_scheduler(max_num_seqs: int, budget: int) -> Scheduler:
@@ -76,13 +78,15 @@ def decode(num_requests: int, num_waiting: int, steps: int, repeats: int) -> dic
             output = sample(scheduler, plan, rng)
             t2 = perf_counter_ns()
             scheduler.update_from_output(plan, output)
+            scheduler.make_stats()
             t3 = perf_counter_ns()
             if number >= WARMUP_STEPS:
                 schedule.append(t1 - t0)
                 update.append(t3 - t2)
                 both.append(t1 - t0 + t3 - t2)
         gc.unfreeze()
-    return {"schedule": _median_us(schedule), "update": _median_us(update), "total": _median_us(both)}
+    parts = {"schedule": schedule, "update": update, "total": both}
+    return {name: _median_us(samples) for name, samples in parts.items()}
 
 
 def new_requests(count: int, repeats: int) -> dict[str, float]:
@@ -91,8 +95,10 @@ def new_requests(count: int, repeats: int) -> dict[str, float]:
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     init: list[float] = []
     add, schedule, update = [], [], []
+    lookup: list[float] = []
+    allocate: list[float] = []
     for _ in range(repeats):
-        scheduler = make_scheduler(count, count * PROMPT)
+        scheduler = make_scheduler(count, NEW_REQUESTS_BUDGET)
         shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(SHARED)]
         own = [[rng.randrange(3, VOCAB_SIZE) for _ in range(PROMPT - SHARED)] for _ in range(count)]
         prompts = [shared + tokens for tokens in own]
@@ -117,6 +123,8 @@ def new_requests(count: int, repeats: int) -> dict[str, float]:
         found = scheduler.make_stats().prefix_cache_hits
         if found != (count - 1) * SHARED:
             raise SystemExit(f"{found} tokens found in the prefix cache, {(count - 1) * SHARED} expected")
+        for samples, times in zip((lookup, allocate), _admissions(prompts, params), strict=True):
+            samples += times
         gc.unfreeze()
     parts: dict[str, list[float]] = {
         "init_and_hash": init,
@@ -125,7 +133,28 @@ def new_requests(count: int, repeats: int) -> dict[str, float]:
         "update": update,
     }
     row = {name: _median_us(samples) for name, samples in parts.items()}
-    return row | {"total": round(sum(row.values()), 2)}
+    row["total"] = round(sum(row.values()), 2)
+    return row | {"lookup": _median_us(lookup), "allocate": _median_us(allocate)}
+
+
+def _admissions(prompts: list[list[int]], params: SamplingParams) -> tuple[list[int], list[int]]:
+    """Nanoseconds of each request's lookup, and of its allocation and entry into the prefix cache."""
+    manager = make_scheduler(len(prompts), NEW_REQUESTS_BUDGET).kv_cache_manager
+    lookup, allocate = [], []
+    for i, prompt in enumerate(prompts):
+        request = Request(f"m{i}", prompt, params, block_hasher=manager.block_hasher)
+        t0 = perf_counter_ns()
+        block_ids, num_computed = manager.get_computed_blocks(request)
+        t1 = perf_counter_ns()
+        manager.allocate_slots(request, PROMPT - num_computed, block_ids)
+        request.num_computed_tokens = PROMPT
+        manager.cache_blocks(request)
+        t2 = perf_counter_ns()
+        if num_computed != (SHARED if i else 0):
+            raise SystemExit(f"{num_computed} tokens of request {i} found in the prefix cache")
+        lookup.append(t1 - t0)
+        allocate.append(t2 - t1)
+    return lookup, allocate
 
 
 def _median_us(samples: Sequence[float]) -> float:
@@ -136,14 +165,20 @@ def main() -> None:
     """One row a case; the parts of a total stand beside it."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--only", choices=("decode", "waiting", "new"), help="this kind of row alone")
+    options.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256], help="decoding ones")
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
-    for num_requests, num_waiting in ((1, 0), (32, 0), (256, 0), (256, 10_000)):
-        name = f"decode {num_requests}" + (f", {num_waiting} waiting" if num_waiting else "")
-        rounds = 1 if num_waiting else arguments.rounds
-        rows.append({"µs": name, **decode(num_requests, num_waiting, arguments.steps, rounds)})
-    name = f"new request of {PROMPT} tokens, {SHARED} shared"
-    rows.append({"µs": name, **new_requests(256, arguments.rounds)})
+    kinds = (arguments.only,) if arguments.only else ("decode", "waiting", "new")
+    if "decode" in kinds:
+        for count in arguments.requests:
+            figures = decode(count, 0, arguments.steps, arguments.rounds)
+            rows.append({"µs": f"decode {count}", **figures})
+    if "waiting" in kinds:
+        rows.append({"µs": "decode 256, 10000 waiting", **decode(256, 10_000, arguments.steps, 1)})
+    if "new" in kinds:
+        name = f"new request of {PROMPT} tokens, {SHARED} shared"
+        rows.append({"µs": name, **new_requests(256, arguments.rounds)})
     report("scheduler and KV cache", rows, arguments.json)
 
 

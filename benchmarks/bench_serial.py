@@ -1,6 +1,6 @@
 """Time msgpack encoding and decoding of the messages that cross the wire each step.
 
-    python benchmarks/bench_serial.py [--json PATH]
+    python benchmarks/bench_serial.py [--json PATH] [--only outputs|request|tensors]
 
 Times are microseconds. The message shapes are those of the peer's benchmark: step outputs with one token per
 request and the scheduler's stats, and a request with a 1,000-token prompt. Tensors travel between two processes,
@@ -29,17 +29,15 @@ from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorReceiver, ShmTensorSender, new_tensor_dir
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import SchedulerStats
-from nbengine.sampling_params import SamplingParams
-
-REPEATS = 3
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 
-def timed(name: str, function: Callable[[], Any], calls: int) -> dict[str, float]:
+def timed(name: str, function: Callable[[], Any], calls: int, rounds: int) -> dict[str, float]:
     """Median and 90th percentile of one call, in microseconds."""
     for _ in range(calls // 10):
         function()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(rounds):
         gc.collect()
         for _ in range(calls):
             start = time.perf_counter_ns()
@@ -56,7 +54,7 @@ def request_id() -> str:
     return f"cmpl-{uuid.uuid4().hex}-0-{uuid.uuid4().hex[:8]}"
 
 
-def bench_outputs(requests: int, calls: int, rng: random.Random) -> dict[str, Any]:
+def bench_outputs(requests: int, calls: int, rounds: int, rng: random.Random) -> dict[str, Any]:
     outputs = [EngineCoreOutput(request_id(), [rng.randrange(3, 49000)]) for _ in range(requests)]
     message = EngineCoreOutputs(
         outputs=outputs, scheduler_stats=SchedulerStats(num_running_reqs=requests), timestamp=time.monotonic()
@@ -69,16 +67,18 @@ def bench_outputs(requests: int, calls: int, rng: random.Random) -> dict[str, An
     return {
         "message": f"EngineCoreOutputs, {requests} requests",
         "bytes": len(wire),
-        **timed("encode", lambda: encoder.encode_into(message, buffer), calls),
-        **timed("decode", lambda: decoder.decode(wire), calls),
+        **timed("encode", lambda: encoder.encode_into(message, buffer), calls, rounds),
+        **timed("decode", lambda: decoder.decode(wire), calls, rounds),
     }
 
 
-def bench_request(prompt_tokens: int, calls: int, rng: random.Random) -> dict[str, Any]:
+def bench_request(prompt_tokens: int, calls: int, rounds: int, rng: random.Random) -> dict[str, Any]:
     request = EngineCoreRequest(
         request_id=request_id(),
         prompt_token_ids=[rng.randrange(3, 49000) for _ in range(prompt_tokens)],
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True),
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        ),
         arrival_time=time.time(),
         external_req_id=request_id(),
     )
@@ -89,8 +89,8 @@ def bench_request(prompt_tokens: int, calls: int, rng: random.Random) -> dict[st
     return {
         "message": f"EngineCoreRequest, {prompt_tokens} tokens",
         "bytes": len(wire),
-        **timed("encode", lambda: encoder.encode(request), calls),
-        **timed("decode", lambda: decoder.decode(wire), calls),
+        **timed("encode", lambda: encoder.encode(request), calls, rounds),
+        **timed("decode", lambda: decoder.decode(wire), calls, rounds),
     }
 
 
@@ -153,14 +153,22 @@ def receive_tensors(run_dir: Path, tensor_dir: Path) -> None:
 def main() -> None:
     """One row a message."""
     options = parser(__doc__)
-    options.add_argument("--calls", type=int, default=2000, help="timed calls, three times over")
+    options.add_argument("--calls", type=int, default=2000, help="timed calls of each round")
     options.add_argument("--tensor-rounds", type=int, default=200, help="tensors of each size and way")
+    options.add_argument("--only", choices=("outputs", "request", "tensors"), help="this kind of row alone")
+    options.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256], help="in a step's outputs")
+    options.set_defaults(rounds=3)
     arguments = options.parse_args()
     rng = random.Random(3)
-    rows = [bench_outputs(requests, arguments.calls, rng) for requests in (1, 32, 256)]
-    rows.append(bench_request(1000, arguments.calls, rng))
-    tensors = [bench_tensor(kib << 10, arguments.tensor_rounds) for kib in (64, 256, 1024, 4096, 16384)]
-    report("tensors between two processes", tensors, None)
+    kinds = (arguments.only,) if arguments.only else ("outputs", "request", "tensors")
+    rows, tensors = [], []
+    if "outputs" in kinds:
+        rows += [bench_outputs(count, arguments.calls, arguments.rounds, rng) for count in arguments.requests]
+    if "request" in kinds:
+        rows.append(bench_request(1000, arguments.calls, arguments.rounds, rng))
+    if "tensors" in kinds:
+        tensors = [bench_tensor(kib << 10, arguments.tensor_rounds) for kib in (64, 256, 1024, 4096, 16384)]
+        report("tensors between two processes", tensors, None)
     report("messages", rows, arguments.json, tensors=tensors)
 
 

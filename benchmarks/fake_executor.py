@@ -1,14 +1,18 @@
-"""An executor without a model: every request gets random-tiny's token for "a" at a fixed rate.
+"""Executors without a model, which stand in where a benchmark asks what everything around the model costs.
 
-It stands in where a benchmark asks what everything around the model costs. `NBENGINE_BENCH_STEP_SECONDS` is the
-time of a step; with `NBENGINE_BENCH_TOKEN_LOG` the moment of each step's end (`time.monotonic()`) goes to that file.
+`NBENGINE_BENCH_STEP_SECONDS` is the time of a step. With `NBENGINE_BENCH_TOKEN_LOG` the moment of each step's end
+(`time.monotonic()`) goes to that file. `NBENGINE_BENCH_TEXT` names a JSON file with the token ids of a text, from which
+each request gets a piece; without it every token is random-tiny's for "a".
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from typing import Any
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TextIO
 
 from nbengine.config import EngineConfig
 from nbengine.executor.base import Executor
@@ -16,6 +20,27 @@ from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 TOKEN = 64
+PIECES, PIECE_OFFSET = 200, 37
+
+
+class StepFuture(Future[ModelRunnerOutput | None]):
+    """The outcome of a step that ends at `end`. Waiting for it sleeps, so the interpreter is free as with a device."""
+
+    def __init__(self, output: ModelRunnerOutput | None, end: float, log: TextIO | None = None) -> None:
+        super().__init__()
+        self._output, self._end, self._log = output, end, log
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput | None:
+        del timeout
+        remaining = self._end - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
+        if self._log is not None:
+            self._log.write(f"{time.monotonic()}\n")
+        return self._output
 
 
 class FixedRateExecutor(Executor):
@@ -23,12 +48,18 @@ class FixedRateExecutor(Executor):
 
     def __init__(self, config: EngineConfig, progress: Any = None) -> None:
         self._block_size = config.cache.block_size
+        self._async_scheduling = bool(config.scheduler.async_scheduling)
         self._step_seconds = float(os.environ.get("NBENGINE_BENCH_STEP_SECONDS", "0.005"))
         log = os.environ.get("NBENGINE_BENCH_TOKEN_LOG")
         self._log = open(log, "a", buffering=1) if log else None  # noqa: SIM115  # closed by shutdown
-        self._due = 0.0
-        self._known: dict[str, list[int]] = {}
-        """Tokens that a request has, and tokens computed so far."""
+        text = os.environ.get("NBENGINE_BENCH_TEXT")
+        self._text: list[int] = json.loads(Path(text).read_text()) if text else [TOKEN]
+        self._end = 0.0
+        self._sampled: ModelRunnerOutput | None = None
+        self._num_requests = 0
+        self._prompt_lengths: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
+        """Where in the text each request's next token lies."""
 
     def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None, **_: Any) -> Any:
         """Only what an engine core asks at its start."""
@@ -38,7 +69,7 @@ class FixedRateExecutor(Executor):
                 "dtype": "float32",
                 "weights_bytes": 0,
                 "max_position_embeddings": 1 << 20,
-                "vocab_size": 256,
+                "vocab_size": max(256, *self._text) + 1,
             },
             "get_kv_cache_spec": KVCacheSpec(1, 1, 1, 4, self._block_size),
             "determine_available_memory": 1 << 24,
@@ -46,41 +77,57 @@ class FixedRateExecutor(Executor):
         }
         return [answers[method]]
 
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Two with asynchronous scheduling."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def async_scheduling(self) -> bool:
+        """As the configuration says; off by default."""
+        return self._async_scheduling
+
     def execute_model(self, scheduler_output: SchedulerOutput, *, non_block: bool = False) -> Any:
-        """Wait for the end of the step, then say which requests get a token."""
-        for new in scheduler_output.scheduled_new_reqs:
-            self._known[new.req_id] = [len(new.token_ids), new.num_computed_tokens]
-        cached = scheduler_output.scheduled_cached_reqs
-        for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._known[req_id][1] = computed
-        for req_id in scheduler_output.finished_req_ids:
-            self._known.pop(req_id, None)
+        """Begin a step. As with a real worker, `sample_tokens` says what came of a plan with tokens."""
+        output = self._run(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._sampled, output = output, None
+            self._end = self._next_end(time.monotonic())
+        future = StepFuture(output, self._end)
+        return future if non_block else future.result()
+
+    def sample_tokens(self, grammar_output: Any = None, *, non_block: bool = False) -> Any:
+        """Which requests get which token."""
+        del grammar_output
+        future = StepFuture(self._sampled, self._end, self._log)
+        return future if non_block else future.result()
+
+    def _next_end(self, now: float) -> float:
+        return max(self._end + self._step_seconds, now)
+
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        prompt_lengths, positions, text = self._prompt_lengths, self._positions, self._text
+        for req_id in plan.finished_req_ids:
+            prompt_lengths.pop(req_id, None)
+            positions.pop(req_id, None)
+        scheduled = plan.num_scheduled_tokens
+        computed = {}
+        for new in plan.scheduled_new_reqs:
+            prompt_lengths[new.req_id] = len(new.token_ids)
+            positions[new.req_id] = self._num_requests % PIECES * PIECE_OFFSET
+            computed[new.req_id] = new.num_computed_tokens
+            self._num_requests += 1
+        cached = plan.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled = []
-        for req_id, count in scheduler_output.num_scheduled_tokens.items():
-            state = self._known[req_id]
-            done = state[1] + count >= state[0]
-            state[0] += done
-            sampled.append([TOKEN] if done else [])
-        self._wait()
-        output = ModelRunnerOutput(list(scheduler_output.num_scheduled_tokens), sampled)
-        if non_block:
-            from concurrent.futures import Future
-
-            future: Future[ModelRunnerOutput] = Future()
-            future.set_result(output)
-            return future
-        return output
-
-    def _wait(self) -> None:
-        now = time.monotonic()
-        self._due = max(self._due + self._step_seconds, now)
-        time.sleep(self._due - now)
-        if self._log is not None:
-            self._log.write(f"{time.monotonic()}\n")
-
-    def sample_tokens(self, grammar_output: None = None) -> ModelRunnerOutput:
-        """Never called: `execute_model` samples."""
-        raise NotImplementedError
+        for req_id, count in scheduled.items():
+            if computed[req_id] + count >= prompt_lengths[req_id]:
+                position = positions[req_id]
+                sampled.append([text[position % len(text)]])
+                positions[req_id] = position + 1
+            else:
+                sampled.append([])
+        return ModelRunnerOutput(list(scheduled), sampled)
 
     def check_health(self) -> None:
         """Nothing can be wrong."""
@@ -89,3 +136,10 @@ class FixedRateExecutor(Executor):
         """Close the log."""
         if self._log is not None:
             self._log.close()
+
+
+class SerialDeviceExecutor(FixedRateExecutor):
+    """A step takes so many seconds, from when it is handed over or the previous one has ended, as on a device."""
+
+    def _next_end(self, now: float) -> float:
+        return max(self._end, now) + self._step_seconds

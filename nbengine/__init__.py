@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbengine.config import EngineArgs
+    from nbengine.config import AsyncEngineArgs, EngineArgs
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
+        IncompleteOutputError,
         InvalidArgumentError,
         InvalidTypeError,
         LeaseExpiredError,
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
         RequestError,
         UtilityError,
     )
-    from nbengine.frontend.async_llm import AsyncLLM
+    from nbengine.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -47,10 +49,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "nbengine.config": ("EngineArgs",),
+    "nbengine.config": ("AsyncEngineArgs", "EngineArgs"),
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
+        "IncompleteOutputError",
         "InvalidArgumentError",
         "InvalidTypeError",
         "LeaseExpiredError",
@@ -61,7 +64,8 @@ _HOMES = {
         "RequestError",
         "UtilityError",
     ),
-    "nbengine.frontend.async_llm": ("AsyncLLM",),
+    "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "nbengine.frontend.input_processor": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
@@ -87,16 +91,20 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
+    "IncompleteOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
     "LLMEngine",
@@ -109,6 +117,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -118,6 +127,8 @@ __all__ = [
     "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UtilityError",
     "load_ipython_extension",
     "unload_ipython_extension",

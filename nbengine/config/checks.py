@@ -13,6 +13,6 @@ def require(name: str, value: object, ok: bool, allowed: str) -> None:
         raise InvalidArgumentError(name, value, allowed)
 
 
-def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise `InvalidArgumentError` unless `value` is one of `allowed`."""
-    require(name, value, value in allowed, "one of " + ", ".join(allowed))
+    require(name, value, value in allowed, "one of " + ", ".join(map(str, allowed)))

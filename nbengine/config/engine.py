@@ -6,11 +6,11 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 from nbengine.config.cache import CacheConfig
-from nbengine.config.checks import require
+from nbengine.config.checks import one_of, require
 from nbengine.config.model import ModelConfig
 from nbengine.config.parallel import ParallelConfig
 from nbengine.config.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
@@ -18,6 +18,30 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupported
 
 DEFAULT_KEEP_ALIVE_SECONDS = 600.0
 DEFAULT_LEASE_SECONDS = 30.0
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "runner": ("auto", "generate", "pooling"),
+    "enable_sleep_mode": (True, False),
+    "disable_log_stats": (True, False),
+    "tokenizer_mode": ("auto",),
+    "kv_cache_dtype": ("auto",),
+}
+"""Arguments that existing scripts pass and that leave nothing to choose here, with the values that are true of it."""
+NOT_OFFERED = frozenset(
+    (
+        "compilation_config",
+        "cpu_offload_gb",
+        "enable_lora",
+        "kv_transfer_config",
+        "limit_mm_per_prompt",
+        "max_lora_rank",
+        "max_loras",
+        "skip_tokenizer_init",
+        "speculative_config",
+        "swap_space",
+    )
+)
+"""Arguments that scripts for other engines pass, and that mean something which there is not here."""
+_DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +68,9 @@ class EngineConfig:
 @dataclass(frozen=True)
 class EngineArgs:
     """The arguments of `LLM`, `AsyncLLM` and `%engine start`, flat, with their defaults.
+
+    The last ones are taken because existing scripts pass them, and are not kept: an engine offers whatever its model
+    supports (`runner`), can always sleep (`enable_sleep_mode`) and never logs statistics (`disable_log_stats`).
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
@@ -84,8 +111,15 @@ class EngineArgs:
     data_parallel_backend: str = "mp"
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
+    runner: InitVar[str] = "auto"
+    enable_sleep_mode: InitVar[bool] = False
+    disable_log_stats: InitVar[bool] = False
+    tokenizer_mode: InitVar[str] = "auto"
+    kv_cache_dtype: InitVar[str] = "auto"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *without_effect: object) -> None:
+        for (name, allowed), value in zip(WITHOUT_EFFECT.items(), without_effect, strict=True):
+            one_of(name, value, allowed)
         hints = typing.get_type_hints(type(self))
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), hints[f.name])
@@ -96,10 +130,13 @@ class EngineArgs:
 
         Raises:
             InvalidArgumentError: a name is not known; the message has the one that was meant, or all there are.
+            NotSupportedError: it is one of `NOT_OFFERED`.
         """
         known = sorted(f.name for f in fields(cls))
         for name in kwargs:
-            if name not in known:
+            if name in NOT_OFFERED:
+                raise NotSupportedError(f"{name} is not offered; leave it out")
+            if name not in known and name not in WITHOUT_EFFECT:
                 near = difflib.get_close_matches(name, known, n=1)
                 allowed = f"a known name such as {near[0]}" if near else "one of " + ", ".join(known)
                 raise InvalidArgumentError("engine argument", name, allowed)
@@ -112,7 +149,7 @@ class EngineArgs:
             model=ModelConfig(
                 model=self.model,
                 tokenizer=self.tokenizer,
-                dtype=self.dtype,
+                dtype=_DTYPE_SYNONYMS.get(self.dtype, self.dtype),
                 quantization=self.quantization,
                 load_format=self.load_format,
                 device=self.device,
@@ -156,6 +193,10 @@ class EngineArgs:
             lease=float(self.lease),
             bound=bound,
         )
+
+
+AsyncEngineArgs = EngineArgs
+"""The name that scripts for `AsyncLLM` import."""
 
 
 def _refuse_unsupported(args: EngineArgs) -> None:

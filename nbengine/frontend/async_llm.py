@@ -7,7 +7,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,7 +16,7 @@ from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine
-from nbengine.config import EngineArgs
+from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
 from nbengine.frontend.input_processor import PromptType, prompt_text
@@ -77,15 +76,22 @@ class AsyncLLM(Prompting):
         if not multiprocess:
             raise InvalidArgumentError("multiprocess", multiprocess, "True (LLM has engines in this process)")
         config = EngineArgs.from_kwargs({"model": model, **options}).create_engine_config(bound=bound)
-        client = EngineCoreClient.make_async_mp_client(
-            resolve_files(config, progress), LoopThread.shared(), name=name, session=session
-        )
-        self._set_up(client, progress)
+        self._start(config, name, session, progress)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
-        """Start an engine from the flat arguments; it ends with this process."""
-        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        name: str | None = None,
+        bound: bool = True,
+        session: str | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> AsyncLLM:
+        """Build from the flat arguments; the others, and what is raised, are the constructor's."""
+        llm = cls.__new__(cls)
+        llm._start(engine_args.create_engine_config(bound=bound), name, session, progress)
+        return llm
 
     @classmethod
     def attach(
@@ -104,6 +110,14 @@ class AsyncLLM(Prompting):
         llm = cls.__new__(cls)
         llm._set_up(AsyncMPClient(find_engine(name_or_file), LoopThread.shared(), session=session), progress)
         return llm
+
+    def _start(
+        self, config: EngineConfig, name: str | None, session: str | None, progress: ProgressCallback | None
+    ) -> None:
+        client = EngineCoreClient.make_async_mp_client(
+            resolve_files(config, progress), LoopThread.shared(), name=name, session=session
+        )
+        self._set_up(client, progress)
 
     def _set_up(self, client: AsyncMPClient, progress: ProgressCallback | None) -> None:
         self.engine_core: AsyncMPClient = client
@@ -302,6 +316,10 @@ class AsyncLLM(Prompting):
         """
         self.engine_core.shutdown(drain=drain)
         self._finalizer.detach()
+
+
+AsyncLLMEngine = AsyncLLM
+"""The name that older scripts import."""
 
 
 class _Requests:

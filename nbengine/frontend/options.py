@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EngineOptions(TypedDict, total=False):
-    """Everything in `EngineArgs` but the model; the defaults are there."""
+    """Everything that `EngineArgs` takes but the model; the defaults are there."""
 
     tokenizer: str | None
     dtype: str
@@ -47,6 +47,11 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_backend: str
     keep_alive: float
     lease: float
+    runner: str
+    enable_sleep_mode: bool
+    disable_log_stats: bool
+    tokenizer_mode: str
+    kv_cache_dtype: str
 
 
 def with_engine_options(function: F) -> F:

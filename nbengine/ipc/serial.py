@@ -82,6 +82,8 @@ class MsgpackEncoder:
         self.size_threshold = size_threshold
         self.oob_tensor_consumer = oob_tensor_consumer
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._enc_hook)
+        # Into memory that is there already: without it a long prompt makes the output grow many times.
+        self._scratch = bytearray()
         self._frames: list[Buffer] = []
         self._placed: list[dict[str, Any]] = []
         self._consumer: OOBTensorConsumer | None = None
@@ -103,11 +105,9 @@ class MsgpackEncoder:
         self._frames, self._placed = frames, []
         consumer = self._consumer = self.oob_tensor_consumer
         try:
-            if buffer is None:
-                frames[0] = self._encoder.encode(obj)
-            else:
-                self._encoder.encode_into(obj, buffer)
-                frames[0] = buffer
+            target = self._scratch if buffer is None else buffer
+            self._encoder.encode_into(obj, target)
+            frames[0] = bytes(target) if buffer is None else buffer
         except BaseException as error:
             if consumer is not None:
                 for handle in self._placed:

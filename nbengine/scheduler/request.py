@@ -10,6 +10,7 @@ from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
 from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
 from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.scheduler.grammar import Grammar
 
 
 class RequestStatus(enum.Enum):
@@ -53,6 +54,7 @@ class Request:
         "eos_token_id",
         "events",
         "extra_keys",
+        "grammar",
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
@@ -115,6 +117,8 @@ class Request:
         self.stop_token_ids: set[int] = set()
         self.min_total_tokens = self.num_prompt_tokens
         self.max_total_tokens = 0
+        self.grammar: Grammar | None = None
+        """With structured outputs: what the output must follow."""
         self.skip_reading_prefix_cache = pooling_params is not None and pooling_params.needs_every_token
         if sampling_params is not None:
             self._set_limits(sampling_params)

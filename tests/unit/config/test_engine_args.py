@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("gpu_memory_utilization", 0.0),
     ("gpu_memory_utilization", 1.01),
     ("keep_alive", -1.0),
+    ("kv_cache_dtype", "fp8"),
     ("kv_cache_memory_bytes", 0),
     ("lease", 0.0),
     ("load_format", "pickle"),
@@ -30,10 +32,12 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("model", ""),
     ("num_gpu_blocks_override", 0),
     ("pipeline_parallel_size", 0),
+    ("runner", "draft"),
     ("scheduling_policy", "lottery"),
     ("seed", -1),
     ("stream_interval", 0),
     ("tensor_parallel_size", 0),
+    ("tokenizer_mode", "mistral"),
 ]
 NOT_YET: list[tuple[str, Any]] = [
     ("tensor_parallel_size", 2),
@@ -45,6 +49,8 @@ NOT_YET: list[tuple[str, Any]] = [
     ("data_parallel_backend", "ray"),
     ("quantization", "fp8"),
     ("async_scheduling", True),
+    ("enable_lora", True),
+    ("speculative_config", {"method": "ngram"}),
 ]
 
 
@@ -90,6 +96,22 @@ def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
 
 def test_an_integer_serves_as_a_float() -> None:
     assert config_of(keep_alive=5).keep_alive == 5.0
+
+
+def test_the_arguments_that_existing_scripts_pass_are_taken() -> None:
+    arguments = {
+        "runner": "pooling",
+        "enable_sleep_mode": True,
+        "disable_log_stats": True,
+        "tokenizer_mode": "auto",
+        "enforce_eager": True,
+    }
+    assert config_of(**arguments, dtype="half").model.dtype == "float16"
+
+
+def test_the_arguments_of_a_script_can_be_passed_on_as_keywords() -> None:
+    args = EngineArgs(model="random-tiny", max_model_len=64)
+    assert EngineArgs.from_kwargs(asdict(args)) == args
 
 
 def test_a_configuration_survives_json() -> None:

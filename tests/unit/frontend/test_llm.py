@@ -13,6 +13,7 @@ import pytest
 from nbengine import LLM, SamplingParams
 from nbengine.client.base import BlockingClient, EngineCoreClient, ProgressCallback
 from nbengine.config import EngineArgs, EngineConfig
+from nbengine.config.engine import WITHOUT_EFFECT
 from nbengine.errors import (
     EngineDeadError,
     EngineStartError,
@@ -438,4 +439,5 @@ def test_the_signature_shows_every_engine_argument_with_its_default() -> None:
     parameters = inspect.signature(LLM).parameters
     expected = {f.name: f.default for f in fields(EngineArgs)} | {"multiprocess": True}
     assert {name: p.default for name, p in parameters.items()} == expected
-    assert set(EngineOptions.__annotations__) == {f.name for f in fields(EngineArgs)} - {"model"}
+    names = {f.name for f in fields(EngineArgs)} - {"model"}
+    assert set(EngineOptions.__annotations__) == names | set(WITHOUT_EFFECT)

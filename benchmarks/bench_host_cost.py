@@ -1,0 +1,149 @@
+"""What a step costs around the model: AsyncLLM, sockets, engine core process and scheduler, with a model that only waits.
+
+    python benchmarks/bench_host_cost.py [--json PATH] [--streams N ...] [--step-us US ...]
+
+Every stream has its own prompt of 128 tokens and gets 200 tokens of a real text, as deltas. The interval of a step is the time
+between a stream's first and last output, a token (the median over streams and rounds); what is above the model's time is
+the host cost that was not overlapped. A model of 0 µs leaves nothing to overlap with: the interval is the slowest stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import parser, report
+
+from nbengine import AsyncLLM, RequestOutputKind, SamplingParams
+
+TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
+PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """One stream as its reader saw it; seconds."""
+
+    tokens: int
+    outputs: int
+    first: float
+    last: float
+
+
+class Load:
+    """Streams with prompts that share no block."""
+
+    def __init__(self, llm: AsyncLLM, ids: list[int], tokens: int) -> None:
+        self._llm = llm
+        self._ids = ids
+        self._params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        self._serial = itertools.count(1)
+
+    async def run(self, streams: int) -> list[StreamTimes]:
+        """So many streams at once."""
+        return await asyncio.gather(*[self._stream(self._prompt()) for _ in range(streams)])
+
+    def _prompt(self) -> list[int]:
+        number = next(self._serial)
+        begin = number * 131 % (len(self._ids) - PROMPT_TOKENS)
+        return [3 + number % 40_000, *self._ids[begin : begin + PROMPT_TOKENS - 1]]
+
+    async def _stream(self, prompt: list[int]) -> StreamTimes:
+        start = time.perf_counter()
+        first = 0.0
+        tokens = outputs = 0
+        async for output in self._llm.generate({"prompt_token_ids": prompt}, self._params):
+            first = first or time.perf_counter() - start
+            tokens += len(output.outputs[0].token_ids)
+            outputs += 1
+        return StreamTimes(tokens, outputs, first, time.perf_counter() - start)
+
+
+async def measure(load: Load, streams: int, rounds: int, step_us: float) -> dict[str, Any]:
+    """One row."""
+    rates: list[float] = []
+    times: list[StreamTimes] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        # One stream alone is over so soon that it takes several to make a round.
+        this_round = [await load.run(streams) for _ in range(5 if streams == 1 else 1)]
+        elapsed = time.perf_counter() - start
+        flat = list(itertools.chain.from_iterable(this_round))
+        rates.append(sum(stream.tokens for stream in flat) / elapsed)
+        times += flat
+    interval = statistics.median((t.last - t.first) / (t.tokens - 1) for t in times) * 1e6
+    return {
+        "streams": streams,
+        "model_us": step_us,
+        "interval_us": round(interval, 1),
+        "host_us": round(interval - step_us, 1),
+        "tokens_per_s": round(statistics.median(rates)),
+        "ttft_ms": round(statistics.median(t.first for t in times) * 1e3, 2),
+        "outputs_per_token": round(statistics.median(t.outputs / t.tokens for t in times), 3),
+    }
+
+
+def measure_step(step_us: float, arguments: Any) -> list[dict[str, Any]]:
+    """The rows of one engine, whose model takes `step_us`."""
+    with tempfile.TemporaryDirectory() as directory:
+        text = Path(directory) / "text.json"
+        os.environ["NBENGINE_BENCH_STEP_SECONDS"] = str(step_us / 1e6)
+        os.environ["NBENGINE_BENCH_TEXT"] = str(text)
+        tokenizer_ids = text_ids()
+        text.write_text(json.dumps(tokenizer_ids))
+        llm = AsyncLLM(
+            "smollm2-135m",
+            max_model_len=8192,
+            max_num_batched_tokens=8192,
+            async_scheduling=arguments.async_scheduling,
+            distributed_executor_backend="fake_executor:SerialDeviceExecutor",
+        )
+        load = Load(llm, tokenizer_ids, arguments.tokens)
+
+        async def rows() -> list[dict[str, Any]]:
+            await load.run(16)
+            return [await measure(load, streams, arguments.rounds, step_us) for streams in arguments.streams]
+
+        try:
+            return asyncio.run(rows())
+        finally:
+            llm.shutdown()
+
+
+def text_ids() -> list[int]:
+    """Token ids of the architecture's description, several times over."""
+    from nbengine.config import ModelConfig
+    from nbengine.frontend.tokenizer import load_tokenizer
+    from nbengine.models.files import resolve_model
+
+    tokenizer = load_tokenizer(resolve_model(ModelConfig("smollm2-135m"))).backend_tokenizer
+    return tokenizer.encode(TEXT.read_text() * 10).ids
+
+
+def main() -> None:
+    """Measure each model time in an engine of its own."""
+    options = parser(__doc__)
+    options.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
+    options.add_argument("--step-us", type=float, nargs="+", default=[0, 2000], help="time of the model")
+    options.add_argument("--tokens", type=int, default=200)
+    options.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, default=None)
+    arguments = options.parse_args()
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    rows = [row for step_us in arguments.step_us for row in measure_step(step_us, arguments)]
+    report("host cost of a step through AsyncLLM", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""The forms that a prompt can take, under the name from which scripts import them."""
+
+from __future__ import annotations
+
+from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
+
+__all__ = ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"]

@@ -1,0 +1,140 @@
+"""The scripts in examples/scripts run as they are, in an interpreter of their own, and show what they promise."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
+
+Check = Callable[[list[str]], None]
+
+
+def check_generate(lines: list[str]) -> None:
+    completions = [line for line in lines if line.startswith("completion:")]
+    assert len(completions) == len([line for line in lines if line.startswith("prompt:")]) == 4
+    assert len(set(completions)) == 4
+
+
+def check_chat(lines: list[str]) -> None:
+    assert "Paris" in lines[0]
+    assert "5" in next(line for line in lines if line.startswith("What is 2 + 3? ->"))
+    assert len(lines) == 4
+
+
+def check_parallel_sampling(lines: list[str]) -> None:
+    completions = [line for line in lines if re.match(r"\[\d\] ", line)]
+    assert [line[:3] for line in completions] == ["[0]", "[1]", "[2]", "[3]"]
+    assert lines[-1] == "4 completions, 4 of them different"
+
+
+def check_logprobs(lines: list[str]) -> None:
+    generated, prompt = "\n".join(lines).split("prompt token")
+    probabilities = [float(p) for p in re.findall(r"^'.*?'\s+([01]\.\d+)\s", generated, re.MULTILINE)]
+    assert len(probabilities) == 6
+    # Greedy: what was taken is the first of the most likely ones.
+    for line in generated.splitlines()[1:7]:
+        token, alternatives = re.match(r"('.*?'|\".*?\")\s+[\d.]+\s+(.*)", line).groups()
+        assert alternatives.startswith(token)
+    assert "' Paris'" in generated
+    assert len(re.findall(r"^'.*?'\s+[\d.]+\s+\d+$", prompt, re.MULTILINE)) == 4
+
+
+def check_structured_output(lines: list[str]) -> None:
+    documents = [json.loads(line) for line in lines if line.startswith("{")]
+    assert documents
+
+
+def check_prefix_caching(lines: list[str]) -> None:
+    found = [int(n) for n in re.findall(r"(\d+) of \d+ prompt tokens from the cache", "\n".join(lines))]
+    first, *others, after_reset = found
+    assert first == after_reset == 0
+    assert min(others) > 800
+
+
+def check_async_streaming(lines: list[str]) -> None:
+    pieces = [re.match(r"\[(stream-\d)\] (['\"].*)", line) for line in lines]
+    names = [match[1] for match in pieces if match]
+    assert set(names) == {"stream-1", "stream-2", "stream-3"}
+    # All three ran at once: the first had not ended when the last began.
+    assert names.index("stream-3") < len(names) - 1 - names[::-1].index("stream-1")
+    assert len([line for line in lines if line.endswith("finished: length")]) == 3
+
+
+def check_llm_engine(lines: list[str]) -> None:
+    shown = [re.match(r"step +\d+, request (\d)\.(\d): ", line) for line in lines]
+    assert sorted((m[1], m[2]) for m in shown if m) == [
+        ("1", "0"),
+        ("2", "0"),
+        ("3", "0"),
+        ("3", "1"),
+        ("4", "0"),
+    ]
+    steps = int(re.fullmatch(r"4 requests in (\d+) steps", lines[-1])[1])
+    # One after another they would take 16 steps each.
+    assert steps < 2 * 16
+
+
+def check_sleep_mode(lines: list[str]) -> None:
+    awake, asleep, awake_again = (int(n) for n in re.findall(r"holds (\d+) MiB", "\n".join(lines)))
+    assert asleep < awake / 2
+    assert asleep < awake_again / 2
+    assert lines[-1] == "the same"
+
+
+def check_priority_scheduling(lines: list[str]) -> None:
+    priorities = [int(n) for n in re.findall(r"priority (\d)", "\n".join(lines))]
+    assert len(priorities) == 4
+    # The first may have begun before the others came; of the rest, the urgent ones were first.
+    assert priorities[1:] == sorted(priorities[1:])
+
+
+def check_prompt_embeddings(lines: list[str]) -> None:
+    assert [line.endswith("True") for line in lines if "the same as from its tokens" in line] == [True, True]
+    assert "Paris" in lines[0]
+    assert "Madrid" in lines[2]
+
+
+def check_embeddings(lines: list[str]) -> None:
+    assert len([line for line in lines if "(384 dimensions)" in line]) == 6
+    nearest = dict(re.findall(r"^0\.\d+  (.+) -> (.+)$", "\n".join(lines), re.MULTILINE))
+    # Sentences about the same thing find each other.
+    assert len(nearest) == 6
+    assert all(nearest[nearest[sentence]] == sentence for sentence in nearest)
+
+
+def check_score(lines: list[str]) -> None:
+    scores = [float(line.split()[0]) for line in lines[1:]]
+    assert scores == sorted(scores, reverse=True)
+    assert "Paris is the capital" in lines[1]
+    assert "France is a country" in lines[2]
+
+
+CHECKS: dict[str, Check] = {
+    name.removeprefix("check_"): function
+    for name, function in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_runs_and_shows_what_it_promises(path: Path) -> None:
+    # Relative, as its docstring says.
+    command = [sys.executable, f"examples/scripts/{path.name}"]
+    assert path.read_text().splitlines()[2] == f"python {command[1]}"
+    done = subprocess.run(
+        command, cwd=SCRIPTS.parents[1], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    CHECKS[path.stem](done.stdout.splitlines())
+
+
+def test_every_script_is_checked() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == set(CHECKS)
