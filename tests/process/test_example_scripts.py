@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from process_support.engine_under_test import wait_for
+from process_support.leaks import take_snapshot
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
 
@@ -124,7 +126,11 @@ CHECKS: dict[str, Check] = {
 
 
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_runs_and_shows_what_it_promises(path: Path) -> None:
+def test_a_script_runs_and_shows_what_it_promises(
+    path: Path, private_runtime_dir: Path, private_socket_dir: Path
+) -> None:
+    directories = [private_runtime_dir, private_socket_dir]
+    before = take_snapshot(directories)
     # Relative, as its docstring says.
     command = [sys.executable, f"examples/scripts/{path.name}"]
     assert path.read_text().splitlines()[2] == f"python {command[1]}"
@@ -133,6 +139,8 @@ def test_a_script_runs_and_shows_what_it_promises(path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
+    # A script need not shut its engine down; it ends with the interpreter, which does not wait for it.
+    wait_for(lambda: take_snapshot(directories).keys() <= before.keys(), "the end of the engine", 20)
     CHECKS[path.stem](done.stdout.splitlines())
 
 
