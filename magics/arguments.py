@@ -67,6 +67,11 @@ class MagicParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(flag)
         return None if action is None else action.nargs != 0
 
+    def value_is_optional(self, flag: str) -> bool:
+        """Whether a flag that takes a value may also stand alone."""
+        action = self._option_string_actions.get(flag)
+        return action is not None and action.nargs == "?"
+
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wide enough for a notebook cell, with one flag a line."""
@@ -94,11 +99,11 @@ def split_prompt(line: str, parser: MagicParser) -> tuple[list[str], str]:
     The rest begins at the first word that is neither a flag nor a flag's value, or after a lone `--`.
     """
     position = 0
-    wants_value = False
+    wants_value = may_stand_alone = False
     words: list[str] = []
     for match in re.finditer(r"""(?:[^\s"']|"(?:\\.|[^"\\])*"|'[^']*')+""", line):
         word = match[0]
-        if wants_value:
+        if wants_value and not (may_stand_alone and word.startswith("-")):
             wants_value = False
         elif word == "--":
             position = match.end()
@@ -106,6 +111,7 @@ def split_prompt(line: str, parser: MagicParser) -> tuple[list[str], str]:
         elif len(word) > 1 and word.startswith("-"):
             flag, has_equals, _ = word.partition("=")
             wants_value = not has_equals and bool(parser.takes_value(flag))
+            may_stand_alone = parser.value_is_optional(flag)
         else:
             break
         words.extend(split_words(word, parser.prog))

@@ -65,7 +65,9 @@ class GenerateMagics(Magics):
         __tracebackhide__ = True
         shell, namespace = self.shell, prompt_namespace(self.shell)
         try:
-            options = parse_generate(line, cell, self._config, lambda text: interpolate(text, namespace))
+            options = parse_generate(
+                line, cell, self._config, lambda text: interpolate(text, namespace), namespace
+            )
         except HelpRequested as request:
             print(request)
             return Turn(shell, self._session, None, is_cell=cell is not None)
@@ -96,7 +98,9 @@ class GenerateMagics(Magics):
             footer=options.footer,
             background=options.background,
         )
-        return Generation(collector, options.prompt, view, client.abort_soon)
+        generation = Generation(collector, options.prompt, view, client.abort_soon)
+        generation.result.is_json = options.parse_json
+        return generation
 
     def _prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         client = engine.client

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from nbengine.magics.arguments import (
     unescaped,
 )
 from nbengine.magics.config import FORMATS, NBEngine
+from nbengine.magics.structured import add_constraint_flags, constraint_of
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 Expand = Callable[[str], str]
@@ -26,13 +28,9 @@ Expand = Callable[[str], str]
 
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "logprobs")
 _LATER = {
-    "json": ("--json", "SCHEMA"),
-    "regex": ("--regex", "R"),
-    "choice": ("--choice", "A,B"),
     "target": ("-t", "RANK"),
 }
 _LATER_PARAMETERS = {
-    "structured_outputs": None,
     "output_kind": None,
     "eos_token_id": None,
 }
@@ -47,11 +45,14 @@ variables where they exist; other braces stay as they are, and {{name}} gives {n
 _EPILOG = """\
 The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
 .logprobs (with --logprobs) .outputs (all answers, with -n; the others are the first one's)
+.value (with --json: the parsed JSON)
 %config NBEngine.temperature = 0.7 changes a default. An interrupt keeps what has been written so far.
 
 examples:
   %%generate -o answer --temperature 0
   %%generate --system "You answer in French." --max-tokens 100
+  %%generate -o place --json '{"type": "object", "properties": {"city": {"type": "string"}}}'
+  %generate --choice yes,no Is the sky blue?
   %generate -a -o later Write a haiku about {topic}
 """
 
@@ -70,6 +71,8 @@ class GenerateOptions:
     stream: bool
     footer: bool
     sampling: dict[str, Any]
+    parse_json: bool = False
+    """The answer is JSON, and the result's `value` what it stands for."""
 
 
 def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicParser:
@@ -114,6 +117,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         action="append",
         help=r"end where this text appears (repeatable; \n is a line break)",
     )
+    add_constraint_flags(parser)
     add("--no-stream", action="store_true", help="show the answer when it is complete")
     add(
         "--set",
@@ -130,8 +134,16 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     return parser
 
 
-def parse_generate(line: str, body: str | None, config: NBEngine, expand: Expand) -> GenerateOptions:
+def parse_generate(
+    line: str,
+    body: str | None,
+    config: NBEngine,
+    expand: Expand,
+    namespace: Mapping[str, object] = types.MappingProxyType({}),
+) -> GenerateOptions:
     """Read a line, and the cell's body if there is one, into options; values are checked later.
+
+    `--json` may name a variable of `namespace`.
 
     Raises:
         UsageError: the line cannot be understood, or asks for what is not available yet.
@@ -153,6 +165,11 @@ def parse_generate(line: str, body: str | None, config: NBEngine, expand: Expand
         raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
     if parsed.system is not None and parsed.chat is False:
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
+    sampling = _sampling(parsed, prog)
+    constraint = constraint_of(parsed, namespace, prog)
+    if constraint is not None:
+        sampling["structured_outputs"] = constraint
+    parse_json = parsed.json is not None
     return GenerateOptions(
         prompt=prompt,
         chat=parsed.chat,
@@ -160,10 +177,11 @@ def parse_generate(line: str, body: str | None, config: NBEngine, expand: Expand
         out=parsed.out,
         background=parsed.noblock,
         engine=parsed.engine,
-        format=parsed.format or config.format,
+        format=parsed.format or ("json" if parse_json else config.format),
         stream=not parsed.no_stream,
         footer=config.footer,
-        sampling=_sampling(parsed, prog),
+        sampling=sampling,
+        parse_json=parse_json,
     )
 
 
@@ -195,6 +213,8 @@ def _sampling(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
     for name, value in parsed.set:
         if name not in known:
             raise UsageError(f"{prog}: --set: no sampling parameter {name!r}{did_you_mean(name, known)}")
+        if name == "structured_outputs":
+            raise UsageError(f"{prog}: --set {name}: use --json, --regex or --choice")
         if name in _LATER_PARAMETERS and value != _LATER_PARAMETERS[name]:
             raise UsageError(f"{prog}: --set {name} is not available yet")
         sampling[name] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from html import escape
@@ -11,6 +12,8 @@ from nbengine.magics.markdown import closed_markdown, fenced, harmless_markdown,
 from nbengine.magics.result import GenerationResult
 from nbengine.outputs import CompletionOutput
 
+_JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"\s]+', re.DOTALL)
+"""Strings, the last of which may lack its end, brackets, and what stands between them but white space."""
 _MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
 _HEADINGS = {
     "text/html": f'<div style="{_MUTED};margin-top:0.5em">{{}}.</div>',
@@ -33,7 +36,7 @@ def answer_bundle(
         text, language = unfenced(text)
         rich = {"text/markdown": harmless_markdown(fenced(text, language)) + _markdown_footer(footer)}
     elif output_format == "json":
-        text, note = pretty_json(text) if complete else (text, "")
+        text, note = pretty_json(text) if complete else (indented_json(text), "")
         footer = joined(footer, note)
         rich = {"text/html": f'<pre style="{_CODE}">{escape(text)}</pre>{_html_footer(footer)}'}
     else:
@@ -68,6 +71,29 @@ def pretty_json(text: str) -> tuple[str, str]:
         return json.dumps(json.loads(code), indent=2, ensure_ascii=False), ""
     except json.JSONDecodeError as error:
         return text, f"not valid JSON: {error}"
+
+
+def indented_json(text: str) -> str:
+    """Indent JSON whose end is still missing, as `pretty_json` will when it is there; other text stays."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    parts: list[str] = []
+    depth = 0
+    for match in _JSON_PARTS.finditer(text):
+        part = match[0]
+        if part[0] in "{[" and len(part) > 1:
+            parts += part[0], part[-1]
+        elif part[0] in "{[":
+            depth += 1
+            parts += part[0], "\n", "  " * depth
+        elif part[0] in "}]":
+            depth -= 1
+            parts += "\n", "  " * depth, part
+        elif part == ",":
+            parts += ",\n", "  " * depth
+        else:
+            parts.append(": " if part == ":" else part)
+    return "".join(parts).rstrip()
 
 
 def footer_of(result: GenerationResult) -> str:

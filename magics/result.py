@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
 
+from nbengine.errors import IncompleteOutputError
 from nbengine.magics.interrupts import ticking
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, joined
 
@@ -35,6 +37,8 @@ class GenerationResult:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics()
+        self.is_json = False
+        """The answer was asked for with `--json`."""
         self._whole: RequestOutput | None = None
         self._displayed = True
 
@@ -83,6 +87,20 @@ class GenerationResult:
         return self._first.stop_reason
 
     @property
+    def value(self) -> Any:
+        """What the first completion stands for: with `--json` the parsed JSON, else the text.
+
+        Raises:
+            IncompleteOutputError: the JSON is not complete, and why.
+        """
+        if not self.is_json:
+            return self.text
+        try:
+            return json.loads(self.text)
+        except json.JSONDecodeError as error:
+            raise IncompleteOutputError(_why_incomplete(self)) from error
+
+    @property
     def _first(self) -> CompletionOutput:
         return self.outputs[0] if self.outputs and self.outputs[0].index == 0 else _NOTHING
 
@@ -102,6 +120,17 @@ class GenerationResult:
         state = f"finish_reason={self.finish_reason!r}" if self.finished else "running"
         count = sum(len(completion.token_ids) for completion in self.outputs)
         return f"GenerationResult({self.request_id!r}, {count} tokens, {state})"
+
+
+def _why_incomplete(result: GenerationResult) -> str:
+    reasons = {
+        None: "it is still being written",
+        "length": "it reached the limit of tokens; raise --max-tokens",
+        "abort": "it was ended early",
+        "stop": "a stop string or stop token ended it",
+    }
+    reason = reasons.get(result.finish_reason, f"it ended with {result.finish_reason!r}")
+    return f"the answer is not complete JSON: {reason} (.text has what there is)"
 
 
 class GenerationHandle:

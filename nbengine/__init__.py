@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nbengine.errors import (
         EngineDeadError,
         EngineStartError,
+        IncompleteOutputError,
         InvalidArgumentError,
         InvalidTypeError,
         LeaseExpiredError,
@@ -42,6 +43,7 @@ _HOMES = {
     "nbengine.errors": (
         "EngineDeadError",
         "EngineStartError",
+        "IncompleteOutputError",
         "InvalidArgumentError",
         "InvalidTypeError",
         "LeaseExpiredError",
@@ -78,6 +80,7 @@ __all__ = [
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
+    "IncompleteOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
     "LLMEngine",

@@ -43,6 +43,10 @@ class RequestError(NBEngineError, ValueError):
     """The engine refused one request; every other request goes on."""
 
 
+class IncompleteOutputError(NBEngineError, ValueError):
+    """A structured output was cut off, so that it has no value."""
+
+
 class UtilityError(NBEngineError):
     """A utility call failed inside the engine; the message carries the engine's error."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -29,18 +31,56 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, frozen=True):
-    """Constraint on the generated text; exactly one field is set."""
+    """Constraint on the generated text; exactly one of the first five fields is set.
+
+    `json` is a JSON schema: a dictionary, its text, or a pydantic model class. `regex` is matched against the whole
+    output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's syntax. In JSON the output may have a
+    space or an indented new line between its parts; `disable_any_whitespace` allows none, and
+    `whitespace_pattern` is a regular expression of what is allowed.
+
+    Raises:
+        InvalidArgumentError: a field is empty, not JSON, or there is more than one constraint or none.
+        InvalidTypeError: a field has the wrong type.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        given = [kind for kind in _CONSTRAINTS if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise InvalidArgumentError("structured_outputs", given, "exactly one kind of constraint")
+            raise InvalidArgumentError(
+                "structured_outputs", given, "exactly one of " + ", ".join(_CONSTRAINTS)
+            )
+        kind = given[0]
+        value = getattr(self, kind)
+        if kind == "json" and hasattr(value, "model_json_schema"):
+            value = value.model_json_schema()
+            msgspec.structs.force_setattr(self, "json", value)
+        elif kind == "choice" and isinstance(value, tuple):
+            value = list(value)
+            msgspec.structs.force_setattr(self, "choice", value)
+        _CONSTRAINTS[kind](f"structured_outputs.{kind}", value)
+        self._check_whitespace(kind)
+
+    def _check_whitespace(self, kind: str) -> None:
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise InvalidTypeError("disable_any_whitespace", self.disable_any_whitespace, "True or False")
+        if self.whitespace_pattern is not None:
+            _require_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
+            ok = kind in ("json", "json_object") and not self.disable_any_whitespace
+            allowed = "None unless there is JSON that may have white space"
+            _require("structured_outputs.whitespace_pattern", self.whitespace_pattern, ok, allowed)
+
+    @property
+    def constraint(self) -> tuple[str, Any]:
+        """The name of the field that is set, and its value."""
+        return next((kind, value) for kind in _CONSTRAINTS if (value := getattr(self, kind)) is not None)
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -142,6 +182,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidTypeError(name, getattr(self, name), "True or False")
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise InvalidTypeError("structured_outputs", structured, "StructuredOutputsParams, or None")
         _require_list(self.stop, "stop", str, "a string or a list of strings")
         _require_list(self.bad_words, "bad_words", str, "a list of strings")
         _require_list(self.stop_token_ids, "stop_token_ids", int, "a list of token ids")
@@ -290,3 +333,52 @@ def _require_list(value: object, name: str, kind: type, allowed: str) -> None:
     ok = isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
     if not ok:
         raise InvalidTypeError(name, value, allowed)
+
+
+def _require_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidTypeError(name, value, "a string")
+    _require(name, value, bool(value), "not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(name, value, f"text that can be written as UTF-8 ({error})") from error
+
+
+def _require_json_schema(name: str, value: object) -> None:
+    allowed = "a JSON schema: a dictionary, its text, or a pydantic model class"
+    if not isinstance(value, (str, dict)):
+        raise InvalidTypeError(name, value, allowed)
+    try:
+        if isinstance(value, str):
+            value.encode()
+            value = json.loads(value)
+        else:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
+    _require(name, value, isinstance(value, dict), allowed)
+
+
+def _require_choices(name: str, value: object) -> None:
+    allowed = "a list of strings, none of them empty"
+    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
+        raise InvalidTypeError(name, value, allowed)
+    _require(name, value, bool(value) and all(value), allowed)
+    for choice in value:
+        _require_text(name, choice)
+
+
+def _require_true(name: str, value: object) -> None:
+    if value is not True:
+        raise InvalidTypeError(name, value, "True, or None")
+
+
+_CONSTRAINTS: dict[str, Callable[[str, object], None]] = {
+    "json": _require_json_schema,
+    "regex": _require_text,
+    "choice": _require_choices,
+    "grammar": _require_text,
+    "json_object": _require_true,
+}
+"""The kinds of constraints, and what checks each."""

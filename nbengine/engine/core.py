@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nbengine.config import EngineConfig
+from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
 from nbengine.kv_cache.prefix import BlockHasher
@@ -57,10 +60,18 @@ class EngineCore:
         except BaseException:
             self.model_executor.shutdown()
             raise
-        self.scheduler = Scheduler(
-            config.scheduler, config.cache, self.num_blocks, self.max_model_len, engine_index
-        )
         self._vocab_size: int = self.model_info["vocab_size"]
+        self._structured_outputs = StructuredOutputManager(
+            config.model, self._vocab_size, config.scheduler.max_num_seqs
+        )
+        self.scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            self.num_blocks,
+            self.max_model_len,
+            engine_index,
+            grammar_masks=self._structured_outputs,
+        )
         self._block_hasher = (
             BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
         )
@@ -90,7 +101,7 @@ class EngineCore:
                 raise RequestError("a prompt has either prompt_token_ids or prompt_embeds, not both")
         else:
             embeds_bytes = self._prepare_embeds(request)
-        params = request.sampling_params
+        params, grammar = request.sampling_params, None
         if params is not None:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
             self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
@@ -98,7 +109,12 @@ class EngineCore:
             for token_ids in params.bad_words_token_ids or ():
                 self._check_vocabulary("bad_words", token_ids)
             check_params(self._logits_processors, params)
+            grammar = self._structured_outputs.compile(params)
+            if grammar is not None and params.min_tokens:
+                # The grammar holds the end back itself: it knows where nothing else can follow.
+                request.sampling_params = msgspec.structs.replace(params, min_tokens=0)
         prepared = Request.from_engine_core_request(request, self._block_hasher, embeds_bytes)
+        prepared.grammar = grammar
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
 
@@ -155,9 +171,10 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         try:
             future = self.model_executor.execute_model(scheduler_output, non_block=True)
+            grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
             model_output = future.result()
             if model_output is None:
-                model_output = self.model_executor.sample_tokens(None)
+                model_output = self.model_executor.sample_tokens(grammar_output)
         except Exception:
             logger.error("step %s failed", describe_step(scheduler_output))
             raise
@@ -210,6 +227,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Release the executor and its workers."""
+        self._structured_outputs.shutdown()
         self.model_executor.shutdown()
 
     # Start.

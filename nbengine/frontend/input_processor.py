@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import operator
 import secrets
 import time
@@ -66,10 +68,6 @@ _GENERATION_DEFAULTS = {
     "max_new_tokens": "max_tokens",
 }
 """Entries of generation_config.json that become sampling parameters, and under which name."""
-_UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "structured_outputs": None,
-}
-"""Sampling parameters that must keep their default in this version."""
 
 
 class InputProcessor:
@@ -282,8 +280,11 @@ def _cache_salt(prompt: PromptType) -> str | None:
 def _checked_params(params: object) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise InvalidTypeError("sampling_params", params, "SamplingParams")
-    for name, default in _UNSUPPORTED_DEFAULTS.items():
-        value = getattr(params, name)
-        if value != default:
-            raise NotSupportedError(f"{name}={value!r} is not available yet; leave it at {default!r}")
+    if params.structured_outputs is not None and not _can_structure():
+        raise NotSupportedError("structured_outputs needs llguidance: pip install nbengine[structured]")
     return params
+
+
+@functools.cache
+def _can_structure() -> bool:
+    return importlib.util.find_spec("llguidance") is not None

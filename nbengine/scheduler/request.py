@@ -10,6 +10,7 @@ from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
 from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.grammar import Grammar
 
 
 class RequestStatus(enum.Enum):
@@ -52,6 +53,7 @@ class Request:
         "eos_token_id",
         "events",
         "extra_keys",
+        "grammar",
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
@@ -113,6 +115,8 @@ class Request:
             self.stop_token_ids.add(self.eos_token_id)
         self.min_total_tokens = self.num_prompt_tokens + sampling_params.min_tokens
         self.max_total_tokens = 0
+        self.grammar: Grammar | None = None
+        """With structured outputs: what the output must follow."""
         # Prompt logprobs need the logits of every prompt token, so every one must be computed.
         self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
 

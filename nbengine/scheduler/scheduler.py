@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,10 +12,19 @@ from nbengine.errors import InvalidArgumentError, NBEngineError, RequestError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from nbengine.kv_cache.manager import KVCacheManager
 from nbengine.metrics.stats import SchedulerStats
-from nbengine.scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from nbengine.scheduler.grammar import Grammar, GrammarMaskBuilder
+from nbengine.scheduler.output import (
+    CachedRequestData,
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from nbengine.scheduler.stop import append_tokens, token_limit
+from nbengine.scheduler.stop import append_tokens, follow_grammar, token_limit
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -42,9 +52,13 @@ class Scheduler:
         engine_index: int = 0,
         *,
         num_lookahead_tokens: int = 0,
+        grammar_masks: GrammarMaskBuilder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_lookahead_tokens` slots are kept free after each request's tokens, for drafts."""
+        """`num_lookahead_tokens` slots are kept free after each request's tokens, for drafts.
+
+        Requests that have a grammar need `grammar_masks`.
+        """
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_num_batched_tokens = scheduler_config.max_num_batched_tokens
         self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
@@ -66,6 +80,9 @@ class Scheduler:
         if self.enable_chunked_prefill and scheduler_config.long_prefill_token_threshold:
             self._chunk_limit = min(self._chunk_limit, scheduler_config.long_prefill_token_threshold)
         self._num_added = 0
+        self._grammar_masks = grammar_masks
+        self._structured: dict[str, Request] = {}
+        """The unfinished requests that have a grammar."""
         self._clock = clock
 
     # Requests.
@@ -119,6 +136,8 @@ class Scheduler:
             request.order = (0, 0.0, sequence)
         request.record_event(EngineCoreEventType.QUEUED, self._clock())
         self.requests[request.request_id] = request
+        if request.grammar is not None:
+            self._structured[request.request_id] = request
         self.waiting.add(request)
 
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
@@ -286,6 +305,29 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.add(request)
 
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Return the masks of the requests with a grammar that get a token in this step; None: there are none.
+
+        To be called after the outputs of all earlier steps were taken in, for instance while the model runs.
+        The mask's buffer is overwritten by the next call.
+
+        Raises:
+            NBEngineError: the scheduler was made without `grammar_masks`.
+        """
+        if not self._structured:
+            return None
+        if self._grammar_masks is None:
+            raise NBEngineError("there are requests with a grammar, and nothing to build their masks")
+        scheduled = scheduler_output.num_scheduled_tokens
+        req_ids: list[str] = []
+        grammars: list[Grammar] = []
+        for request_id, request in self._structured.items():
+            is_sampled = request_id in scheduled and request.num_computed_tokens >= request.num_tokens
+            if is_sampled and request.grammar is not None:
+                req_ids.append(request_id)
+                grammars.append(request.grammar)
+        return GrammarOutput(req_ids, self._grammar_masks.fill_bitmasks(grammars)) if req_ids else None
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -328,7 +370,10 @@ class Scheduler:
 
     def _advance(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
         new_token_ids = append_tokens(request, new_token_ids)
-        finish_reason = None
+        finish_reason = error = None
+        if request.grammar is not None and not follow_grammar(request, new_token_ids):
+            error = f"structured_outputs: {request.grammar.error}"
+            logger.error("request %s: %s", request.request_id, error)
         if request.status is not RequestStatus.RUNNING:
             finish_reason = FINISH_REASONS[request.status]
             self.running.remove(request)
@@ -342,11 +387,13 @@ class Scheduler:
             request.stop_reason,
             events,
             request.num_cached_tokens,
+            error,
         )
 
     def _release(self, request: Request) -> None:
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
+        self._structured.pop(request.request_id, None)
         self.finished_req_ids.add(request.request_id)
 
     # The KV cache, seen from outside.

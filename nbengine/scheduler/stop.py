@@ -32,3 +32,23 @@ def append_tokens(request: Request, new_token_ids: list[int]) -> list[int]:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return new_token_ids[:position]
     return new_token_ids
+
+
+def follow_grammar(request: Request, new_token_ids: list[int]) -> bool:
+    """Advance the grammar of a request by the tokens just appended; False: it refuses one of them.
+
+    The end of its output ends a request also where `ignore_eos` has kept `append_tokens` from doing so: the grammar
+    offers it then only where nothing else can follow. An end token that has already ended the request is not the
+    grammar's business, unless it had given up and allowed nothing else.
+    """
+    grammar = request.grammar
+    if grammar is None:
+        return True
+    if request.status is RequestStatus.FINISHED_STOPPED and not grammar.error:
+        return True
+    if not grammar.accept_tokens(new_token_ids):
+        request.status = RequestStatus.FINISHED_ERROR
+        return False
+    if grammar.is_terminated():
+        request.status = RequestStatus.FINISHED_STOPPED
+    return True

@@ -77,7 +77,7 @@ def test_contradictions_are_refused() -> None:
         SamplingParams(stop=["a", ""])
     with pytest.raises(InvalidArgumentError, match="n must be 1 when using greedy sampling, got 2"):
         SamplingParams(n=2, temperature=0)
-    with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one kind"):
+    with pytest.raises(InvalidArgumentError, match="structured_outputs must be exactly one of"):
         StructuredOutputsParams(regex="a", json_object=True)
 
 

@@ -28,6 +28,7 @@ PUBLIC = {
     "Logprob",
     "RequestMetrics",
     "EngineStats",
+    "IncompleteOutputError",
     "SchedulerStats",
     "NBEngineError",
     "InvalidArgumentError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
-from nbengine.frontend.input_processor import InputProcessor, prompt_text
+from nbengine.frontend.input_processor import InputProcessor, _can_structure, prompt_text
 from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_MODEL_LEN = 64
@@ -127,20 +128,17 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(input_processor: InputPr
         params_of(input_processor, SamplingParams(stop_token_ids=[10**6]))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"structured_outputs": StructuredOutputsParams(regex="a")},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_an_option_that_is_not_offered_yet_is_named_with_its_value(
-    input_processor: InputProcessor, options: dict[str, Any]
+def test_structured_outputs_need_their_library(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ((name, value),) = options.items()
-    with pytest.raises(NotSupportedError) as caught:
-        params_of(input_processor, SamplingParams(**options))
-    assert str(caught.value).startswith(f"{name}={value!r} ")
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert params_of(input_processor, params).structured_outputs == params.structured_outputs
+    _can_structure.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotSupportedError, match=r"pip install nbengine\[structured\]"):
+        params_of(input_processor, params)
+    assert params_of(input_processor, SamplingParams()).structured_outputs is None
+    _can_structure.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,19 @@ def test_the_line_wins_over_the_notebook_and_that_over_the_model() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--json schema", "--json is not available yet"),
-        ("--regex a+", "--regex is not available yet"),
-        ("--choice a,b", "--choice is not available yet"),
+        (
+            "--json schema",
+            "--json schema: neither a variable nor JSON in quotes, and as a file: No such file",
+        ),
+        ("--json '{\"type\": 1'", "structured_outputs.json must be a JSON schema"),
+        ("--json . ", "as a file: Is a directory"),
+        ("--regex ''", "structured_outputs.regex must be not empty"),
+        ("--choice a,,b", "structured_outputs.choice must be a list of strings, none of them empty"),
+        ("--choice '[1]'", "structured_outputs.choice must be a list of strings"),
+        ("--json --regex a", "argument --regex: not allowed with argument --json"),
+        ("--regex a --choice a,b", "argument --choice: not allowed with argument --regex"),
+        ("--regex", "argument --regex: expected one argument"),
+        ("--set structured_outputs=3", "--set structured_outputs: use --json, --regex or --choice"),
         ("-t 0", "-t is not available yet"),
         ("-n many", "invalid int value: 'many'"),
         ("--logprobs x", "invalid int value: 'x'"),

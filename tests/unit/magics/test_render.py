@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from nbengine.magics.render import answer_bundle, answers_bundle, count, footer_of, seconds, table
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbengine.magics.render import (
+    answer_bundle,
+    answers_bundle,
+    count,
+    footer_of,
+    indented_json,
+    seconds,
+    table,
+)
 from nbengine.magics.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nbengine.units import size
@@ -89,7 +101,8 @@ def test_several_answers_have_a_numbered_heading_each(output_format: str) -> Non
     answers = [CompletionOutput(0, '{"a": 1}', [1]), CompletionOutput(2, "<b>", [2])]
     bundle = answers_bundle(answers, output_format, "2 tokens", complete=output_format != "json")
     plain = bundle.pop("text/plain")
-    assert plain == '1.\n{"a": 1}\n\n3.\n<b>\n\n[2 tokens]'
+    first = '{\n  "a": 1\n}' if output_format == "json" else '{"a": 1}'
+    assert plain == f"1.\n{first}\n\n3.\n<b>\n\n[2 tokens]"
     ((kind, rich),) = bundle.items()
     assert kind == ("text/html" if output_format in ("text", "json") else "text/markdown")
     assert (
@@ -111,3 +124,25 @@ def test_json_that_cannot_be_read_is_shown_as_it_is_with_the_reason() -> None:
     assert bundle["text/plain"].startswith('{"a": \n\n[2 tokens · not valid JSON: Expecting value')
     assert "not valid" not in answer_bundle('{"a": ', "json", complete=False)["text/html"]
     assert answer_bundle('```json\n{"a":1}\n```', "json")["text/plain"] == '{\n  "a": 1\n}'
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(value=json_values.filter(lambda value: isinstance(value, (dict, list))), compact=st.booleans())
+def test_json_that_streams_looks_as_it_will_in_the_end(value: object, compact: bool) -> None:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":") if compact else None)
+    final = json.dumps(value, ensure_ascii=False, indent=2)
+    assert indented_json(text) == final
+    for end in range(len(text)):
+        shown = indented_json(text[:end])
+        assert final.startswith(shown.rstrip()) or shown.split()[-1] in ("{", "[", ":"), shown
+
+
+def test_text_that_is_no_json_streams_as_it_is() -> None:
+    for text in ("", "Sure,  here", "```json\n{"):
+        assert indented_json(text) == text
