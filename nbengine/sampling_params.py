@@ -14,6 +14,8 @@ import msgspec
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 
 MAX_LOGPROBS = 20
+POOLING_TASKS = ("embed", "classify", "score", "encode")
+POOLING_TYPES = ("mean", "cls", "last")
 MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32 logits."""
@@ -251,10 +253,61 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What a pooling request asks for."""
+    """What a pooling request asks for, validated on construction.
 
-    pooling: str = "mean"
-    normalize: bool = True
+    Attributes:
+        task: "embed" (one vector a prompt), "encode" (the hidden state of every token), "classify" or "score"
+            (the model's classification head); None is the first of these that the model supports.
+        pooling: "mean", "cls" (the first token) or "last", for "embed"; None is the model's own.
+        normalize: scale vectors to length 1; None is the model's own for "embed", and False for "encode".
+        dimensions: keep this many leading dimensions (Matryoshka embeddings), then normalise.
+        use_activation: give probabilities instead of logits, for "classify" and "score"; None is True.
+        truncate_prompt_tokens: keep the first tokens of longer prompts, special tokens included; -1 means
+            `max_model_len`. None refuses prompts that are too long.
+
+    Raises:
+        InvalidArgumentError: a value is out of range (also a `ValueError`).
+        InvalidTypeError: a value has the wrong type (also a `TypeError`).
+    """
+
+    task: str | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    second_segment_start: int | None = None
+    """Filled in for a pair of texts: where in the prompt the second one begins."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("task", POOLING_TASKS), ("pooling", POOLING_TYPES)):
+            value = getattr(self, name)
+            _require(name, value, value is None or value in allowed, f"None or one of {', '.join(allowed)}")
+        for name in ("normalize", "use_activation"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise InvalidTypeError(name, value, "True, False or None")
+        for name in ("dimensions", "truncate_prompt_tokens", "second_segment_start"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name))
+        if self.dimensions is not None:
+            _require("dimensions", self.dimensions, self.dimensions >= 1, "at least 1, or None")
+        if self.truncate_prompt_tokens is not None:
+            value = self.truncate_prompt_tokens
+            _require("truncate_prompt_tokens", value, value >= 1 or value == -1, "at least 1, -1 or None")
+        if self.second_segment_start is not None:
+            value = self.second_segment_start
+            _require("second_segment_start", value, value >= 0, "0 or greater, or None")
+
+    def clone(self) -> PoolingParams:
+        """Return an independent copy."""
+        return msgspec.structs.replace(self)
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether the hidden states of other tokens than the last one matter; known once completed."""
+        return self.task == "encode" or self.pooling != "last"
 
 
 _NUMBERS = (

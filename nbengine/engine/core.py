@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -11,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nbengine.config import EngineConfig
+from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
 from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
-from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
+from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_TASKS = ("generate",)
+_DEFAULT_TASKS = ("generate",)
+"""Of an executor that names no others."""
 
 
 class EngineCore:
@@ -57,6 +59,7 @@ class EngineCore:
             self.model_info = self.model_executor.model_info()
             self._kv_cache_spec = self.model_executor.get_kv_cache_spec()
             self.num_blocks, self.max_model_len = self._initialize_kv_cache(self._kv_cache_spec)
+            self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
             self.model_executor.shutdown()
             raise
@@ -65,21 +68,18 @@ class EngineCore:
             config.model, self._vocab_size, config.scheduler.max_num_seqs
         )
         self.scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
+            *self._scheduling_config(),
             self.num_blocks,
             self.max_model_len,
             engine_index,
             grammar_masks=self._structured_outputs,
         )
-        self._block_hasher = (
-            BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
-        )
+        self._block_hasher = self.scheduler.kv_cache_manager.block_hasher
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
         self._utilities: dict[str, Callable[..., Any]] = {
-            "get_supported_tasks": lambda: list(SUPPORTED_TASKS),
+            "get_supported_tasks": lambda: list(self.supported_tasks),
             "stats": self.stats,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.model_executor.check_health,
@@ -101,6 +101,7 @@ class EngineCore:
                 raise RequestError("a prompt has either prompt_token_ids or prompt_embeds, not both")
         else:
             embeds_bytes = self._prepare_embeds(request)
+        self._check_task(request.pooling_params)
         params, grammar = request.sampling_params, None
         if params is not None:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -118,12 +119,30 @@ class EngineCore:
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
 
+    def _check_task(self, params: PoolingParams | None) -> None:
+        task = "generate" if params is None else params.task
+        # Without a classification head, scores are made of embeddings in the frontend.
+        is_composed = task == "score" and "classify" not in self.supported_tasks
+        if task not in self.supported_tasks or is_composed:
+            raise RequestError(
+                f"the model cannot be asked to {task}; supported are {', '.join(self.supported_tasks)}"
+            )
+        if params is None:
+            return
+        if params.pooling is None and task != "encode":
+            raise RequestError(f"pooling is None; the task {task} needs a kind of pooling")
+        size: int = self.model_info["hidden_size"]
+        if params.dimensions is not None and params.dimensions > size:
+            raise RequestError(f"dimensions={params.dimensions} exceeds the model's hidden size {size}")
+
     def _prepare_embeds(self, request: EngineCoreRequest) -> memoryview:
         from nbengine.engine.prompt_embeds import bytes_of, prepare_prompt_embeds
 
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs must be None for prompts given as embeddings")
+        if not self.num_blocks:
+            raise RequestError("prompt_embeds cannot be given to an encoder")
         info = self.model_info
         embeds = prepare_prompt_embeds(request.prompt_embeds, info["hidden_size"], info["dtype"])
         request.prompt_embeds = embeds
@@ -221,7 +240,7 @@ class EngineCore:
             weights_bytes=self.model_info["weights_bytes"],
             device=self.model_info["device"],
             dtype=self.model_info["dtype"],
-            supported_tasks=list(SUPPORTED_TASKS),
+            supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
         )
 
@@ -243,15 +262,28 @@ class EngineCore:
         num_blocks = num_blocks_for(spec, self.config.cache, available_bytes)
         max_model_len = self._choose_max_model_len(spec, num_blocks)
         self.model_executor.initialize_kv_cache(num_blocks)
-        detail = f"{num_blocks} blocks of {spec.block_size} tokens, max_model_len {max_model_len}"
+        blocks = f"{num_blocks} blocks of {spec.block_size} tokens" if num_blocks else "none needed"
+        detail = f"{blocks}, max_model_len {max_model_len}"
         self._report(Progress("kv", detail, 1.0, time.monotonic() - start))
         return num_blocks, max_model_len
+
+    def _scheduling_config(self) -> tuple[SchedulerConfig, CacheConfig]:
+        """The configuration that fits the model: without a KV cache, a prompt must be computed in one step."""
+        scheduler, cache = self.config.scheduler, self.config.cache
+        if self.num_blocks:
+            return scheduler, cache
+        budget = max(scheduler.max_num_batched_tokens, self.max_model_len)
+        return (
+            dataclasses.replace(scheduler, enable_chunked_prefill=False, max_num_batched_tokens=budget),
+            dataclasses.replace(cache, enable_prefix_caching=False),
+        )
 
     def _choose_max_model_len(self, spec: KVCacheSpec, num_blocks: int) -> int:
         limit: int = self.model_info["max_position_embeddings"]
         wanted = self.config.model.max_model_len
         if wanted is None:
-            fitting = num_blocks * spec.block_size
+            limit = self.model_info.get("advised_max_model_len", limit)
+            fitting = num_blocks * spec.block_size if spec.page_size_bytes else limit
             if fitting < limit:
                 logger.warning(
                     "max_model_len is %d: the model could take %d tokens, the KV cache has room for %d",
@@ -265,7 +297,8 @@ class EngineCore:
                 f"max_model_len={wanted} exceeds the {limit} positions that the model was made for; lower it, "
                 "or raise max_position_embeddings with hf_overrides if you know that the model can take more"
             )
-        check_max_model_len(spec, self.config.cache, num_blocks, wanted)
+        if spec.page_size_bytes:
+            check_max_model_len(spec, self.config.cache, num_blocks, wanted)
         return wanted
 
 

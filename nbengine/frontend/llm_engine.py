@@ -16,7 +16,8 @@ from nbengine.frontend.prompting import Prompting
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
-from nbengine.sampling_params import SamplingParams
+from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from nbengine.sampling_params import PoolingParams, SamplingParams
 
 
 class LLMEngine(Prompting):
@@ -64,7 +65,7 @@ class LLMEngine(Prompting):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> str:
@@ -95,7 +96,7 @@ class LLMEngine(Prompting):
             raise
         return request.request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Wait for the next outputs of the engine core and return what they come to.
 
         Raises:
@@ -111,7 +112,7 @@ class LLMEngine(Prompting):
         if outputs.finished_requests:
             self.output_processor.abort_requests(outputs.finished_requests)
         self._errors.extend(processed.errors)
-        return processed.request_outputs
+        return [*processed.request_outputs, *processed.pooling_outputs]
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, given by either id; they have no further output."""
@@ -121,7 +122,7 @@ class LLMEngine(Prompting):
     def abort_all(self) -> None:
         """Drop every unfinished request, and errors that nobody has been told of."""
         self._errors.clear()
-        self.abort_request(list(self.output_processor.request_states))
+        self.abort_request(self.output_processor.unfinished_ids())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to wait for."""

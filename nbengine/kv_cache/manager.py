@@ -30,6 +30,8 @@ class KVCacheManager:
     in the step that plans its computation. A request admitted in that same step may share it, which is sound
     because each layer writes the keys and values of the whole batch before any attention reads them, and
     because a plan, once made, is executed.
+
+    A model without a KV cache has a pool of no blocks, and its requests need none.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, enable_caching: bool) -> None:
@@ -41,6 +43,8 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the keys and values of `num_tokens` tokens."""
+        if not self.block_pool.num_blocks:
+            return 0
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.errors import InvalidArgumentError, NBEngineError, RequestError
@@ -25,6 +26,10 @@ from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from nbengine.scheduler.stop import append_tokens, follow_grammar, token_limit
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Scheduler:
@@ -96,7 +101,13 @@ class Scheduler:
         num_prompt = request.num_prompt_tokens
         if not num_prompt:
             raise RequestError(f"request {request.request_id}: the prompt has no tokens")
-        if num_prompt >= self.max_model_len:
+        is_pooling = request.pooling_params is not None
+        if is_pooling and num_prompt > self.max_model_len:
+            raise RequestError(
+                f"request {request.request_id}: the prompt has {num_prompt} tokens, more than "
+                f"max_model_len={self.max_model_len}"
+            )
+        if not is_pooling and num_prompt >= self.max_model_len:
             raise RequestError(
                 f"request {request.request_id}: the prompt has {num_prompt} tokens, but with "
                 f"max_model_len={self.max_model_len} at most {self.max_model_len - 1} leave room for an output"
@@ -285,6 +296,7 @@ class Scheduler:
                     request.sampling_params,
                     block_ids,
                     num_computed,
+                    request.pooling_params,
                     prompt_embeds=request.prompt_embeds,
                 )
             )
@@ -344,6 +356,7 @@ class Scheduler:
                 f"{len(scheduler_output.num_scheduled_tokens)}"
             )
         requests = self.requests
+        pooler_output = model_runner_output.pooler_output or {}
         logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request_id, new_token_ids in zip(
@@ -351,6 +364,12 @@ class Scheduler:
         ):
             request = requests.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            if request.pooling_params is not None:
+                if (pooled := pooler_output.get(request_id)) is not None:
+                    outputs[request.client_index].append(self._finish_pooling(request, pooled))
+                elif request.num_computed_tokens >= request.num_tokens:
+                    raise NBEngineError(f"the model runner pooled nothing for request {request_id}")
                 continue
             if not new_token_ids:
                 if request.num_computed_tokens >= request.num_tokens:
@@ -389,6 +408,12 @@ class Scheduler:
             request.num_cached_tokens,
             error,
         )
+
+    def _finish_pooling(self, request: Request, pooled: NDArray[np.float32]) -> EngineCoreOutput:
+        request.status = RequestStatus.FINISHED_STOPPED
+        output = self._advance(request, [])
+        output.pooling_output = pooled
+        return output
 
     def _release(self, request: Request) -> None:
         self.kv_cache_manager.free(request)

@@ -15,6 +15,7 @@ from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.kernels.huge_pages import zeros_in_huge_pages
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_classifier import DecoderForSequenceClassification
 from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logits_processor import create_logits_processors
 from nbengine.sampling.logprobs import LogprobRows
@@ -26,6 +27,7 @@ from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, Schedule
 from nbengine.units import size
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.pooler import PooledStep, Pooler
 from nbengine.worker.prompt_logprobs import PromptLogprobs
 from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
 
@@ -39,6 +41,7 @@ class ExecuteModelState:
     """[requests that get a token, vocabulary]; None when there are none."""
     prompts_done: list[str]
     """Requests whose prompt log probabilities are complete with this step."""
+    pooled: PooledStep | None
 
 
 class ModelRunner:
@@ -52,6 +55,7 @@ class ModelRunner:
     _batch: InputBatch
     _builder: StepInputBuilder
     _uniform: StagingBuffer
+    _pooler: Pooler
 
     def __init__(
         self, config: EngineConfig, model: DecoderForCausalLM, device: torch.device, dtype: torch.dtype
@@ -95,6 +99,8 @@ class ModelRunner:
             pad_single=self._device.type == "cpu" and self._dtype.itemsize == 2,
         )
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
+        head = self._model if isinstance(self._model, DecoderForSequenceClassification) else None
+        self._pooler = Pooler(scheduler.max_num_seqs, model.hidden_size, self._device, head)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -109,6 +115,7 @@ class ModelRunner:
         if self._state is not None:
             raise NBEngineError("execute_model: the step before has not been sampled")
         self._batch.update(plan)
+        self._pooler.update(plan)
         self._prompt_logprobs.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
@@ -125,7 +132,10 @@ class ModelRunner:
             rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
             logits = self._model.compute_logits(rows)[: len(inputs.sampled)]
         prompts_done = self._prompt_logprobs.collect(plan, inputs.req_ids, hidden)
-        self._state = ExecuteModelState(inputs, logits, prompts_done)
+        pooled = None
+        if not self._pooler.is_idle:
+            pooled = self._pooler.pool(hidden, inputs.req_ids, plan.num_scheduled_tokens)
+        self._state = ExecuteModelState(inputs, logits, prompts_done, pooled)
         return None
 
     @torch.inference_mode()
@@ -155,6 +165,7 @@ class ModelRunner:
             sampled_token_ids=token_ids,
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs.take(state.prompts_done),
+            pooler_output=None if state.pooled is None else state.pooled.results(),
         )
 
     @torch.inference_mode()

@@ -10,12 +10,21 @@ import torch
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError
 from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_config import decoder_config
+from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
+from nbengine.models.pooling_config import load_pooling_defaults, supported_tasks
 from nbengine.models.progress import ProgressCallback
-from nbengine.models.registry import load_model, resolve_device, resolve_dtype
+from nbengine.models.registry import (
+    load_encoder_model,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+    weights_bytes_of,
+)
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.memory import (
     available_host_memory,
     check_kv_cache_fits,
@@ -30,6 +39,9 @@ from nbengine.worker.threads import TorchThreads
 class Worker:
     """Owns a device. Calls come in this order: `init_device`, `load_model`, `determine_available_memory`,
     `initialize_kv_cache`, then `execute_model` and `sample_tokens` in turn."""
+
+    model: DecoderForCausalLM | BertModel
+    model_runner: ModelRunner | EncoderRunner
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         self.config = config
@@ -53,15 +65,18 @@ class Worker:
             EngineStartError: they do not fit; nothing has been loaded then.
             ModelLoadError: the files cannot be used.
         """
-        shapes = DecoderForCausalLM(
-            decoder_config(self.hf_config), dtype=self.dtype, device=torch.device("meta"), max_positions=1
-        )
-        name = self.config.model.model
-        check_weights_fit(name, shapes.weights_bytes, self._free_memory(), str(self.device))
+        config = self.config.model
+        weights_bytes = weights_bytes_of(self.hf_config, self.dtype)
+        check_weights_fit(config.model, weights_bytes, self._free_memory(), str(self.device))
         if self.device.type == "cpu":
-            self._threads.limit(shapes.weights_bytes)
-        self.model = load_model(self.config.model, self.device, self.dtype, self._progress)
-        self.model_runner = ModelRunner(self.config, self.model, self.device, self.dtype)
+            self._threads.limit(weights_bytes)
+        if is_encoder(self.hf_config):
+            encoder = load_encoder_model(config, self.device, self.dtype, self._progress)
+            self.model, self.model_runner = encoder, EncoderRunner(self.config, encoder, self.device)
+        else:
+            decoder = load_model(config, self.device, self.dtype, self._progress)
+            self.model = decoder
+            self.model_runner = ModelRunner(self.config, decoder, self.device, self.dtype)
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded, in plain values."""
@@ -69,13 +84,17 @@ class Worker:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "weights_bytes": self.model.weights_bytes,
-            "max_position_embeddings": max_model_len_of(self.hf_config),
+            "max_position_embeddings": self._longest_model_len(),
+            "advised_max_model_len": self._advised_max_model_len(),
             "vocab_size": self.model.config.vocab_size,
             "hidden_size": self.model.config.hidden_size,
+            "supported_tasks": list(supported_tasks(self.hf_config)),
         }
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
-        """What a token leaves in the KV cache."""
+        """What a token leaves in the KV cache; an encoder's has no layers."""
+        if isinstance(self.model, BertModel):
+            return KVCacheSpec(0, 0, 0, self.dtype.itemsize, self.config.cache.block_size)
         model = self.model.config
         return KVCacheSpec(
             num_layers=model.num_layers,
@@ -91,6 +110,8 @@ class Worker:
         Raises:
             EngineStartError: nothing is left.
         """
+        if isinstance(self.model_runner, EncoderRunner):
+            return 0
         cache = self.config.cache
         page_size = self.get_kv_cache_spec().page_size_bytes
         if cache.num_gpu_blocks_override is not None:
@@ -98,7 +119,7 @@ class Worker:
         if cache.kv_cache_memory_bytes is not None:
             return cache.kv_cache_memory_bytes
         if self.device.type == "cuda":
-            return self._profile_gpu()
+            return self._profile_gpu(self.model_runner)
         sequence = -(-self._max_model_len() // cache.block_size) * page_size
         return cpu_kv_budget(
             self._free_memory(),
@@ -114,7 +135,9 @@ class Worker:
         """
         page_size = self.get_kv_cache_spec().page_size_bytes
         check_kv_cache_fits(num_blocks, page_size, self._free_memory(), str(self.device))
-        max_model_len = min(self._max_model_len(), num_blocks * self.config.cache.block_size)
+        max_model_len = self._max_model_len()
+        if page_size:
+            max_model_len = min(max_model_len, num_blocks * self.config.cache.block_size)
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -135,18 +158,28 @@ class Worker:
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
-        return max_model_len_of(self.hf_config) if configured is None else configured
+        return self._longest_model_len() if configured is None else configured
+
+    def _longest_model_len(self) -> int:
+        if is_encoder(self.hf_config):
+            return encoder_config(self.hf_config).max_model_len
+        return max_model_len_of(self.hf_config)
+
+    def _advised_max_model_len(self) -> int:
+        advised = load_pooling_defaults(self.config.model.directory, self.hf_config).max_seq_length
+        longest = self._longest_model_len()
+        return longest if advised is None else min(longest, advised)
 
     def _free_memory(self) -> int:
         if self.device.type == "cpu":
             return available_host_memory()
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def _profile_gpu(self) -> int:
+    def _profile_gpu(self, model_runner: ModelRunner) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            self.model_runner.profile_run()
+            model_runner.profile_run()
         except torch.OutOfMemoryError as error:
             raise EngineStartError(
                 f"{self.device} has too little memory for a step of max_num_batched_tokens="

@@ -10,7 +10,7 @@ from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from nbengine.engine.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
 
 
@@ -112,9 +112,23 @@ def test_a_prompt_that_can_never_be_scheduled_is_refused() -> None:
         add(core, "r", [1] * 9)
 
 
-def test_requests_for_pooling_are_refused() -> None:
-    with pytest.raises(RequestError, match="not available"):
-        make_core().preprocess_add_request(EngineCoreRequest("r", [1], None))
+@pytest.mark.parametrize(
+    ("sampling", "pooling", "reason"),
+    [
+        (None, None, "either sampling_params or pooling_params must be given"),
+        (SamplingParams(), PoolingParams(task="embed"), "cannot be asked to embed"),
+        (
+            None,
+            PoolingParams(task="embed", pooling="mean"),
+            "cannot be asked to embed; supported are generate",
+        ),
+    ],
+)
+def test_requests_for_nothing_or_for_a_task_that_the_model_has_not_are_refused(
+    sampling, pooling, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        make_core().preprocess_add_request(EngineCoreRequest("r", [1], sampling, pooling))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
 from nbengine.frontend.input_processor import InputProcessor, _can_structure, prompt_text
-from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_MODEL_LEN = 64
 HIDDEN_SIZE = 8
@@ -85,7 +85,7 @@ def test_a_wrong_prompt_is_named(input_processor: InputProcessor, prompt: Any, m
 
 
 def test_wrong_types_are_type_errors(input_processor: InputProcessor) -> None:
-    for prompt, params in ((3, SamplingParams()), ("x", {"temperature": 1}), ("x", PoolingParams())):
+    for prompt, params in ((3, SamplingParams()), ("x", {"temperature": 1}), ("x", None)):
         with pytest.raises(InvalidTypeError):
             input_processor.process_inputs("r", prompt, params)  # type: ignore[arg-type]
 
