@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from process_support.engine_under_test import wait_for
-from process_support.leaks import take_snapshot
+from process_support.leaks import leftovers, take_snapshot
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
 
@@ -147,8 +146,9 @@ def test_a_script_runs_and_shows_what_it_promises(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
-    # A script need not shut its engine down; it ends with the interpreter, which does not wait for it.
-    wait_for(lambda: take_snapshot(directories).keys() <= before.keys(), "the end of the engine", 20)
+    # A script need not shut its engine down: it ends with the interpreter, which does not wait for it.
+    found = leftovers(before, directories) and leftovers(before, directories)
+    assert not found, "left behind: " + "; ".join(found)
     CHECKS[path.stem](done.stdout.splitlines())
 
 
