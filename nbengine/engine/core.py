@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
+from nbengine.engine.control import EngineControl
 from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import EngineStartError, RequestError, UtilityError
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
+from nbengine.ipc.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    Progress,
+)
+from nbengine.kv_cache.events import KVEventStream
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
@@ -78,12 +88,20 @@ class EngineCore:
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
+        self.kv_events = KVEventStream(
+            self.scheduler.kv_cache_manager.block_pool, config.cache.block_size, engine_index
+        )
+        self.control = EngineControl(
+            self.scheduler, self.model_executor, lambda: self.num_steps_in_flight, self.abort_all
+        )
+        self._unsent: list[tuple[int, EngineCoreOutputs]] = []
         self._utilities: dict[str, Callable[..., Any]] = {
             "get_supported_tasks": lambda: list(self.supported_tasks),
             "stats": self.stats,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
+            "kv_cache_snapshot": lambda: self.kv_events.snapshot(time.time()),
+            **self.control.utilities,
         }
 
     # Requests.
@@ -181,7 +199,28 @@ class EngineCore:
             ]
         )
 
+    def abort_all(self) -> None:
+        """Abort every request; `take_unsent_outputs` has what their clients are told."""
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request in self.scheduler.requests.values():
+            aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            outputs[request.client_index].append(aborted)
+        self.abort_requests(list(self.scheduler.requests))
+        for client_index, client_outputs in outputs.items():
+            ends = EngineCoreOutputs(self.engine_index, client_outputs, timestamp=time.monotonic())
+            self._unsent.append((client_index, ends))
+
+    def take_unsent_outputs(self) -> list[tuple[int, EngineCoreOutputs]]:
+        """Outputs by client index that came of no step."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
     # A step.
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that have been planned and whose outcome has not been taken in."""
+        return 0
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Schedule, execute, and make outputs, by client index; tells also whether the model was executed."""
@@ -203,7 +242,9 @@ class EngineCore:
         return outputs, scheduler_output.total_num_scheduled_tokens > 0
 
     def post_step(self, model_executed: bool) -> None:
-        """Called after each step, whoever drives the engine. Nothing to do here."""
+        """Called after each step, whoever drives the engine."""
+        del model_executed
+        self.control.advance()
 
     def _process_aborts_queue(self) -> None:
         try:
@@ -215,7 +256,7 @@ class EngineCore:
     # Everything else.
 
     def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Call one of the utility methods by name.
+        """Call one of the utility methods by name; a `Future` is done after some later step.
 
         Raises:
             UtilityError: there is no such method.
@@ -227,7 +268,7 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Return the state of scheduler and KV cache."""
-        return self.scheduler.make_stats()
+        return self.control.describe(self.scheduler.make_stats())
 
     def ready_message(self, rank: int) -> EngineReady:
         """Return what the frontends are told once the engine takes requests."""

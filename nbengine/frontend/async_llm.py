@@ -19,6 +19,7 @@ from nbengine.client.directory import find_engine
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.control import AsyncControl, Control, ControlOf
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.loop_thread import LoopThread
 from nbengine.frontend.options import EngineOptions, with_engine_options
@@ -41,7 +42,7 @@ from nbengine.sampling_params import PoolingParams, SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(Prompting):
+class AsyncLLM(Prompting, AsyncControl):
     """An engine whose outputs are streamed; many requests at once, from any thread or event loop.
 
     All its sockets live on one daemon thread. The constructor blocks until the engine takes requests.
@@ -300,9 +301,10 @@ class AsyncLLM(Prompting):
         """`stats` for code without an event loop."""
         return engine_stats(self.call_utility_blocking("stats"))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if unfinished requests forbid it."""
-        return bool(await self.call_utility("reset_prefix_cache"))
+    @property
+    def control(self) -> Control:
+        """The utilities for code without an event loop."""
+        return ControlOf(self.config, self.call_utility_blocking)
 
     def detach(self) -> None:
         """Leave the engine running and drop this client's requests; again does nothing."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import msgspec
 
-from nbengine.config import EngineArgs
+from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.chat import Message, is_conversation
+from nbengine.frontend.control import Control
 from nbengine.frontend.input_processor import PromptType, prompt_list
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions, with_engine_options
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 TqdmChoice = bool | Callable[..., Any]
 
 
-class LLM(OfflinePooling):
+class LLM(Control, OfflinePooling):
     """A model for generating text from batches of prompts, or for making vectors and scores of them.
 
     It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the engine
@@ -155,9 +156,14 @@ class LLM(OfflinePooling):
         """The state of scheduler and KV cache now."""
         return self.llm_engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if unfinished requests forbid it."""
-        return self.llm_engine.reset_prefix_cache()
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration, its model resolved."""
+        return self.llm_engine.config
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the engine core by name and wait for its result."""
+        return self.llm_engine.call_utility(method, *args, timeout=timeout)
 
     def shutdown(self) -> None:
         """End the engine and wait until all its processes are gone; calling it again does nothing."""

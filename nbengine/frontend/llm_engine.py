@@ -11,6 +11,7 @@ from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import RequestError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.control import Control
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.prompting import Prompting
 from nbengine.metrics.stats import EngineStats
@@ -20,7 +21,7 @@ from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
 
-class LLMEngine(Prompting):
+class LLMEngine(Prompting, Control):
     """What `LLM` is built on: `add_request`, then `step` while there are unfinished requests. For one thread.
 
     With `n > 1` one request has n completions, which the outputs carry together.
@@ -132,10 +133,6 @@ class LLMEngine(Prompting):
         """How many requests have not had their last output."""
         return self.output_processor.get_num_unfinished_requests()
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
-        return tuple(self.ready.supported_tasks)
-
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
         return self.engine_core.call_utility(method, *args, timeout=timeout)
@@ -143,10 +140,6 @@ class LLMEngine(Prompting):
     def stats(self) -> EngineStats:
         """The state of scheduler and KV cache now."""
         return engine_stats(self.call_utility("stats"))
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False if unfinished requests forbid it."""
-        return bool(self.call_utility("reset_prefix_cache"))
 
     def shutdown(self, *, drain: bool = False) -> None:
         """End the engine and wait until all its processes are gone; calling it again does nothing."""

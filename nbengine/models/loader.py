@@ -122,6 +122,19 @@ def _load(
     return model
 
 
+def reload_weights(model: DecoderForCausalLM | BertModel, paths: tuple[Path, ...], report: Reporter) -> None:
+    """Fill the weights of a loaded model from its files again.
+
+    Raises:
+        ModelLoadError: the files are not those that it was loaded from any more.
+    """
+    _require_files(paths)
+    weights = SafetensorsWeights(paths) if isinstance(model, BertModel) else open_weights(paths, model.config)
+    _compare(model, weights, paths[0])
+    with torch.inference_mode():
+        weights.load(model.weight_slots(), _byte_counter(weights.num_bytes, report))
+
+
 def open_weights(paths: tuple[Path, ...], config: DecoderConfig) -> Weights:
     """The checkpoint in `paths`, its headers read and checked.
 

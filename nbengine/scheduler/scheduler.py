@@ -21,6 +21,7 @@ from nbengine.scheduler.output import (
     NewRequestData,
     SchedulerOutput,
 )
+from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from nbengine.scheduler.stop import append_tokens, follow_grammar, token_limit
@@ -78,6 +79,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.finished_req_ids: set[str] = set()
+        self._preempted_req_ids: set[str] = set()
+        self.pause_state = PauseState.UNPAUSED
         self.num_preemptions = 0
         self.step_counter = 0
         self._by_priority = scheduler_config.policy == "priority"
@@ -175,12 +178,22 @@ class Scheduler:
         self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         return request_ids
 
+    def set_pause_state(self, state: PauseState) -> None:
+        """Pause or go on, from the next `schedule` on."""
+        self.pause_state = state
+
     def has_requests(self) -> bool:
-        """Whether a step is due: there are unfinished requests, or ended ones that the workers still hold."""
-        return bool(self.requests or self.finished_req_ids)
+        """Whether a step is due: there is something to schedule, or the workers must be told of something."""
+        if self.finished_req_ids or self._preempted_req_ids:
+            return True
+        if self.pause_state is PauseState.UNPAUSED:
+            return bool(self.requests)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        return bool(self.running) or any(r.status is RequestStatus.PREEMPTED for r in self.waiting)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request waits or runs, paused or not."""
         return bool(self.requests)
 
     def get_num_unfinished_requests(self) -> int:
@@ -200,12 +213,17 @@ class Scheduler:
             num_scheduled_tokens={},
             total_num_scheduled_tokens=0,
             finished_req_ids=self.finished_req_ids,
+            preempted_req_ids=self._preempted_req_ids,
             step=self.step_counter,
         )
         self.finished_req_ids = set()
+        self._preempted_req_ids = set()
         self.step_counter += 1
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return plan
+        num_preemptions = self.num_preemptions
         budget = self._schedule_running(plan, self.max_num_batched_tokens)
-        if self.waiting and not plan.preempted_req_ids:
+        if self.waiting and self.num_preemptions == num_preemptions:
             budget = self._schedule_waiting(plan, budget)
         plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
         return plan
@@ -254,8 +272,10 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> int:
         manager = self.kv_cache_manager
-        while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting.peek()
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+            request = self._next_waiting()
+            if request is None:
+                break
             computed_blocks, num_computed = manager.get_computed_blocks(request)
             num_new = self._first_chunk(request.num_tokens - num_computed, budget)
             if not num_new:
@@ -265,9 +285,16 @@ class Scheduler:
             )
             if new_block_ids is None:
                 break
-            self._admit(self.waiting.pop_first(), num_computed, num_new, plan)
+            self.waiting.remove(request)
+            self._admit(request, num_computed, num_new, plan)
             budget -= num_new
         return budget
+
+    def _next_waiting(self) -> Request | None:
+        """The first request that may be admitted."""
+        if self.pause_state is PauseState.UNPAUSED:
+            return self.waiting.peek()
+        return next((r for r in self.waiting if r.status is RequestStatus.PREEMPTED), None)
 
     def _first_chunk(self, num_uncomputed: int, budget: int) -> int:
         """How many tokens to compute of a request that is about to be admitted; 0: not in this step.
@@ -419,6 +446,7 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
         self._structured.pop(request.request_id, None)
+        self._preempted_req_ids.discard(request.request_id)
         self.finished_req_ids.add(request.request_id)
 
     # The KV cache, seen from outside.
@@ -439,8 +467,15 @@ class Scheduler:
             step_counter=self.step_counter,
         )
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; refused (False) while any request holds blocks."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; refused (False) while any request holds blocks.
+
+        With `reset_running_requests` all running requests are preempted first, to compute their tokens again.
+        """
+        while reset_running_requests and self.running:
+            victim = self.running.pop_last()
+            self._preempt(victim)
+            self._preempted_req_ids.add(victim.request_id)
         return self.kv_cache_manager.reset_prefix_cache()
 
     def check_integrity(self) -> None:

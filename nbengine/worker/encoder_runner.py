@@ -35,6 +35,12 @@ class EncoderRunner:
             model if model.config.num_labels else None,
         )
 
+    def release_kv_cache(self) -> None:
+        """See `ModelRunner.release_kv_cache`; there is none."""
+
+    def restore_kv_cache(self) -> None:
+        """See `ModelRunner.restore_kv_cache`; there is none."""
+
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward pass on the plan's prompts; see `ModelRunner.execute_model`.

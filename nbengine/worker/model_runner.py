@@ -51,6 +51,7 @@ class ModelRunner:
     """
 
     # Made by initialize_kv_cache, which knows their sizes.
+    _num_blocks: int
     _kv_caches: list[Tensor]
     _batch: InputBatch
     _builder: StepInputBuilder
@@ -78,6 +79,7 @@ class ModelRunner:
         """
         scheduler = self._config.scheduler
         block_size = self._config.cache.block_size
+        self._num_blocks = num_blocks
         self._kv_caches = self._new_kv_caches(num_blocks)
         model = self._model.config
         self._kernels.warm_up(model.num_heads, model.num_kv_heads, model.head_dim, block_size)
@@ -101,6 +103,18 @@ class ModelRunner:
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
         head = self._model if isinstance(self._model, DecoderForSequenceClassification) else None
         self._pooler = Pooler(scheduler.max_num_seqs, model.hidden_size, self._device, head)
+
+    def release_kv_cache(self) -> None:
+        """Free the KV cache; no step with tokens can be executed until `restore_kv_cache`."""
+        self._kv_caches = []
+
+    def restore_kv_cache(self) -> None:
+        """Allocate an empty KV cache of the same size again.
+
+        Raises:
+            EngineStartError: the allocation failed.
+        """
+        self._kv_caches = self._new_kv_caches(self._num_blocks)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nbengine.config import EngineConfig
-from nbengine.errors import EngineStartError
+from nbengine.errors import EngineStartError, UtilityError
+from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
+from nbengine.models.loader import reload_weights
 from nbengine.models.pooling_config import load_pooling_defaults, supported_tasks
-from nbengine.models.progress import ProgressCallback
+from nbengine.models.progress import ProgressCallback, Reporter
 from nbengine.models.registry import (
     load_encoder_model,
     load_model,
@@ -31,8 +34,11 @@ from nbengine.worker.memory import (
     check_weights_fit,
     cpu_kv_budget,
     gpu_kv_budget,
+    return_freed_memory,
 )
 from nbengine.worker.model_runner import ModelRunner
+from nbengine.worker.offload import WeightsOffload
+from nbengine.worker.profiler import WorkerProfiler
 from nbengine.worker.threads import TorchThreads
 
 
@@ -47,6 +53,9 @@ class Worker:
         self.config = config
         self._progress = progress
         self._threads = TorchThreads()
+        self._num_blocks = 0
+        self._offload: WeightsOffload | None = None
+        self._profiler: WorkerProfiler | None = None
 
     def init_device(self) -> None:
         """Choose device and dtype.
@@ -139,9 +148,70 @@ class Worker:
         if page_size:
             max_model_len = min(max_model_len, num_blocks * self.config.cache.block_size)
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
+        self._num_blocks = num_blocks
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache and move the weights to host memory (level 1; a CPU's are there), or free both (level 2).
+
+        Until both are restored no step with tokens can be executed. After level 1, level 2 may follow.
+
+        Raises:
+            RuntimeError: there is not enough host memory for the weights; nothing has changed.
+        """
+        offload = self._offload or WeightsOffload(self.model.weight_slots().values())
+        if level == 2:
+            offload.drop()
+        elif self.device.type != "cpu":
+            offload.move_to_host()
+        self._offload = offload
+        self.model_runner.release_kv_cache()
+        return_freed_memory()
+        torch.cuda.empty_cache()
+
+    def wake_up(self, tag: str) -> None:
+        """Restore the "weights" or the "kv_cache", which is empty then; weights first.
+
+        Raises:
+            EngineStartError: there is not enough memory any more; nothing has changed.
+            ModelLoadError: weights that were freed cannot be read again.
+        """
+        if tag == "kv_cache":
+            page_size = self.get_kv_cache_spec().page_size_bytes
+            check_kv_cache_fits(self._num_blocks, page_size, self._free_memory(), str(self.device))
+            self.model_runner.restore_kv_cache()
+        elif self._offload is not None:
+            model = self.config.model
+            missing = self._offload.num_missing_bytes
+            check_weights_fit(model.model, missing, self._free_memory(), str(self.device))
+            if not self._offload.restore():
+                reload_weights(self.model, tuple(map(Path, model.weights)), Reporter(None, "load"))
+            self._offload = None
+
+    def start_profile(self, directory: str, max_steps: int) -> None:
+        """Record what is computed, in at most `max_steps` steps.
+
+        Raises:
+            UtilityError: a profile is being recorded, or `directory` cannot be written to.
+        """
+        if self._profiler is not None:
+            raise UtilityError("a profile is being recorded already; stop_profile first")
+        self._profiler = WorkerProfiler(directory, max_steps, self.device)
+
+    def stop_profile(self) -> ProfileReport:
+        """Write what has been recorded.
+
+        Raises:
+            UtilityError: no profile is being recorded, or it cannot be written.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise UtilityError("no profile is being recorded; start_profile first")
+        return profiler.stop()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See `ModelRunner.execute_model`."""
+        if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
+            self._profiler.begin_step()
         return self.model_runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:

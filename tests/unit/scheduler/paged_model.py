@@ -110,7 +110,8 @@ class FakeWorker:
         for req_id in plan.finished_req_ids:
             self.states.pop(req_id, None)
         for req_id in plan.preempted_req_ids:
-            assert req_id not in plan.num_scheduled_tokens
+            resumed = req_id in plan.scheduled_cached_reqs.resumed_req_ids
+            assert resumed or req_id not in plan.num_scheduled_tokens
             self.states[req_id].table = []
         self._take_new(plan)
         self._take_cached(plan)

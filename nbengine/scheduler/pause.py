@@ -1,0 +1,15 @@
+"""What a paused scheduler still does."""
+
+from __future__ import annotations
+
+import enum
+
+
+class PauseState(enum.Enum):
+    """How much of its work the scheduler does. Requests are taken and can be aborted in every state."""
+
+    UNPAUSED = enum.auto()
+    PAUSED_NEW = enum.auto()
+    """Requests that have begun go on to their end, resumptions included; no other is admitted."""
+    PAUSED_ALL = enum.auto()
+    """Nothing is scheduled; requests keep their blocks."""
