@@ -21,6 +21,7 @@ DEFAULT_LEASE_SECONDS = 30.0
 DEFAULT_CLIENT_BACKLOG_BYTES = 64 << 20
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "runner": ("auto", "generate", "pooling"),
+    "enable_prompt_embeds": (True, False),
     "enable_sleep_mode": (True, False),
     "disable_log_stats": (True, False),
     "tokenizer_mode": ("auto",),
@@ -77,7 +78,8 @@ class EngineArgs:
     """The arguments of `LLM`, `AsyncLLM` and `%engine start`, flat, with their defaults.
 
     The last ones are taken because existing scripts pass them, and are not kept: an engine offers whatever its model
-    supports (`runner`), can always sleep (`enable_sleep_mode`) and never logs statistics (`disable_log_stats`).
+    supports (`runner`), takes embeddings as prompts (`enable_prompt_embeds`), can always sleep (`enable_sleep_mode`)
+    and never logs statistics (`disable_log_stats`).
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
@@ -121,6 +123,7 @@ class EngineArgs:
     client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
     profile_dir: str | None = None
     runner: InitVar[str] = "auto"
+    enable_prompt_embeds: InitVar[bool] = False
     enable_sleep_mode: InitVar[bool] = False
     disable_log_stats: InitVar[bool] = False
     tokenizer_mode: InitVar[str] = "auto"

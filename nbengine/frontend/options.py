@@ -50,6 +50,7 @@ class EngineOptions(TypedDict, total=False):
     client_backlog_bytes: int
     profile_dir: str | None
     runner: str
+    enable_prompt_embeds: bool
     enable_sleep_mode: bool
     disable_log_stats: bool
     tokenizer_mode: str

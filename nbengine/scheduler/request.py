@@ -155,8 +155,10 @@ class Request:
             )
         token_ids, digests = request.prompt_token_ids, []
         if token_ids is None:
+            if embeds_bytes is None:
+                raise RequestError(f"request {request.request_id}: neither tokens nor embeddings are given")
             token_ids = [0] * len(request.prompt_embeds)
-            if block_hasher is not None and embeds_bytes:
+            if block_hasher is not None:
                 digests = block_hasher.digests(embeds_bytes, len(token_ids))
         salt = request.cache_salt
         return cls(

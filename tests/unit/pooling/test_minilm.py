@@ -167,3 +167,13 @@ def test_the_engine_refuses_embeddings_for_an_encoder(llm: LLM) -> None:
     request = EngineCoreRequest("raw", None, None, params, prompt_embeds=np.zeros((3, 384), np.float32))
     with pytest.raises(RequestError, match="cannot be given to an encoder"):
         client.engine_core.preprocess_add_request(request)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_encoder_that_has_slept_gives_the_same_vectors(level: int) -> None:
+    with LLM("all-minilm-l6-v2", multiprocess=False) as llm:
+        (before,) = llm.embed("Good night.", use_tqdm=False)
+        llm.sleep(level=level)
+        llm.wake_up()
+        (after,) = llm.embed("Good night.", use_tqdm=False)
+    assert after.outputs.embedding == before.outputs.embedding
