@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.worker.attention_metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from nbengine.kernels.penalties_cpu import CpuPenalties
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,16 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     reason = _REASONS.get(device.type, "there are no kernels for this device")
     logger.warning("attention in %s on %s runs through plain torch, which is slow: %s", dtype, device, reason)
     return TorchKernels()
+
+
+@cache
+def select_penalties(device: torch.device) -> CpuPenalties | None:
+    """Compiled penalties for a device; None where plain torch applies them, as on every GPU."""
+    if device.type != "cpu" or not _installed("llvmlite"):
+        return None
+    from nbengine.kernels.penalties_cpu import CpuPenalties
+
+    return CpuPenalties()
 
 
 def _installed(package: str) -> bool:

@@ -18,6 +18,7 @@ from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.messages import Progress
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
 from nbengine.magics.config import NBEngine
+from nbengine.magics.control import ControlCommands
 from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start, start_parser
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.help import ENGINE_HELP
@@ -61,6 +62,7 @@ class EngineMagics(Magics):
             "detach": self._detach,
             "logs": self._logs,
             "reap": self._reap,
+            **ControlCommands(session).commands,
             "help": self._help,
         }
 

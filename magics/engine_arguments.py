@@ -24,6 +24,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "hf_overrides": json_object,
     "logits_processors": lambda text: text.split(","),
     "kv_cache_memory_bytes": memory_size,
+    "client_backlog_bytes": memory_size,
 }
 _HELP = {
     "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
@@ -58,6 +59,8 @@ _HELP = {
     "data_parallel_backend": "mp; ray is not available yet",
     "keep_alive": "seconds that the engine outlives its last notebook",
     "lease": "seconds without a heartbeat after which a notebook's requests are dropped",
+    "client_backlog_bytes": "output that is held for a notebook that does not read, before its requests end",
+    "profile_dir": "where %%engine profile writes (default: nbengine-profiles in the working directory)",
 }
 START_EXAMPLES = """\
 examples:

@@ -12,6 +12,11 @@ ENGINE_HELP = """\
   %engine restart [flags]         stop and start again, with the same arguments and those given here
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 
+  %engine sleep [--level 2]       give memory back without ending it; %engine wake takes it again
+  %engine pause / resume          hold all requests back, and go on
+  %engine reset                   forget the prefix cache
+  %engine profile start / stop    record what it computes, as a Chrome trace
+
   %engine ps                      all your engines on this machine
   %engine attach [NAME]           join one: yours from before a kernel restart, or another notebook's
   %engine detach [NAME]           leave it running without this notebook

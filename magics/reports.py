@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from nbengine.client.processes import session_processes
 from nbengine.ipc.messages import EngineReady
 from nbengine.magics.render import age, count, seconds, table
 from nbengine.magics.session import AttachedEngine
-from nbengine.metrics.stats import EngineStats
+from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.units import size
 
 
@@ -42,10 +43,21 @@ def footprint(info: ConnectionInfo) -> Footprint:
         except psutil.NoSuchProcess:
             continue
         processes += 1
-    on_device = sum(
-        ready.weights_bytes + ready.kv_cache_bytes for ready in info.ready if ready.device != "cpu"
-    )
-    return Footprint(processes, memory, on_device)
+    return Footprint(processes, memory, device_memory(info))
+
+
+def device_memory(info: ConnectionInfo) -> int:
+    """Bytes of weights and KV cache on a GPU."""
+    return sum(ready.weights_bytes + ready.kv_cache_bytes for ready in info.ready if ready.device != "cpu")
+
+
+def resident_memory(info: ConnectionInfo) -> int:
+    """Bytes of memory that an engine's processes use, shared ones included: what differs is what came or went."""
+    resident = 0
+    for process in session_processes(info):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            resident += process.memory_info().rss
+    return resident
 
 
 def started_sentence(engine: AttachedEngine, took: float) -> str:
@@ -82,7 +94,10 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
         hits, queries = rank.prefix_cache_hits, rank.prefix_cache_queries
         rate = f" ({hits / queries:.0%})" if queries else ""
         rows += [
-            [f"{prefix}requests", f"{rank.num_running_reqs} running, {rank.num_waiting_reqs} waiting"],
+            [
+                f"{prefix}requests",
+                f"{rank.num_running_reqs} running, {rank.num_waiting_reqs} waiting{_held(rank)}",
+            ],
             [
                 f"{prefix}KV blocks",
                 (
@@ -98,6 +113,16 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
         ["log", info.log_path],
     ]
     return table(rows)
+
+
+def _held(stats: SchedulerStats) -> str:
+    """What keeps requests from running."""
+    reasons = []
+    if stats.is_paused:
+        reasons.append("paused: `%engine resume` goes on")
+    if stats.is_sleeping:
+        reasons.append(f"asleep, level {stats.sleep_level}: `%engine wake` wakes it")
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def engines_table(engines: Iterable[EngineListing], here: dict[str, str]) -> tuple[str, str]:

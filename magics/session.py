@@ -14,6 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import ConnectionInfo, list_connections
 from nbengine.config import EngineConfig
+from nbengine.frontend.control import Control
 from nbengine.ipc.messages import EngineReady, Progress
 from nbengine.magics.arguments import did_you_mean
 from nbengine.magics.ledger import Ledger
@@ -59,6 +60,10 @@ class EngineClient(Protocol):
 
     def default_sampling_params(self) -> dict[str, Any]:
         """The model's own defaults."""
+
+    @property
+    def control(self) -> Control:
+        """The blocking utilities."""
 
     def stats_blocking(self) -> EngineStats:
         """A snapshot of the engine's state."""

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from nbengine.frontend.llm_engine import LLMEngine
     from nbengine.metrics.stats import EngineStats, SchedulerStats
     from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from nbengine.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from nbengine.sampling_params import (
         PoolingParams,
         RequestOutputKind,
@@ -60,6 +70,16 @@ _HOMES = {
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
     "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "nbengine.pooling_outputs": (
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "nbengine.sampling_params": (
         "PoolingParams",
         "RequestOutputKind",
@@ -74,7 +94,11 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EmbedsPrompt",
     "EngineArgs",
     "EngineDeadError",
@@ -90,7 +114,9 @@ __all__ = [
     "ModelNotFoundError",
     "NBEngineError",
     "NotSupportedError",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestError",
     "RequestMetrics",
@@ -98,6 +124,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SchedulerStats",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

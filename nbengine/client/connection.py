@@ -144,7 +144,7 @@ def list_connections() -> list[ConnectionInfo]:
 
 def remove_engine_files(info: ConnectionInfo) -> None:
     """Remove an engine's run directory, its tensor directory and, if it is still its own, its connection file."""
-    for directory in filter(None, (info.run_dir, info.tensor_dir)):
+    for directory in filter(None, (info.tensor_dir, info.run_dir)):
         shutil.rmtree(directory, ignore_errors=True)
     path = connection_file(info.name)
     with contextlib.suppress(NBEngineError, FileNotFoundError):

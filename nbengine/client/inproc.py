@@ -6,6 +6,7 @@ import contextlib
 import copy
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from types import FrameType
@@ -35,6 +36,7 @@ class InprocClient(BlockingClient):
         self.config = config
         self.engine_core = EngineCore(config, executor_class(config), progress)
         self._refused: list[EngineCoreOutput] = []
+        self._outputs: deque[EngineCoreOutputs] = deque()
         self._dead: EngineDeadError | None = None
 
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
@@ -50,11 +52,19 @@ class InprocClient(BlockingClient):
 
         Raises:
             EngineDeadError: the step failed, or the engine was shut down.
+            NBEngineError: nothing can come before the engine is resumed or woken up.
         """
         self.check_alive()
         if self._refused:
             refused, self._refused = self._refused, []
             return EngineCoreOutputs(outputs=refused)
+        if self._outputs:
+            return self._outputs.popleft()
+        if not self.engine_core.has_work() and self.engine_core.control.holds_requests:
+            raise NBEngineError("the engine is paused or sleeps: resume_generation() or wake_up() first")
+        return self._step()
+
+    def _step(self) -> EngineCoreOutputs:
         try:
             with _interrupt_deferred():
                 outputs, model_executed = self.engine_core.step_fn()
@@ -86,7 +96,13 @@ class InprocClient(BlockingClient):
         future: Future[Any] = Future()
         try:
             self.check_alive()
-            future.set_result(self.engine_core.call_utility(method, list(args)))
+            result = self.engine_core.call_utility(method, list(args))
+            if isinstance(result, Future):
+                while not result.done():
+                    self._outputs.append(self._step())
+                result = result.result()
+            self._outputs.extend(outputs for _, outputs in self.engine_core.take_unsent_outputs())
+            future.set_result(result)
         except NBEngineError as error:
             future.set_exception(error)
         except Exception as error:  # noqa: BLE001 (it reaches the caller, as it does from another process)
@@ -108,7 +124,7 @@ class InprocClient(BlockingClient):
 
     def shutdown(self, *, drain: bool = False) -> None:
         """Release the model; calling it again does nothing."""
-        while drain and self._dead is None and self.engine_core.scheduler.has_unfinished_requests():
+        while drain and self._dead is None and self.engine_core.has_work():
             self.get_output()
         self._end(EngineDeadError("the engine was shut down"))
 

@@ -258,8 +258,6 @@ class MPClient(EngineCoreClient):
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
         """All requests are gone, the client itself goes on."""
         self._ranks = []
-        if self._tensors is not None:
-            self._tensors.close()
         self._connected.clear()
         self._fail(error, dead=False)
 
@@ -315,6 +313,8 @@ class MPClient(EngineCoreClient):
         if self._is_dead:
             return
         self._error, self._is_dead = error, dead
+        if self._tensors is not None:
+            self._tensors.close()
         while self._utilities:
             _, future = self._utilities.popitem()
             if future.set_running_or_notify_cancel():

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
+from nbengine.checks import one_of, require
 from nbengine.config.cache import CacheConfig
-from nbengine.config.checks import one_of, require
 from nbengine.config.model import ModelConfig
 from nbengine.config.parallel import ParallelConfig
 from nbengine.config.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
@@ -18,8 +18,10 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupported
 
 DEFAULT_KEEP_ALIVE_SECONDS = 600.0
 DEFAULT_LEASE_SECONDS = 30.0
+DEFAULT_CLIENT_BACKLOG_BYTES = 64 << 20
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "runner": ("auto", "generate", "pooling"),
+    "enable_prompt_embeds": (True, False),
     "enable_sleep_mode": (True, False),
     "disable_log_stats": (True, False),
     "tokenizer_mode": ("auto",),
@@ -50,6 +52,8 @@ class EngineConfig:
 
     `keep_alive` is how many seconds an engine outlives its last client; `lease` how long a client that
     sends no heartbeat keeps its requests. A `bound` engine ends with the process that started it.
+    `client_backlog_bytes` is how much output the engine holds for a client that does not read, before the requests
+    of that client are given up; `profile_dir` where profiles are written unless a caller says otherwise.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -59,10 +63,14 @@ class EngineConfig:
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
     bound: bool = True
+    client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         require("keep_alive", self.keep_alive, self.keep_alive >= 0, "0 or more seconds")
         require("lease", self.lease, self.lease > 0, "more than 0 seconds")
+        backlog = self.client_backlog_bytes
+        require("client_backlog_bytes", backlog, backlog >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ class EngineArgs:
     """The arguments of `LLM`, `AsyncLLM` and `%engine start`, flat, with their defaults.
 
     The last ones are taken because existing scripts pass them, and are not kept: an engine offers whatever its model
-    supports (`runner`), can always sleep (`enable_sleep_mode`) and never logs statistics (`disable_log_stats`).
+    supports (`runner`), takes embeddings as prompts (`enable_prompt_embeds`), can always sleep (`enable_sleep_mode`)
+    and never logs statistics (`disable_log_stats`).
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
@@ -111,7 +120,10 @@ class EngineArgs:
     data_parallel_backend: str = "mp"
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
+    client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
+    profile_dir: str | None = None
     runner: InitVar[str] = "auto"
+    enable_prompt_embeds: InitVar[bool] = False
     enable_sleep_mode: InitVar[bool] = False
     disable_log_stats: InitVar[bool] = False
     tokenizer_mode: InitVar[str] = "auto"
@@ -192,6 +204,8 @@ class EngineArgs:
             keep_alive=float(self.keep_alive),
             lease=float(self.lease),
             bound=bound,
+            client_backlog_bytes=self.client_backlog_bytes,
+            profile_dir=self.profile_dir,
         )
 
 

@@ -12,7 +12,7 @@ import time
 import zmq
 
 from nbengine.errors import WireError
-from nbengine.ipc.messages import EngineCoreOutputs
+from nbengine.ipc.messages import KV_TOPIC, STATS_TOPIC, EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -83,8 +83,12 @@ class CoordinatorState:
 
 class DPCoordinatorProc:
     """The coordinator's sockets: `output_back` (PULL, from the engines), `publish_back` (XPUB, which
-    data-parallel engines subscribe to) and `publish_front` (XPUB, to the frontends: each message is one frame,
-    a msgpack `EngineStats`, sent also to each new subscriber at once)."""
+    data-parallel engines subscribe to) and `publish_front` (XPUB, to the frontends).
+
+    What is published has a topic and a msgpack frame: `STATS_TOPIC`, which each new subscriber gets at once, and
+    `KV_TOPIC`, which is passed on as the engines send it. These do so while there are subscribers:
+    `take_kv_wishes` has what to tell them.
+    """
 
     def __init__(
         self,
@@ -103,6 +107,8 @@ class DPCoordinatorProc:
         self.publish_back = make_socket(context, back_publish_address, zmq.XPUB, bind=True)
         self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
         self._encoder = MsgpackEncoder()
+        self._topics: set[bytes] = set()
+        self._kv_wishes: list[bool] = []
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -115,27 +121,51 @@ class DPCoordinatorProc:
             frames = socket.recv_multipart()
             if socket is self.output_back:
                 self._observe(frames, now)
-            elif socket is self.publish_front and frames[0][:1] == _SUBSCRIBE:
-                self._send(self.state.snapshot(time.time()))
+            elif socket is self.publish_front:
+                self._on_subscription(frames[0][:1] == _SUBSCRIBE, frames[0][1:])
 
     def publish_if_due(self, now: float) -> None:
         """Send a snapshot to the frontends if one is due."""
         if self.state.due is not None and self.state.due <= now:
             self._send(self.state.publish(now, time.time()))
 
+    @property
+    def wants_kv_events(self) -> bool:
+        """Whether anyone is subscribed to the engines' KV events."""
+        return any(KV_TOPIC.startswith(topic) for topic in self._topics)
+
+    def take_kv_wishes(self) -> list[bool]:
+        """What has changed, in order: someone needs a snapshot and the events after it, or nobody needs any."""
+        wishes, self._kv_wishes = self._kv_wishes, []
+        return wishes
+
     def close(self) -> None:
         """Close the sockets."""
         for socket in self.sockets:
             socket.close()
 
+    def _on_subscription(self, begins: bool, topic: bytes) -> None:
+        # The socket tells of every new subscription, and of the end of a topic's last one.
+        if begins:
+            self._topics.add(topic)
+            if STATS_TOPIC.startswith(topic):
+                self._send(self.state.snapshot(time.time()))
+        else:
+            self._topics.discard(topic)
+        if KV_TOPIC.startswith(topic) and (begins or not self.wants_kv_events):
+            self._kv_wishes.append(begins)
+
     def _observe(self, frames: list[bytes], now: float) -> None:
+        if frames[0] == KV_TOPIC:
+            self.publish_front.send_multipart(frames)
+            return
         try:
             self.state.observe(self._decoder.decode(frames), now)
         except WireError as error:
             logger.warning("dropped a message to the coordinator: %s", error)
 
     def _send(self, stats: EngineStats) -> None:
-        self.publish_front.send_multipart(self._encoder.encode(stats))
+        self.publish_front.send_multipart([STATS_TOPIC, *self._encoder.encode(stats)])
 
 
 def _unfinished(stats: SchedulerStats) -> bool:

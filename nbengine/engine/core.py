@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nbengine.config import EngineConfig
+from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
+from nbengine.engine.control import EngineControl
+from nbengine.engine.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.structured import StructuredOutputManager
-from nbengine.errors import EngineStartError, NBEngineError, RequestError, UtilityError
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, Progress
-from nbengine.kv_cache.prefix import BlockHasher
+from nbengine.errors import EngineStartError, RequestError, UtilityError
+from nbengine.ipc.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    Progress,
+)
+from nbengine.kv_cache.events import KVEventStream
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
-from nbengine.scheduler.output import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.units import size
@@ -33,46 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_TASKS = ("generate",)
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """A plan that has been given to the executor, and what will come of it."""
-
-    plan: SchedulerOutput
-    executed: Future[ModelRunnerOutput | None]
-    sampled: Future[ModelRunnerOutput | AsyncModelRunnerOutput] | None = None
-    """None as long as sampling waits for masks, and for a plan without tokens."""
-
-    @property
-    def awaits_sampling(self) -> bool:
-        """Whether the executor has yet to be told to sample."""
-        return self.sampled is None and self.plan.total_num_scheduled_tokens > 0
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` need not wait."""
-        if self.sampled is None:
-            return self.executed.done()
-        if not self.sampled.done():
-            return False
-        try:
-            output = self.sampled.result()
-        except Exception:  # noqa: BLE001  # `result` raises it
-            return True
-        return not isinstance(output, AsyncModelRunnerOutput) or output.is_ready
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the end of the step, and raise what it raised."""
-        output: ModelRunnerOutput | AsyncModelRunnerOutput | None = self.executed.result()
-        if self.sampled is not None:
-            output = self.sampled.result()
-        if isinstance(output, AsyncModelRunnerOutput):
-            return output.get_output()
-        if output is None:
-            raise NBEngineError(f"step {self.plan.step} has no output")
-        return output
+_DEFAULT_TASKS = ("generate",)
+"""Of an executor that names no others."""
 
 
 class EngineCore:
@@ -99,6 +69,7 @@ class EngineCore:
             self.model_info = self.model_executor.model_info()
             self._kv_cache_spec = self.model_executor.get_kv_cache_spec()
             self.num_blocks, self.max_model_len = self._initialize_kv_cache(self._kv_cache_spec)
+            self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
             self.model_executor.shutdown()
             raise
@@ -107,17 +78,14 @@ class EngineCore:
             config.model, self._vocab_size, config.scheduler.max_num_seqs
         )
         self.scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
+            *self._scheduling_config(),
             self.num_blocks,
             self.max_model_len,
             engine_index,
             async_scheduling=self.model_executor.async_scheduling,
             grammar_masks=self._structured_outputs,
         )
-        self._block_hasher = (
-            BlockHasher(config.cache.block_size) if config.cache.enable_prefix_caching else None
-        )
+        self._block_hasher = self.scheduler.kv_cache_manager.block_hasher
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
         self.batch_queue_size = self.model_executor.max_concurrent_batches
@@ -126,12 +94,20 @@ class EngineCore:
         self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = (
             self.step if self.batch_queue_size == 1 else self.step_with_batch_queue
         )
+        self.kv_events = KVEventStream(
+            self.scheduler.kv_cache_manager.block_pool, config.cache.block_size, engine_index
+        )
+        self.control = EngineControl(
+            self.scheduler, self.model_executor, lambda: self.num_steps_in_flight, self.abort_all
+        )
+        self._unsent: list[tuple[int, EngineCoreOutputs]] = []
         self._utilities: dict[str, Callable[..., Any]] = {
-            "get_supported_tasks": lambda: list(SUPPORTED_TASKS),
+            "get_supported_tasks": lambda: list(self.supported_tasks),
             "stats": self.stats,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
+            "kv_cache_snapshot": lambda: self.kv_events.snapshot(time.time()),
+            **self.control.utilities,
         }
 
     # Requests.
@@ -149,6 +125,7 @@ class EngineCore:
                 raise RequestError("a prompt has either prompt_token_ids or prompt_embeds, not both")
         else:
             embeds_bytes = self._prepare_embeds(request)
+        self._check_task(request.pooling_params)
         params, grammar = request.sampling_params, None
         if params is not None:
             self._check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -166,12 +143,30 @@ class EngineCore:
         self.scheduler.validate_request(prepared)
         return prepared, request.current_wave
 
+    def _check_task(self, params: PoolingParams | None) -> None:
+        task = "generate" if params is None else params.task
+        # Without a classification head, scores are made of embeddings in the frontend.
+        is_composed = task == "score" and "classify" not in self.supported_tasks
+        if task not in self.supported_tasks or is_composed:
+            raise RequestError(
+                f"the model cannot be asked to {task}; supported are {', '.join(self.supported_tasks)}"
+            )
+        if params is None:
+            return
+        if params.pooling is None and task != "encode":
+            raise RequestError(f"pooling is None; the task {task} needs a kind of pooling")
+        size: int = self.model_info["hidden_size"]
+        if params.dimensions is not None and params.dimensions > size:
+            raise RequestError(f"dimensions={params.dimensions} exceeds the model's hidden size {size}")
+
     def _prepare_embeds(self, request: EngineCoreRequest) -> memoryview:
         from nbengine.engine.prompt_embeds import bytes_of, prepare_prompt_embeds
 
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs must be None for prompts given as embeddings")
+        if not self.num_blocks:
+            raise RequestError("prompt_embeds cannot be given to an encoder")
         info = self.model_info
         embeds = prepare_prompt_embeds(request.prompt_embeds, info["hidden_size"], info["dtype"])
         request.prompt_embeds = embeds
@@ -209,6 +204,22 @@ class EngineCore:
                 if request_id in requests and requests[request_id].client_index == client_index
             ]
         )
+
+    def abort_all(self) -> None:
+        """Abort every request; `take_unsent_outputs` has what their clients are told."""
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request in self.scheduler.requests.values():
+            aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            outputs[request.client_index].append(aborted)
+        self.abort_requests(list(self.scheduler.requests))
+        for client_index, client_outputs in outputs.items():
+            ends = EngineCoreOutputs(self.engine_index, client_outputs, timestamp=time.monotonic())
+            self._unsent.append((client_index, ends))
+
+    def take_unsent_outputs(self) -> list[tuple[int, EngineCoreOutputs]]:
+        """Outputs by client index that came of no step."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
 
     # A step.
 
@@ -278,7 +289,9 @@ class EngineCore:
             step.sampled = self.model_executor.sample_tokens(grammar_output, non_block=True)
 
     def post_step(self, model_executed: bool) -> None:
-        """Called after each step, whoever drives the engine. Nothing to do here."""
+        """Called after each step, whoever drives the engine."""
+        del model_executed
+        self.control.advance()
 
     def _process_aborts_queue(self) -> None:
         try:
@@ -290,7 +303,7 @@ class EngineCore:
     # Everything else.
 
     def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Call one of the utility methods by name.
+        """Call one of the utility methods by name; a `Future` is done after some later step.
 
         Raises:
             UtilityError: there is no such method.
@@ -302,7 +315,7 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Return the state of scheduler and KV cache."""
-        return self.scheduler.make_stats()
+        return self.control.describe(self.scheduler.make_stats())
 
     def ready_message(self, rank: int) -> EngineReady:
         """Return what the frontends are told once the engine takes requests."""
@@ -315,7 +328,7 @@ class EngineCore:
             weights_bytes=self.model_info["weights_bytes"],
             device=self.model_info["device"],
             dtype=self.model_info["dtype"],
-            supported_tasks=list(SUPPORTED_TASKS),
+            supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
         )
 
@@ -337,15 +350,28 @@ class EngineCore:
         num_blocks = num_blocks_for(spec, self.config.cache, available_bytes)
         max_model_len = self._choose_max_model_len(spec, num_blocks)
         self.model_executor.initialize_kv_cache(num_blocks)
-        detail = f"{num_blocks} blocks of {spec.block_size} tokens, max_model_len {max_model_len}"
+        blocks = f"{num_blocks} blocks of {spec.block_size} tokens" if num_blocks else "none needed"
+        detail = f"{blocks}, max_model_len {max_model_len}"
         self._report(Progress("kv", detail, 1.0, time.monotonic() - start))
         return num_blocks, max_model_len
+
+    def _scheduling_config(self) -> tuple[SchedulerConfig, CacheConfig]:
+        """The configuration that fits the model: without a KV cache, a prompt must be computed in one step."""
+        scheduler, cache = self.config.scheduler, self.config.cache
+        if self.num_blocks:
+            return scheduler, cache
+        budget = max(scheduler.max_num_batched_tokens, self.max_model_len)
+        return (
+            dataclasses.replace(scheduler, enable_chunked_prefill=False, max_num_batched_tokens=budget),
+            dataclasses.replace(cache, enable_prefix_caching=False),
+        )
 
     def _choose_max_model_len(self, spec: KVCacheSpec, num_blocks: int) -> int:
         limit: int = self.model_info["max_position_embeddings"]
         wanted = self.config.model.max_model_len
         if wanted is None:
-            fitting = num_blocks * spec.block_size
+            limit = self.model_info.get("advised_max_model_len", limit)
+            fitting = num_blocks * spec.block_size if spec.page_size_bytes else limit
             if fitting < limit:
                 logger.warning(
                     "max_model_len is %d: the model could take %d tokens, the KV cache has room for %d",
@@ -359,19 +385,9 @@ class EngineCore:
                 f"max_model_len={wanted} exceeds the {limit} positions that the model was made for; lower it, "
                 "or raise max_position_embeddings with hf_overrides if you know that the model can take more"
             )
-        check_max_model_len(spec, self.config.cache, num_blocks, wanted)
+        if spec.page_size_bytes:
+            check_max_model_len(spec, self.config.cache, num_blocks, wanted)
         return wanted
-
-
-def describe_step(scheduler_output: SchedulerOutput) -> str:
-    """Return one line about a step's plan: numbers and the first request ids, no contents."""
-    scheduled = scheduler_output.num_scheduled_tokens
-    first = ", ".join(f"{request_id}: {count}" for request_id, count in list(scheduled.items())[:8])
-    more = f", and {len(scheduled) - 8} more" if len(scheduled) > 8 else ""
-    return (
-        f"{scheduler_output.step} ({scheduler_output.total_num_scheduled_tokens} tokens of {len(scheduled)} "
-        f"requests: {first}{more})"
-    )
 
 
 def _log_progress(progress: Progress) -> None:

@@ -10,10 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -28,11 +28,13 @@ from nbengine.engine.work import (
     COORDINATOR_INDEX,
     AbortRequests,
     AddRequest,
+    GiveUpClient,
     InputItem,
     InputQueue,
     OutputQueue,
     ThreadFailed,
     Wakeup,
+    failure,
     refusal,
 )
 from nbengine.errors import EngineStartError, NBEngineError, RequestError
@@ -41,15 +43,14 @@ from nbengine.ipc.handshake import encode_control, say_hello
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     DetachClient,
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineDead,
     EngineHandshakeMetadata,
-    FinishReason,
     Progress,
     ShutdownEngine,
     UtilityOutput,
     UtilityRequest,
+    WantKVEvents,
     engine_identity,
 )
 from nbengine.ipc.sockets import make_socket
@@ -97,7 +98,12 @@ class EngineCoreProc(EngineCore):
         self.input_queue: InputQueue = SimpleQueue()
         self.output_queue: OutputQueue = SimpleQueue()
         self._output_thread = OutputThread(
-            context, rank, handshake.coordinator_output, self.output_queue, self.input_queue
+            context,
+            rank,
+            handshake.coordinator_output,
+            self.output_queue,
+            self.input_queue,
+            config.client_backlog_bytes,
         )
         self._input_thread = InputThread(
             context,
@@ -112,8 +118,10 @@ class EngineCoreProc(EngineCore):
         self._handlers: dict[type, Callable[..., None]] = {
             AddRequest: self._add,
             AbortRequests: lambda item: self.abort_for_client(item.client_index, item.request_ids),
-            UtilityRequest: self._answer_utility,
+            GiveUpClient: self._give_up_client,
+            UtilityRequest: self._call,
             DetachClient: self._detach,
+            WantKVEvents: self._want_kv_events,
             ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain),
             Wakeup: lambda _: None,
             ThreadFailed: self._fail,
@@ -169,13 +177,16 @@ class EngineCoreProc(EngineCore):
             time.sleep(0.001)
 
     def post_step(self, model_executed: bool) -> None:
-        """Push the statistics to the coordinator."""
+        """Push the statistics, and the events of the prefix cache, to the coordinator."""
         super().post_step(model_executed)
         self._publish_stats()
 
     def _publish_stats(self) -> None:
         self._stats_are_stale = False
         self.output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs(scheduler_stats=self.stats())))
+        batch = self.kv_events.take_batch(time.time())
+        if batch is not None:
+            self.output_queue.put(batch)
 
     # Messages.
 
@@ -192,19 +203,47 @@ class EngineCoreProc(EngineCore):
         except RequestError as error:
             self.output_queue.put(refusal(request.client_index, request.request_id, str(error)))
 
-    def _answer_utility(self, call: UtilityRequest) -> None:
-        answer = UtilityOutput(call.call_id)
+    def _call(self, call: UtilityRequest) -> None:
         try:
-            answer.result = self.call_utility(call.method, call.args)
-        except Exception as error:
+            result = self.call_utility(call.method, call.args)
+        except Exception as error:  # noqa: BLE001 (it is the answer)
+            self._answer(call, None, error)
+        else:
+            if isinstance(result, Future):
+                result.add_done_callback(lambda done: self._answer_later(call, done))
+            else:
+                self._answer(call, result)
+
+    def _answer_later(self, call: UtilityRequest, done: Future[Any]) -> None:
+        error = done.exception()
+        self._answer(call, None if error is not None else done.result(), error)
+
+    def _answer(self, call: UtilityRequest, result: Any, error: BaseException | None = None) -> None:
+        answer = UtilityOutput(call.call_id, result=result)
+        if error is not None:
             if not isinstance(error, NBEngineError):
-                logger.exception("utility call %s failed", call.method)
+                logger.error("utility call %s failed", call.method, exc_info=error)
             answer.failure_message = describe_exception(error)
+        self._send_unsent_outputs()
         self.output_queue.put((call.client_index, EngineCoreOutputs(utility_output=answer)))
+
+    def _send_unsent_outputs(self) -> None:
+        for item in self.take_unsent_outputs():
+            self.output_queue.put(item)
+
+    def _give_up_client(self, item: GiveUpClient) -> None:
+        request_ids = self.scheduler.abort_client(item.client_index)
+        ends = [failure(request_id, item.reason) for request_id in request_ids]
+        self.output_queue.put((item.client_index, EngineCoreOutputs(outputs=ends)))
 
     def _detach(self, item: DetachClient) -> None:
         self.abort_for_client(item.client_index, None)
         self.output_queue.put(item)
+
+    def _want_kv_events(self, item: WantKVEvents) -> None:
+        self.kv_events.record(item.wanted)
+        if item.wanted:
+            self.output_queue.put(self.kv_events.snapshot(time.time()))
 
     def _fail(self, item: ThreadFailed) -> None:
         raise NBEngineError(f"the {item.thread} thread failed") from item.error
@@ -238,20 +277,10 @@ class EngineCoreProc(EngineCore):
             return True
         if self.shutdown_state is EngineShutdownState.REQUESTED:
             self.shutdown_state = EngineShutdownState.SHUTTING_DOWN
-            if not self._drain:
-                self._abort_everything()
+        if not self._drain or self.control.holds_requests:
+            self.abort_all()
+            self._send_unsent_outputs()
         return self.scheduler.has_unfinished_requests()
-
-    def _abort_everything(self) -> None:
-        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
-        for request in self.scheduler.requests.values():
-            aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
-            outputs[request.client_index].append(aborted)
-        self.abort_requests(list(self.scheduler.requests))
-        for client_index, client_outputs in outputs.items():
-            self.output_queue.put(
-                (client_index, EngineCoreOutputs(outputs=client_outputs, timestamp=time.monotonic()))
-            )
 
     def stop_io(self) -> None:
         """End the I/O threads, ENGINE_CORE_DEAD being the last that every client gets."""

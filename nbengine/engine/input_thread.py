@@ -35,6 +35,7 @@ from nbengine.ipc.messages import (
     ShutdownEngine,
     UtilityOutput,
     UtilityRequest,
+    WantKVEvents,
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder
@@ -130,7 +131,7 @@ class InputThread(threading.Thread):
                 self._detach(client_index)
                 self._aborts_queue.put((client_index, None))
                 self._input_queue.put(message)
-            case ShutdownEngine():
+            case WantKVEvents() | ShutdownEngine():
                 self._input_queue.put(message)
             case _:
                 logger.warning("dropped a %s that came after the handshake", type(message).__name__)

@@ -1,33 +1,87 @@
 """The engine core's output thread: a queue of the busy loop on one side, sockets on the other.
 
-It encodes and sends while the busy loop waits for the model. A client that is slow or gone cannot block it.
+It encodes and sends while the busy loop waits for the model. A client that is slow or gone can neither block it
+nor make it hold more than a bounded number of bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections import deque
+from queue import Empty
 from typing import Any, cast
 
 import zmq
 
-from nbengine.engine.work import COORDINATOR_INDEX, AbortRequests, InputQueue, OutputQueue, ThreadFailed
+from nbengine.config.engine import DEFAULT_CLIENT_BACKLOG_BYTES
+from nbengine.engine.backlog import Backlog, EncodedAnswer
+from nbengine.engine.work import (
+    COORDINATOR_INDEX,
+    AbortRequests,
+    GiveUpClient,
+    InputQueue,
+    OutputItem,
+    OutputQueue,
+    ThreadFailed,
+)
 from nbengine.errors import NBEngineError
-from nbengine.ipc.messages import ENGINE_CORE_DEAD, AttachClient, DetachClient, EngineCoreOutputs
+from nbengine.ipc.messages import ENGINE_CORE_DEAD, KV_TOPIC, AttachClient, DetachClient, EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
+from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
+from nbengine.units import size
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_HWM = 100_000
-"""Messages that a client may leave unread before it is given up; its lease ends much earlier."""
+OUTPUT_HWM = 64
+"""Messages on their way to one client; what comes after them is merged until there is room."""
+COORDINATOR_HWM = 1000
+"""Messages on their way to the coordinator; of the statistics after them the newest are kept."""
+MAX_LARGE_BYTES = 4 << 20
+"""Bytes of large messages on their way to one client before the rest is merged, too."""
+RETRY_INTERVAL = 0.01
+"""Seconds between two looks at clients that did not read."""
 DEAD_LINGER_MS = 500
-"""How long the last message may take to leave."""
+"""How long the last messages may take to leave."""
+
+
+class _Sink:
+    """One client's socket, and what does not fit into it."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.backlog = Backlog()
+        self._in_flight: deque[tuple[zmq.MessageTracker, bytearray | None, int]] = deque()
+        self._large_bytes = 0
+
+    def has_room(self) -> bool:
+        """Whether the large messages that ZMQ still holds leave room for more."""
+        return self._large_bytes < MAX_LARGE_BYTES
+
+    def hold(self, tracker: zmq.MessageTracker, buffer: bytearray | None, num_bytes: int) -> None:
+        """Remember a message that ZMQ sends from its own memory."""
+        self._in_flight.append((tracker, buffer, num_bytes))
+        self._large_bytes += num_bytes
+
+    def reclaim(self) -> list[bytearray]:
+        """Forget the messages that have left, and return their buffers."""
+        buffers = []
+        while self._in_flight and self._in_flight[0][0].done:
+            _, buffer, num_bytes = self._in_flight.popleft()
+            self._large_bytes -= num_bytes
+            if buffer is not None:
+                buffers.append(buffer)
+        return buffers
 
 
 class OutputThread(threading.Thread):
     """Encodes and sends what the busy loop and the input thread put into `output_queue`.
+
+    A client's outputs that ZMQ does not take wait in its `Backlog`. When that exceeds `backlog_limit` bytes, its
+    contents are dropped and all requests of the client end with an error that says so.
 
     However it ends, the last thing that every client gets is ENGINE_CORE_DEAD.
     """
@@ -39,7 +93,7 @@ class OutputThread(threading.Thread):
         coordinator_output: str,
         output_queue: OutputQueue,
         input_queue: InputQueue,
-        output_hwm: int = OUTPUT_HWM,
+        backlog_limit: int = DEFAULT_CLIENT_BACKLOG_BYTES,
     ) -> None:
         super().__init__(name="nbengine-output", daemon=True)
         self._context = context
@@ -47,18 +101,17 @@ class OutputThread(threading.Thread):
         self._coordinator_output = coordinator_output
         self._output_queue = output_queue
         self._input_queue = input_queue
-        self._output_hwm = output_hwm
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._backlog_limit = backlog_limit
+        self._sinks: dict[int, _Sink] = {}
+        self._behind: set[int] = set()
+        self._retry_at = 0.0
         self._encoder = MsgpackEncoder()
         self._reuse_buffers: list[bytearray] = []
-        self._pending: deque[tuple[zmq.MessageTracker, bytearray]] = deque()
 
     def run(self) -> None:
         """Send until ENGINE_CORE_DEAD comes out of the queue."""
         try:
-            self._sockets[COORDINATOR_INDEX] = make_socket(
-                self._context, self._coordinator_output, zmq.PUSH, bind=False
-            )
+            self._sinks[COORDINATOR_INDEX] = self._connect(self._coordinator_output, COORDINATOR_HWM)
             self._process_output_queue()
         except Exception as error:
             logger.exception("the output thread failed")
@@ -68,35 +121,60 @@ class OutputThread(threading.Thread):
 
     def _process_output_queue(self) -> None:
         while True:
-            match self._output_queue.get():
+            match self._next_item():
+                case None:
+                    pass
                 case (client_index, outputs):
                     self._send(client_index, outputs)
+                case KVEventBatch() | KVCacheSnapshot() as message:
+                    self._publish(message)
                 case AttachClient() as client:
                     self._attach(client)
                 case DetachClient(client_index):
                     self._detach(client_index)
                 case _:
                     return
+            if self._behind and time.monotonic() >= self._retry_at:
+                self._retry()
+
+    def _next_item(self) -> OutputItem | None:
+        """The next item; None when there is none and it is time to look at clients that are behind."""
+        if not self._behind:
+            return self._output_queue.get()
+        try:
+            return self._output_queue.get(timeout=RETRY_INTERVAL)
+        except Empty:
+            return None
 
     def _send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        socket = self._sockets.get(client_index)
-        if socket is None:
+        sink = self._sinks.get(client_index)
+        if sink is None:
             return
         outputs.engine_index = self._engine_index
-        while self._pending and self._pending[0][0].done:
-            self._reuse_buffers.append(self._pending.popleft()[1])
+        if client_index in self._behind:
+            self._add_to_backlog(client_index, sink, outputs)
+            return
+        self._reuse_buffers.extend(sink.reclaim())
+        if not (sink.has_room() and self._send_now(sink, sink.backlog.filter(outputs))):
+            self._behind.add(client_index)
+            self._retry_at = time.monotonic() + RETRY_INTERVAL
+            self._add_to_backlog(client_index, sink, outputs)
+
+    def _send_now(self, sink: _Sink, outputs: EngineCoreOutputs) -> bool:
         frames, buffer = self._encode(outputs)
         try:
-            tracker = socket.send_multipart(cast("Any", frames), flags=zmq.NOBLOCK, copy=False, track=True)
+            tracker = self._send_frames(sink, frames)
         except zmq.Again:
-            logger.warning("client %d does not read its outputs, it is given up", client_index)
-            self._detach(client_index)
-            self._input_queue.put(AbortRequests(client_index, None))
-            return
+            tracker = None
         if tracker is not None and not tracker.done:
-            self._pending.append((tracker, buffer))
-        elif len(self._reuse_buffers) <= len(self._sockets):
+            sink.hold(tracker, buffer, sum(len(frame) for frame in frames))
+        elif len(self._reuse_buffers) <= len(self._sinks):
             self._reuse_buffers.append(buffer)
+        return tracker is not None
+
+    def _send_frames(self, sink: _Sink, frames: list[Any]) -> zmq.MessageTracker:
+        tracker = sink.socket.send_multipart(cast("Any", frames), flags=zmq.NOBLOCK, copy=False, track=True)
+        return cast("zmq.MessageTracker", tracker)
 
     def _encode(self, outputs: EngineCoreOutputs) -> tuple[list[Any], bytearray]:
         buffer = self._reuse_buffers.pop() if self._reuse_buffers else bytearray()
@@ -107,24 +185,91 @@ class OutputThread(threading.Thread):
             buffer = bytearray()
             return self._encoder.encode_into(outputs, buffer), buffer
 
+    def _publish(self, message: KVMessage) -> None:
+        # A host that does not read loses it, and the subscribers see the gap.
+        with contextlib.suppress(zmq.Again):
+            frames = [KV_TOPIC, *self._encoder.encode(message)]
+            self._sinks[COORDINATOR_INDEX].socket.send_multipart(cast("Any", frames), flags=zmq.NOBLOCK)
+
+    # Clients that are behind.
+
+    def _add_to_backlog(self, client_index: int, sink: _Sink, outputs: EngineCoreOutputs) -> None:
+        answer = outputs.utility_output
+        if answer is None:
+            sink.backlog.add(outputs)
+        else:
+            sink.backlog.add_answer(answer.call_id, self._encoder.encode(outputs))
+        if sink.backlog.num_bytes > self._backlog_limit:
+            self._give_up(client_index, sink)
+
+    def _retry(self) -> None:
+        """Send to the clients that are behind as much as they take."""
+        self._retry_at = time.monotonic() + RETRY_INTERVAL
+        for client_index in sorted(self._behind):
+            if self._flush(self._sinks[client_index]):
+                self._behind.discard(client_index)
+
+    def _flush(self, sink: _Sink) -> bool:
+        """Send from the backlog while there is room; tells whether nothing is left of it."""
+        while sink.backlog:
+            sink.reclaim()
+            if not (sink.has_room() and sink.socket.poll(0, zmq.POLLOUT)):
+                return False
+            item = sink.backlog.pop()
+            frames = item.frames if isinstance(item, EncodedAnswer) else self._encoder.encode(item)
+            tracker = self._send_frames(sink, frames)
+            if not tracker.done:
+                sink.hold(tracker, None, sum(len(frame) for frame in frames))
+        return True
+
+    def _give_up(self, client_index: int, sink: _Sink) -> None:
+        reason = (
+            f"the client did not read its outputs, and more than {size(self._backlog_limit)} of them were waiting "
+            f"(client_backlog_bytes={self._backlog_limit})"
+        )
+        logger.warning("client %d is given up: %s", client_index, reason)
+        for answer in sink.backlog.give_up(reason):
+            outputs = EngineCoreOutputs(engine_index=self._engine_index, utility_output=answer)
+            sink.backlog.add_answer(answer.call_id, self._encoder.encode(outputs))
+        if sink.backlog.num_bytes <= self._backlog_limit:
+            self._input_queue.put(GiveUpClient(client_index, reason))
+            return
+        # Even the errors are too many.
+        self._detach(client_index)
+        self._input_queue.put(AbortRequests(client_index, None))
+
+    # Clients that come and go.
+
+    def _connect(self, address: str, hwm: int = OUTPUT_HWM) -> _Sink:
+        return _Sink(make_socket(self._context, address, zmq.PUSH, bind=False, send_hwm=hwm))
+
     def _attach(self, client: AttachClient) -> None:
         try:
-            self._sockets[client.client_index] = make_socket(
-                self._context, client.output_address, zmq.PUSH, bind=False, send_hwm=self._output_hwm
-            )
+            self._sinks[client.client_index] = self._connect(client.output_address)
         except NBEngineError as error:
             logger.warning("no outputs for client %d: %s", client.client_index, error)
 
     def _detach(self, client_index: int) -> None:
-        socket = self._sockets.pop(client_index, None)
-        if socket is not None:
-            socket.close()
+        self._behind.discard(client_index)
+        sink = self._sinks.pop(client_index, None)
+        if sink is not None:
+            sink.socket.close()
 
     def _send_engine_dead(self) -> None:
-        for client_index, socket in self._sockets.items():
-            if client_index != COORDINATOR_INDEX:
-                try:
-                    socket.send(ENGINE_CORE_DEAD, flags=zmq.NOBLOCK)
-                except zmq.Again:
-                    logger.warning("client %d cannot be told of the end", client_index)
-            socket.close(linger=DEAD_LINGER_MS)
+        end = time.monotonic() + DEAD_LINGER_MS / 1000
+        for client_index, sink in self._sinks.items():
+            if client_index != COORDINATOR_INDEX and not self._send_last(sink, end):
+                logger.warning("client %d cannot be told of the end", client_index)
+            sink.socket.close(linger=DEAD_LINGER_MS)
+
+    def _send_last(self, sink: _Sink, end: float) -> bool:
+        """Send the backlog and ENGINE_CORE_DEAD to a client that reads; tells whether that was possible in time."""
+        while not self._flush(sink):
+            left_ms = int((end - time.monotonic()) * 1000)
+            if left_ms <= 0 or not sink.socket.poll(left_ms, zmq.POLLOUT):
+                return False
+        try:
+            sink.socket.send(ENGINE_CORE_DEAD, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True

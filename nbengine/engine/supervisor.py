@@ -61,6 +61,7 @@ from nbengine.ipc.messages import (
     EngineDead,
     EngineHandshakeMetadata,
     EngineReady,
+    WantKVEvents,
     engine_identity,
 )
 from nbengine.ipc.shm_tensors import remove_abandoned
@@ -154,6 +155,8 @@ class Supervisor:
             if source in ready:
                 self._coordinator.process_input_socket(source, now)
         self._coordinator.publish_if_due(now)
+        for wanted in self._coordinator.take_kv_wishes():
+            self._tell_cores(WantKVEvents(wanted))
         if self._signal_input.fileno() in ready:
             self._on_signals()
         if self._parent_fd in ready or self._parent_is_gone():
@@ -198,6 +201,10 @@ class Supervisor:
         # A ROUTER drops what is for a peer that is gone, which is what we want.
         router.send_multipart([identity, encode_control(message)])
 
+    def _tell_cores(self, message: msgspec.Struct) -> None:
+        for rank in self._cores:
+            self._send(self._core_control, engine_identity(rank), message)
+
     def _read_all(self, router: zmq.Socket[bytes], read: Callable[[bytes, bytes], None]) -> None:
         while router.poll(0):
             identity, *frames = router.recv_multipart()
@@ -229,6 +236,9 @@ class Supervisor:
     def _record_ready(self, engines: list[EngineReady]) -> None:
         self.info.ready = engines
         write_connection(self.info)
+        if self._coordinator.wants_kv_events:
+            # They could not be told before.
+            self._tell_cores(WantKVEvents(True))
         logger.info("ready: %s", ", ".join(f"engine core {e.rank}: {e.num_blocks} blocks" for e in engines))
 
     # Processes.

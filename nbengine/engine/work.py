@@ -13,7 +13,9 @@ from nbengine.ipc.messages import (
     FinishReason,
     ShutdownEngine,
     UtilityRequest,
+    WantKVEvents,
 )
+from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch
 from nbengine.scheduler.request import Request
 
 COORDINATOR_INDEX = -1
@@ -37,6 +39,14 @@ class AbortRequests:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUpClient:
+    """A client leaves too much unread: its requests end with an error that has this reason."""
+
+    client_index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wakeup:
     """Ends the busy loop's wait: there is something to notice."""
 
@@ -50,17 +60,31 @@ class ThreadFailed:
 
 
 InputItem = (
-    AddRequest | AbortRequests | UtilityRequest | DetachClient | ShutdownEngine | Wakeup | ThreadFailed
+    AddRequest
+    | AbortRequests
+    | GiveUpClient
+    | UtilityRequest
+    | DetachClient
+    | WantKVEvents
+    | ShutdownEngine
+    | Wakeup
+    | ThreadFailed
 )
 InputQueue = SimpleQueue[InputItem]
-OutputItem = tuple[int, EngineCoreOutputs] | AttachClient | DetachClient | bytes
-"""Outputs by client index; clients that come and go; ENGINE_CORE_DEAD, the last item."""
+OutputItem = (
+    tuple[int, EngineCoreOutputs] | KVEventBatch | KVCacheSnapshot | AttachClient | DetachClient | bytes
+)
+"""Outputs by client index; what is published; clients that come and go; ENGINE_CORE_DEAD, the last item."""
 OutputQueue = SimpleQueue[OutputItem]
 AbortsQueue = SimpleQueue[tuple[int, list[str] | None]]
 """Like `AbortRequests`, seen by the busy loop in the middle of a step."""
 
 
+def failure(request_id: str, reason: str) -> EngineCoreOutput:
+    """Return the output that ends a request with an error."""
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason)
+
+
 def refusal(client_index: int, request_id: str, reason: str) -> tuple[int, EngineCoreOutputs]:
     """Return the output that ends one request with an error, for its client alone."""
-    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason)
-    return client_index, EngineCoreOutputs(outputs=[output])
+    return client_index, EngineCoreOutputs(outputs=[failure(request_id, reason)])

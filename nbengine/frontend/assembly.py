@@ -63,7 +63,7 @@ def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> Fro
         return FrontendParts(
             ready,
             tokenizer,
-            InputProcessor(config, tokenizer, ready.max_model_len),
+            InputProcessor(config, tokenizer, ready.max_model_len, ready.supported_tasks),
             OutputProcessor(tokenizer.backend_tokenizer, stream_interval=config.scheduler.stream_interval),
         )
     except BaseException:

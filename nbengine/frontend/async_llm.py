@@ -10,29 +10,39 @@ from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
 from typing import Any, Unpack
 
+import msgspec
+
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import InvalidArgumentError, NBEngineError
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.control import AsyncControl, Control, ControlOf
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.loop_thread import LoopThread
 from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.frontend.pooling_state import PoolingFuture
 from nbengine.frontend.prompting import Prompting
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
-from nbengine.sampling_params import SamplingParams
+from nbengine.pooling_outputs import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    as_embedding,
+)
+from nbengine.sampling_params import PoolingParams, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(Prompting):
+class AsyncLLM(Prompting, AsyncControl):
     """An engine whose outputs are streamed; many requests at once, from any thread or event loop.
 
     All its sockets live on one daemon thread. The constructor blocks until the engine takes requests.
@@ -159,6 +169,8 @@ class AsyncLLM(Prompting):
             request_id = str(next(self._request_counter))
         if sampling_params is None:
             sampling_params = SamplingParams(**self.default_sampling_params())
+        elif not isinstance(sampling_params, SamplingParams):
+            raise InvalidTypeError("sampling_params", sampling_params, "SamplingParams")
         request = self.input_processor.process_inputs(
             request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
         )
@@ -197,6 +209,70 @@ class AsyncLLM(Prompting):
             if not finished:
                 self.abort_soon(collector.engine_request_id)
 
+    def submit_pooling(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> PoolingFuture:
+        """Send a pooling request and return the future of its outcome. Safe on any thread; does not wait.
+
+        Cancelling the future aborts the request. Arguments and errors as of `submit`; `pooling_params` None asks for
+        the model's first pooling task.
+        """
+        self.engine_core.check_alive()
+        if request_id is None:
+            request_id = str(next(self._request_counter))
+        if pooling_params is None:
+            pooling_params = PoolingParams()
+        elif not isinstance(pooling_params, PoolingParams):
+            raise InvalidTypeError("pooling_params", pooling_params, "PoolingParams")
+        request = self.input_processor.process_inputs(request_id, prompt, pooling_params, priority=priority)
+        self.input_processor.assign_request_id(request)
+        future: PoolingFuture = PoolingFuture()
+        self.engine_core.loop_thread.call_soon(
+            self._requests.add_pooling, request, prompt_text(prompt), future
+        )
+        engine_request_id = request.request_id
+        future.add_done_callback(
+            lambda done: self.abort_soon(engine_request_id) if done.cancelled() else None
+        )
+        return future
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield the one output of a pooling request; arguments and errors of `submit_pooling`.
+
+        Cancelling its task aborts the request.
+
+        Raises:
+            RequestError: the engine refused this request, or it was aborted.
+            EngineDeadError: the engine ended; the message has the reason and the end of its log.
+        """
+        future = self.submit_pooling(prompt, pooling_params, request_id, priority=priority)
+        yield await asyncio.wrap_future(future)
+
+    async def embed(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """Make a vector of a prompt; arguments and errors of `encode`."""
+        params = msgspec.structs.replace(pooling_params or PoolingParams(), task="embed")
+        future = self.submit_pooling(prompt, params, request_id, priority=priority)
+        return as_embedding(await asyncio.wrap_future(future))
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request, or several: their streams get what there is, with `finish_reason="abort"`."""
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -225,9 +301,10 @@ class AsyncLLM(Prompting):
         """`stats` for code without an event loop."""
         return engine_stats(self.call_utility_blocking("stats"))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if unfinished requests forbid it."""
-        return bool(await self.call_utility("reset_prefix_cache"))
+    @property
+    def control(self) -> Control:
+        """The utilities for code without an event loop."""
+        return ControlOf(self.config, self.call_utility_blocking)
 
     def detach(self) -> None:
         """Leave the engine running and drop this client's requests; again does nothing."""
@@ -269,13 +346,26 @@ class _Requests:
             self._client.abort_requests(self._output_processor.discard_request(request.request_id))
             collector.put_error(error)
 
+    def add_pooling(self, request: EngineCoreRequest, prompt: str | None, future: PoolingFuture) -> None:
+        """Register a pooling request and send it, unless it has been cancelled already."""
+        if future.cancelled():
+            return
+        try:
+            self._client.check_alive()
+            self._output_processor.pooling.add(request, prompt, future)
+            self._client.add_request(request)
+        except NBEngineError as error:
+            self._client.abort_requests(self._output_processor.pooling.discard(request.request_id))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Process a batch; a failure here, which would be a bug, ends the requests instead of stalling them."""
         try:
             processed = self._output_processor.process_outputs(outputs.outputs)
         except Exception as error:
             logger.exception("outputs of the engine cannot be processed")
-            self._client.abort_requests(list(self._output_processor.request_states))
+            self._client.abort_requests(self._output_processor.unfinished_ids())
             failure = NBEngineError(f"outputs of the engine cannot be processed: {error!r}")
             failure.__cause__ = error
             self._output_processor.fail_requests(failure)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+from nbengine.frontend.pooling_inputs import PoolingInputs
 from nbengine.frontend.prompt_embeds import checked_embeds
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.models.hf_config import (
@@ -21,7 +22,7 @@ from nbengine.models.hf_config import (
     positive,
     vocab_size,
 )
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -76,7 +77,13 @@ class InputProcessor:
     `max_model_len` is the engine's: prompt and output tokens together.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: PreTrainedTokenizerFast, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        max_model_len: int,
+        supported_tasks: Sequence[str] = ("generate",),
+    ) -> None:
         directory = config.model.directory
         hf_config = load_hf_config(config.model)
         self.max_model_len = max_model_len
@@ -85,6 +92,9 @@ class InputProcessor:
         self._encode = tokenizer.backend_tokenizer.encode
         self._hf_config = hf_config
         self._vocab_size = vocab_size(hf_config)
+        self.pooling = PoolingInputs(
+            config, hf_config, tokenizer.backend_tokenizer, max_model_len, supported_tasks
+        )
         self._generation_config = load_generation_config(directory)
         known_eos = eos_token_ids(directory, hf_config)
         primary = tokenizer.eos_token_id
@@ -103,7 +113,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -116,17 +126,25 @@ class InputProcessor:
             NotSupportedError: an option that this version does not offer yet.
         """
         _check_id(request_id)
-        params = _checked_params(params)
-        content = self._fitted(self._content_of(prompt), params.truncate_prompt_tokens)
+        sampling = pooling = None
+        if isinstance(params, PoolingParams):
+            pooling = self.pooling.completed(params)
+            content = self._pooled_content(prompt, pooling)
+        else:
+            self.pooling.check_task("generate")
+            params = _checked_params(params)
+            content = self._fitted(self._content_of(prompt), params.truncate_prompt_tokens)
+            sampling = self._completed(params, len(content))
         token_ids, embeds = (content, None) if isinstance(content, list) else (None, content)
-        if embeds is not None and params.prompt_logprobs is not None:
+        if embeds is not None and sampling is not None and sampling.prompt_logprobs is not None:
             raise InvalidArgumentError(
-                "prompt_logprobs", params.prompt_logprobs, "None with prompt_embeds, which have no tokens"
+                "prompt_logprobs", sampling.prompt_logprobs, "None with prompt_embeds, which have no tokens"
             )
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=self._completed(params, len(content)),
+            sampling_params=sampling,
+            pooling_params=pooling,
             prompt_embeds=embeds,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             cache_salt=_cache_salt(prompt),
@@ -160,6 +178,15 @@ class InputProcessor:
         if not isinstance(fields.get("prompt"), str):
             raise InvalidTypeError("prompt", dict(fields), _ALLOWED_PROMPT)
         return self._tokenize(fields["prompt"])
+
+    def _pooled_content(self, prompt: PromptType, params: PoolingParams) -> list[int] | PromptEmbeds:
+        content = self._content_of(self.pooling.truncated(prompt, params))
+        if not isinstance(content, list):
+            content = self.pooling.fitted_embeds(content, params)
+        if len(content) > self.max_model_len:
+            allowed = f"at most {self.max_model_len} tokens long (max_model_len={self.max_model_len})"
+            raise InvalidArgumentError("prompt", len(content), allowed)
+        return content
 
     def _fitted(self, content: list[int] | PromptEmbeds, truncate: int | None) -> list[int] | PromptEmbeds:
         """The last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
@@ -252,6 +279,18 @@ def prompt_text(prompt: PromptType) -> str | None:
     """The text of a prompt, None where only its tokens or its embeddings are known."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
+
+
+def prompt_list(prompts: PromptType | Sequence[PromptType], name: str = "prompts") -> list[PromptType]:
+    """One prompt or several, as the argument `name` has them, as a list."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidTypeError(name, prompts, "a prompt or a list of prompts")
+    # Integers are tokens of one prompt; a prompt by itself is no integer.
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _checked_token(token_id: Any) -> int:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import msgspec
 
-from nbengine.config import EngineArgs
+from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.chat import Message, is_conversation
-from nbengine.frontend.input_processor import PromptType
+from nbengine.frontend.control import Control
+from nbengine.frontend.input_processor import PromptType, prompt_list
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.pooling import OfflinePooling
 from nbengine.frontend.tools import Tool
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 TqdmChoice = bool | Callable[..., Any]
 
 
-class LLM:
-    """A model for generating text from batches of prompts.
+class LLM(Control, OfflinePooling):
+    """A model for generating text from batches of prompts, or for making vectors and scores of them.
 
     It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the engine
     runs in processes of its own, which end with this one. `shutdown` (or leaving a `with` block) ends them earlier
@@ -77,7 +79,7 @@ class LLM:
             RequestError: the engine refused a prompt.
             EngineDeadError: the engine has ended; the message has the reason and the end of its log.
         """
-        sequence = _as_list(prompts)
+        sequence = prompt_list(prompts)
         params = self._params_for(sampling_params, len(sequence))
         if priority is not None and len(priority) != len(sequence):
             raise InvalidArgumentError("priority", priority, f"as long as prompts ({len(sequence)})")
@@ -142,6 +144,10 @@ class LLM:
         """Sampling parameters that the model's generation config recommends."""
         return SamplingParams(**self.llm_engine.default_sampling_params())
 
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for: "generate", "embed", "score", "classify", "encode"."""
+        return self.llm_engine.get_supported_tasks()
+
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
         return self.llm_engine.get_tokenizer()
@@ -150,9 +156,14 @@ class LLM:
         """The state of scheduler and KV cache now."""
         return self.llm_engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if unfinished requests forbid it."""
-        return self.llm_engine.reset_prefix_cache()
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration, its model resolved."""
+        return self.llm_engine.config
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the engine core by name and wait for its result."""
+        return self.llm_engine.call_utility(method, *args, timeout=timeout)
 
     def shutdown(self) -> None:
         """End the engine and wait until all its processes are gone; calling it again does nothing."""
@@ -203,7 +214,7 @@ class LLM:
                 for output in self.llm_engine.step():
                     position = positions.get(output.request_id)
                     # The engine may have requests of its own, added without this class.
-                    if position is not None:
+                    if position is not None and isinstance(output, RequestOutput):
                         outputs[position] = output
                         bar.advance(output)
         if len(outputs) < len(positions):
@@ -244,17 +255,6 @@ class _Bar:
                 refresh=False,
             )
         self._bar.update(len(output.outputs))
-
-
-def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidTypeError("prompts", prompts, "a prompt or a list of prompts")
-    # Integers are tokens of one prompt; a prompt by itself is no integer.
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

@@ -11,15 +11,17 @@ from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import RequestError
 from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.control import Control
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.prompting import Prompting
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
-from nbengine.sampling_params import SamplingParams
+from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from nbengine.sampling_params import PoolingParams, SamplingParams
 
 
-class LLMEngine(Prompting):
+class LLMEngine(Prompting, Control):
     """What `LLM` is built on: `add_request`, then `step` while there are unfinished requests. For one thread.
 
     With `n > 1` one request has n completions, which the outputs carry together.
@@ -64,7 +66,7 @@ class LLMEngine(Prompting):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> str:
@@ -95,7 +97,7 @@ class LLMEngine(Prompting):
             raise
         return request.request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Wait for the next outputs of the engine core and return what they come to.
 
         Raises:
@@ -111,7 +113,7 @@ class LLMEngine(Prompting):
         if outputs.finished_requests:
             self.output_processor.abort_requests(outputs.finished_requests)
         self._errors.extend(processed.errors)
-        return processed.request_outputs
+        return [*processed.request_outputs, *processed.pooling_outputs]
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, given by either id; they have no further output."""
@@ -121,7 +123,7 @@ class LLMEngine(Prompting):
     def abort_all(self) -> None:
         """Drop every unfinished request, and errors that nobody has been told of."""
         self._errors.clear()
-        self.abort_request(list(self.output_processor.request_states))
+        self.abort_request(self.output_processor.unfinished_ids())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to wait for."""
@@ -131,10 +133,6 @@ class LLMEngine(Prompting):
         """How many requests have not had their last output."""
         return self.output_processor.get_num_unfinished_requests()
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
-        return tuple(self.ready.supported_tasks)
-
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
         return self.engine_core.call_utility(method, *args, timeout=timeout)
@@ -142,10 +140,6 @@ class LLMEngine(Prompting):
     def stats(self) -> EngineStats:
         """The state of scheduler and KV cache now."""
         return engine_stats(self.call_utility("stats"))
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False if unfinished requests forbid it."""
-        return bool(self.call_utility("reset_prefix_cache"))
 
     def shutdown(self, *, drain: bool = False) -> None:
         """End the engine and wait until all its processes are gone; calling it again does nothing."""

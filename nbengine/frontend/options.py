@@ -47,7 +47,10 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_backend: str
     keep_alive: float
     lease: float
+    client_backlog_bytes: int
+    profile_dir: str | None
     runner: str
+    enable_prompt_embeds: bool
     enable_sleep_mode: bool
     disable_log_stats: bool
     tokenizer_mode: str

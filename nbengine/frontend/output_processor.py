@@ -15,6 +15,7 @@ from nbengine.frontend.detokenizer import IncrementalDetokenizer
 from nbengine.frontend.logprobs import LogprobsProcessor, TokenTexts
 from nbengine.frontend.output_collector import RequestOutputCollector, Waiter, wake
 from nbengine.frontend.parallel_sampling import ParentRequest, make_children
+from nbengine.frontend.pooling_state import PoolingStates
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -23,6 +24,7 @@ from nbengine.ipc.messages import (
     FinishReason,
 )
 from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 _FINISH_REASONS = {reason: str(reason) for reason in FinishReason}
@@ -158,6 +160,7 @@ class OutputProcessorOutput:
     """What one batch of engine core outputs came to, for requests without a collector and for the engine."""
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
+    pooling_outputs: list[PoolingRequestOutput[PoolingOutput]] = field(default_factory=list)
     errors: list[RequestError] = field(default_factory=list)
     reqs_to_abort: list[str] = field(default_factory=list)
     """Requests that a stop string has ended here, but not yet in the engine core."""
@@ -171,6 +174,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
         self.request_states: dict[str, RequestState] = {}
+        self.pooling = PoolingStates()
         self._tokenizer = tokenizer
         self._stream_interval = stream_interval
         self._groups: dict[str, dict[str, None]] = {}
@@ -178,17 +182,26 @@ class OutputProcessor:
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests have not had their last output; each of `n` completions counts."""
-        return len(self.request_states)
+        return len(self.request_states) + len(self.pooling)
+
+    def unfinished_ids(self) -> list[str]:
+        """Internal ids of the requests that have not had their last output."""
+        return [*self.request_states, *self.pooling.ids()]
 
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None, queue: RequestOutputCollector | None = None
     ) -> list[EngineCoreRequest]:
         """Register a request and return what is to be sent to the engine core then: with `n > 1`, n requests.
 
+        A pooling request for whose outcome a future waits is registered with `pooling.add`.
+
         Raises:
             InvalidArgumentError: there is an unfinished request with the same internal id.
         """
         params = request.sampling_params
+        if request.pooling_params is not None and queue is None:
+            self.pooling.add(request, prompt)
+            return [request]
         if params is None:
             raise InvalidArgumentError("sampling_params", None, "given")
         if request.request_id in self.request_states or request.request_id in self._groups:
@@ -245,6 +258,7 @@ class OutputProcessor:
         for engine_core_output in engine_core_outputs:
             state = states.get(engine_core_output.request_id)
             if state is None:
+                self._process_pooling(engine_core_output, result)
                 continue
             finish_reason = engine_core_output.finish_reason
             if finish_reason is FinishReason.ERROR:
@@ -278,11 +292,14 @@ class OutputProcessor:
 
         Returns the internal ids of those that were unfinished, for the engine core.
         """
+        request_ids = list(request_ids)
         aborted = []
         for request_id in request_ids:
             for internal_id in self._internal_ids(request_id):
                 self._abort(self.request_states[internal_id])
                 aborted.append(internal_id)
+        if len(self.pooling):
+            aborted += self.pooling.abort(request_ids)
         return aborted
 
     def discard_request(self, request_id: str) -> list[str]:
@@ -290,10 +307,11 @@ class OutputProcessor:
         internal_ids = self._internal_ids(request_id)
         for internal_id in internal_ids:
             self._forget(self.request_states[internal_id])
-        return internal_ids
+        return internal_ids or self.pooling.discard(request_id)
 
     def fail_requests(self, error: Exception) -> None:
         """End all requests with an error, for example because the engine is dead."""
+        self.pooling.fail(error)
         states = list(self.request_states.values())
         for state in states:
             self._forget(state)
@@ -316,6 +334,13 @@ class OutputProcessor:
         self._forget(state)
         if state.parent is None or not state.parent.num_unfinished:
             state.metrics.finished_time = now
+
+    def _process_pooling(self, output: EngineCoreOutput, result: OutputProcessorOutput) -> None:
+        outcome = self.pooling.process(output)
+        if isinstance(outcome, RequestError):
+            result.errors.append(outcome)
+        elif outcome is not None:
+            result.pooling_outputs.append(outcome)
 
     def _abort(self, state: RequestState) -> None:
         state.detokenizer.update([], FinishReason.ABORT)

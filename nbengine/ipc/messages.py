@@ -15,6 +15,10 @@ import msgspec
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
+STATS_TOPIC = b"stats"
+"""First frame on the coordinator's `stats.sock`; the second is a msgpack `EngineStats`."""
+KV_TOPIC = b"kv"
+"""First frame on `stats.sock`; the second is a msgpack `KVEventBatch` or `KVCacheSnapshot`."""
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The last frame that a dying engine core sends on every output socket."""
 
@@ -269,6 +273,12 @@ class DetachClient(msgspec.Struct, tag="detach_client"):
     client_index: int
 
 
+class WantKVEvents(msgspec.Struct, tag="want_kv_events"):
+    """Host to engine core: someone follows the prefix cache and needs a snapshot of it, or nobody does any more."""
+
+    wanted: bool
+
+
 class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
     """Host to engine core: end, at once or (`drain`) when what runs has finished."""
 
@@ -278,7 +288,7 @@ class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
 ClientToHost = Attach | Heartbeat | Detach | Shutdown
 HostToClient = Attached | HeartbeatAck | LeaseLost | Progress | EngineReady | EngineDead
 CoreToHost = Hello | Progress | EngineReady | EngineDead
-HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | ShutdownEngine
+HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine
 
 
 def engine_identity(rank: int) -> bytes:

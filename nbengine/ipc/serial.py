@@ -190,8 +190,10 @@ class MsgpackDecoder(Generic[T]):
         What they hold out of band is given up.
 
         Raises:
-            WireError: the first frame is not msgpack.
+            WireError: there is no frame, or the first is not msgpack.
         """
+        if not frames:
+            raise WireError("a message without frames cannot be decoded")
         skimmer = msgspec.msgpack.Decoder(ext_hook=self._skim_hook)
         try:
             return skimmer.decode(cast("bytes", frames[0]))

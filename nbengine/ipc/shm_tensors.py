@@ -22,7 +22,7 @@ import secrets
 import stat
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,13 +50,18 @@ class TensorHandle(msgspec.Struct, forbid_unknown_fields=True):
     offset: int
     ticket: int
 
+    @property
+    def mark(self) -> bytes:
+        """What the slot's header begins with."""
+        return self.ticket.to_bytes(8, "little")
+
 
 def new_tensor_dir(run_dir: Path) -> Path:
     """Create the tensor directory of the engine that lives in `run_dir`.
 
-    It has the name of the run directory in `SHARED_MEMORY`; where that cannot be had, it lies in `run_dir`.
+    It lies in `SHARED_MEMORY`, called after the run directory and its parent; where that cannot be had, in `run_dir`.
     """
-    shared = SHARED_MEMORY / run_dir.name
+    shared = SHARED_MEMORY / f"nbengine-{run_dir.parent.name}-{run_dir.name}"
     try:
         shared.mkdir(mode=0o700)
     except OSError:
@@ -146,45 +151,36 @@ class ShmTensorReceiver:
             WireError: there is no such slot, or it is not what the message says.
         """
         place = _checked(handle)
-        descriptor = self._open(place, num_bytes)
         try:
-            header, data = bytearray(_HEADER_BYTES), bytearray(num_bytes)
-            # Of a file that is cut short now, too little is read.
-            count = os.preadv(descriptor, [header, data], place.offset)
-            if count != _HEADER_BYTES + num_bytes or int.from_bytes(header[:8], "little") != place.ticket:
-                _refuse(place, "its ticket is not good (any more)")
-            os.pwrite(descriptor, _FREE, place.offset)
-            return data
+            with self._opened(place, num_bytes) as descriptor:
+                header, data = bytearray(_HEADER_BYTES), bytearray(num_bytes)
+                # Of a file that is cut short now, too little is read.
+                count = os.preadv(descriptor, [header, data], place.offset)
+                if count != _HEADER_BYTES + num_bytes or header[:8] != place.mark:
+                    _refuse(place, "its ticket is not good (any more)")
+                os.pwrite(descriptor, _FREE, place.offset)
+                return data
         except OSError as error:
             _refuse(place, str(error))
-        finally:
-            os.close(descriptor)
 
     def discard(self, handle: dict[str, Any]) -> None:
         """Free the slot that `handle` stands for, if it stands for one."""
-        with contextlib.suppress(WireError):
+        with contextlib.suppress(WireError, OSError):
             place = _checked(handle)
-            descriptor = self._open(place, 1)
-            try:
-                if os.pread(descriptor, 8, place.offset) == place.ticket.to_bytes(8, "little"):
+            with self._opened(place, 1) as descriptor:
+                if os.pread(descriptor, 8, place.offset) == place.mark:
                     os.pwrite(descriptor, _FREE, place.offset)
-            finally:
-                os.close(descriptor)
 
-    def _open(self, place: TensorHandle, num_bytes: int) -> int:
+    @contextlib.contextmanager
+    def _opened(self, place: TensorHandle, num_bytes: int) -> Iterator[int]:
         """Open the arena, which must be a plain file of this user's, with no other name, that has the slot."""
-        try:
-            # Without O_NONBLOCK, opening a FIFO would wait for the other end.
-            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(os.path.join(self._directory, place.name), flags)
-        except OSError as error:
-            _refuse(place, str(error))
-        status = os.fstat(descriptor)
-        plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
-        if not plain or not 0 < num_bytes <= status.st_size - place.offset - _HEADER_BYTES:
-            os.close(descriptor)
-            _refuse(place, f"no arena with {num_bytes} bytes there")
-        return descriptor
+        # Without O_NONBLOCK, opening a FIFO would wait for the other end.
+        with _opened(os.path.join(self._directory, place.name), os.O_NONBLOCK) as descriptor:
+            status = os.fstat(descriptor)
+            plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+            if not plain or not 0 < num_bytes <= status.st_size - place.offset - _HEADER_BYTES:
+                _refuse(place, f"no arena with {num_bytes} bytes there")
+            yield descriptor
 
 
 class _Arena:
@@ -200,15 +196,13 @@ class _Arena:
         self._head = 0
         self._allocated = 0
         self._tickets = 0
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o600)
-        try:
-            os.ftruncate(self._descriptor, capacity)
-            self._map = mmap.mmap(self._descriptor, capacity)
-        except BaseException:
-            os.close(self._descriptor)
-            os.unlink(path)
-            raise
+        with _opened(path, os.O_CREAT | os.O_EXCL) as descriptor:
+            try:
+                os.ftruncate(descriptor, capacity)
+                self._map = mmap.mmap(descriptor, capacity)
+            except BaseException:
+                os.unlink(path)
+                raise
 
     def place(self, data: memoryview) -> tuple[int, int] | None:
         """Copy `data` into a slot and return its offset and its ticket, None if there is none large enough.
@@ -223,7 +217,8 @@ class _Arena:
         end = offset + size
         if end > self._allocated:
             # Writing to a page that cannot be had would be a SIGBUS.
-            os.posix_fallocate(self._descriptor, self._allocated, end - self._allocated)
+            with _opened(self._path) as descriptor:
+                os.posix_fallocate(descriptor, self._allocated, end - self._allocated)
             self._allocated = end
         self._tickets += 1
         start = offset + _HEADER_BYTES
@@ -242,7 +237,6 @@ class _Arena:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         self._map.close()
-        os.close(self._descriptor)
 
     def _find(self, size: int) -> int | None:
         slots = self._slots
@@ -257,6 +251,15 @@ class _Arena:
         else:
             start, limit = self._head, slots[0]
         return start if size <= limit - start else None
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _checked(handle: dict[str, Any]) -> TensorHandle:

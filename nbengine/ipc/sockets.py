@@ -20,10 +20,11 @@ def make_socket(
     identity: bytes | None = None,
     linger: int = 0,
     send_hwm: int = 0,
+    receive_hwm: int = 0,
 ) -> zmq.Socket[bytes]:
     """Create a socket of `kind` (a `zmq.SocketType`) and bind or connect it.
 
-    The queues are unbounded unless `send_hwm` (messages) says otherwise: a ROUTER silently drops what exceeds
+    The queues are unbounded unless `send_hwm` or `receive_hwm` (messages) say otherwise: a ROUTER silently drops what exceeds
     its bound, and what a client may have outstanding is bounded by its lease. `linger` is how many
     milliseconds `close` leaves for unsent messages. The file of a bound `ipc://` socket is its owner's alone.
 
@@ -36,6 +37,8 @@ def make_socket(
         socket.set_hwm(0)
         if send_hwm:
             socket.sndhwm = send_hwm
+        if receive_hwm:
+            socket.rcvhwm = receive_hwm
         if identity is not None:
             socket.routing_id = identity
         if bind:

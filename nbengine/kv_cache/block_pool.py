@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from nbengine.errors import NBEngineError
+from nbengine.kv_cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 
 
 class BlockPool:
@@ -26,6 +27,8 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         # An OrderedDict is a doubly linked list with an index: a block can leave from the middle.
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self.events: list[KVCacheEvent] | None = None
+        """What happened to the index, while someone wants to know."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -36,6 +39,10 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         """Blocks that can be found by hash, held or free."""
         return len(self._block_of)
+
+    def cached_blocks(self) -> dict[bytes, int]:
+        """A copy of the index: block ids by hash."""
+        return self._block_of.copy()
 
     def ref_count(self, block_id: int) -> int:
         """How many requests hold the block."""
@@ -119,6 +126,8 @@ class BlockPool:
         if self.num_free_blocks < self.num_blocks:
             return False
         self._block_of.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
         self._hashes = [None] * self.num_blocks
         self._blank.extend(reversed(self._evictable))
         self._evictable.clear()
@@ -154,4 +163,13 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hashes[block_id] = None
+            if self.events is not None:
+                self._record_removal(self.events, block_hash)
         return block_id
+
+    def _record_removal(self, events: list[KVCacheEvent], block_hash: bytes) -> None:
+        last = events[-1] if events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(block_hash)
+        else:
+            events.append(BlockRemoved([block_hash]))

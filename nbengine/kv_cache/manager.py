@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nbengine.kv_cache.block_pool import BlockPool
+from nbengine.kv_cache.events import BlockStored, KVCacheEvent
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.scheduler.request import Request
 
@@ -30,6 +31,8 @@ class KVCacheManager:
     when its tokens are known and their computation is planned. A request admitted in that same step may share it, which is sound
     because each layer writes the keys and values of the whole batch before any attention reads them, and
     because a plan, once made, is executed.
+
+    A model without a KV cache has a pool of no blocks, and its requests need none.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, enable_caching: bool) -> None:
@@ -41,6 +44,8 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the keys and values of `num_tokens` tokens."""
+        if not self.block_pool.num_blocks:
+            return 0
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
@@ -112,8 +117,18 @@ class KVCacheManager:
         )
         for index in range(request.num_cached_blocks, num_full):
             self.block_pool.register(request.block_ids[index], request.block_hashes[index])
+        if self.block_pool.events is not None:
+            self._record_stored(self.block_pool.events, request, num_full)
         request.num_cached_blocks = num_full
         request.next_cache_point = (num_full + 1) * self.block_size
+
+    def _record_stored(self, events: list[KVCacheEvent], request: Request, num_full: int) -> None:
+        start, size = request.num_cached_blocks, self.block_size
+        if start < num_full:
+            parent = request.block_hashes[start - 1] if start else None
+            token_ids = request.all_token_ids[start * size : num_full * size]
+            hashes, block_ids = request.block_hashes[start:num_full], request.block_ids[start:num_full]
+            events.append(BlockStored(hashes, parent, token_ids, size, block_ids))
 
     def record_lookup(self, request: Request, num_found_tokens: int) -> None:
         """Count a first admission in the prefix cache's statistics."""

@@ -34,6 +34,8 @@ class BlockHasher:
 
         `rows` is flat bytes, as many for each token.
         """
+        if not num_rows:
+            return []
         width = len(rows) // num_rows * self.block_size
         return [sha256(rows[start : start + width]).digest() for start in range(0, len(rows), width)]
 

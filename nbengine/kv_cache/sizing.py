@@ -26,7 +26,7 @@ class KVCacheSpec:
 
 
 def num_blocks_for(spec: KVCacheSpec, cache_config: CacheConfig, available_bytes: int) -> int:
-    """Return the number of blocks of the pool.
+    """Return the number of blocks of the pool, 0 for a model without a KV cache.
 
     `num_gpu_blocks_override` wins over `kv_cache_memory_bytes`, which wins over `available_bytes`, the memory
     that the executor found for the cache.
@@ -34,6 +34,8 @@ def num_blocks_for(spec: KVCacheSpec, cache_config: CacheConfig, available_bytes
     Raises:
         EngineStartError: there is not room for a single block.
     """
+    if not spec.page_size_bytes:
+        return 0
     if cache_config.num_gpu_blocks_override is not None:
         return cache_config.num_gpu_blocks_override
     if cache_config.kv_cache_memory_bytes is not None:

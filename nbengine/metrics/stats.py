@@ -23,6 +23,15 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_preemptions: int = 0
     step_counter: int = 0
     current_wave: int = 0
+    is_paused: bool = False
+    """New requests wait until the engine is resumed."""
+    sleep_level: int = 0
+    """0: awake; 1: without KV cache, weights in host memory; 2: without either."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine has given memory back; requests wait until it wakes up."""
+        return self.sleep_level > 0
 
     @property
     def kv_cache_usage(self) -> float:

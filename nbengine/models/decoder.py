@@ -180,6 +180,11 @@ class DecoderForCausalLM:
             slots["lm_head.weight"] = self.lm_head
         return slots
 
+    @property
+    def ignored_weights(self) -> frozenset[str]:
+        """Tensors that a checkpoint may have and that nothing here uses."""
+        return frozenset(("lm_head.weight",)) if self.lm_head is self.embed_tokens else frozenset()
+
     def parameters(self) -> Iterator[Tensor]:
         """Every weight once; parts of a fused weight are views of one storage."""
         yield from self.weight_slots().values()

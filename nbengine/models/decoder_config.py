@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbengine.errors import ModelLoadError
+from nbengine.models.encoder_config import ARCHITECTURES as ENCODERS
+from nbengine.models.encoder_config import num_labels_of
 from nbengine.models.hf_config import number, positive
 
 _MAX_LAYERS = 4096
 _DEFAULT_ROPE_THETA = 10000.0
 _ACTIVATIONS = ("silu",)
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_CLASSIFIERS = {name.replace("CausalLM", "SequenceClassification"): name for name in ARCHITECTURES}
+"""Decoders with a classification head, and the class whose decoder they have."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class DecoderConfig:
     """Shape and variants of a Llama-style decoder.
 
     `attention_bias` is for the q, k and v projections, `attention_out_bias` for the output projection;
-    `qk_norm` normalises queries and keys per head before RoPE (Qwen3).
+    `qk_norm` normalises queries and keys per head before RoPE (Qwen3). `num_labels` is 0 unless the model has a
+    classification head in place of its output projection.
     """
 
     vocab_size: int
@@ -56,6 +61,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     hidden_act: str = "silu"
+    num_labels: int = 0
 
     def __post_init__(self) -> None:
         if self.num_layers > _MAX_LAYERS:
@@ -81,11 +87,12 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """
     names = hf.get("architectures") or []
     for name in names:
-        if name in ARCHITECTURES:
-            return _common({**_CLASS_DEFAULTS.get(name, {}), **hf}, _variant(name, hf))
+        base = _CLASSIFIERS.get(name, name)
+        if base in ARCHITECTURES:
+            return _common({**_CLASS_DEFAULTS.get(base, {}), **hf}, _variant(base, hf))
     raise ModelLoadError(
         f"architecture {', '.join(map(str, names)) or 'unknown (config.json has no architectures)'} is not "
-        f"supported; supported are {', '.join(ARCHITECTURES)}"
+        f"supported; supported are {', '.join((*ARCHITECTURES, *_CLASSIFIERS, *ENCODERS))}"
     )
 
 
@@ -129,6 +136,7 @@ def _common(hf: Mapping[str, Any], variant: Mapping[str, bool]) -> DecoderConfig
         max_position_embeddings=positive(hf, "max_position_embeddings"),
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         hidden_act=str(hf.get("hidden_act", "silu")),
+        num_labels=num_labels_of(hf),
         **variant,
     )
 

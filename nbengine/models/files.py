@@ -10,7 +10,7 @@ from pathlib import Path
 from nbengine.config import ModelConfig
 from nbengine.errors import ModelLoadError, ModelNotFoundError, NotSupportedError
 from nbengine.models import hub
-from nbengine.models.fetch import SMOLLM2_135M, fetch_pinned
+from nbengine.models.fetch import ALL_MINILM_L6_V2, SMOLLM2_135M, fetch_pinned
 from nbengine.models.gguf_prepare import prepared_directory
 from nbengine.models.hf_config import read_json_object
 from nbengine.models.progress import ProgressCallback, Reporter
@@ -69,12 +69,18 @@ def _smollm2(config: ModelConfig, report: Reporter) -> ModelFiles:
     return _gguf_file(path, config.load_format, report)
 
 
+def _all_minilm(config: ModelConfig, report: Reporter) -> ModelFiles:
+    path = fetch_pinned(ALL_MINILM_L6_V2, cache_dir() / "models" / "all-minilm-l6-v2", report)
+    return _in_directory(path.parent, config.load_format, report)
+
+
 def _random_tiny(config: ModelConfig, report: Reporter) -> ModelFiles:
     return _in_directory(random_tiny(cache_dir() / "models", config.seed), config.load_format, report)
 
 
 _ALIASES = {
     "smollm2-135m": _Alias("SmolLM2-135M-Instruct, 4-bit (Q4_1 GGUF, 98 MB); the default", _smollm2),
+    "all-minilm-l6-v2": _Alias("all-MiniLM-L6-v2, embeddings of sentences (91 MB)", _all_minilm),
     "random-tiny": _Alias("a small dense model with random weights, made from the seed", _random_tiny),
 }
 

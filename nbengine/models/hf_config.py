@@ -89,15 +89,27 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> flo
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file at `path`; anything else there raises `ModelLoadError`."""
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """The list of JSON objects in the file at `path`; anything else there raises `ModelLoadError`."""
+    content = _read_json(path)
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise ModelLoadError(f"{path} does not hold a list of JSON objects")
+    return content
+
+
+def _read_json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}, not an object")
-    return content
 
 
 def _token_list(stated: object) -> list[int]:

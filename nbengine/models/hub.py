@@ -24,6 +24,9 @@ _SMALL_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
 )
 _WEIGHTS = {"safetensors": "*.safetensors", "gguf": "*.gguf"}
 _OTHER_WEIGHTS = ("consolidated*", "adapter_*")

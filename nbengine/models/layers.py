@@ -1,4 +1,4 @@
-"""Building blocks of the decoder: plain objects around weight tensors, without module hooks.
+"""Building blocks of the models: plain objects around weight tensors, without module hooks.
 
 A block allocates its weights uninitialised and names them: `slots(prefix)` yields the checkpoint's tensor
 names with the tensors (views into fused weights where several are stacked) that a loader fills.
@@ -83,3 +83,23 @@ class RMSNorm:
     def slots(self, prefix: str) -> Slots:
         """The weight under the checkpoint's name."""
         yield f"{prefix}.weight", self.weight
+
+
+class LayerNorm:
+    """Layer normalisation over the last dimension, with weight and bias (Ba et al., 2016)."""
+
+    __slots__ = ("bias", "eps", "shape", "weight")
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.bias = torch.empty(size, dtype=dtype, device=device)
+        self.shape = (size,)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def slots(self, prefix: str) -> Slots:
+        """Weight and bias under the checkpoint's names."""
+        yield f"{prefix}.weight", self.weight
+        yield f"{prefix}.bias", self.bias

@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from nbengine.errors import ModelLoadError
+from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_classifier import make_decoder
 from nbengine.models.decoder_config import DecoderConfig
+from nbengine.models.encoder_config import EncoderConfig
 from nbengine.models.gguf_loader import GGUFWeights
 from nbengine.models.progress import Reporter
 from nbengine.models.safetensors_loader import SafetensorsWeights
 from nbengine.units import size
 
 _REPORT_INTERVAL_SECONDS = 0.1
-_TIED = "lm_head.weight"
 _SHOWN = 3
 
 
@@ -38,6 +40,24 @@ class Weights(Protocol):
         """Fill the slots; `on_bytes` is told how much of the files has been used."""
 
 
+class LoadableModel(Protocol):
+    """A model whose weights can be filled in."""
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """The tensors to load, under the names of Hugging Face checkpoints."""
+
+    @property
+    def ignored_weights(self) -> frozenset[str]:
+        """Tensors that a checkpoint may have and that the model does not use."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of the weights in bytes."""
+
+
+Model = TypeVar("Model", bound=LoadableModel)
+
+
 def load_decoder(
     config: DecoderConfig,
     paths: tuple[Path, ...],
@@ -52,13 +72,47 @@ def load_decoder(
     Raises:
         ModelLoadError: files and configuration do not fit together, a file is corrupt, or memory is short.
     """
+
+    def build(where: torch.device) -> DecoderForCausalLM:
+        positions = 1 if where.type == "meta" else max_positions
+        return make_decoder(config, dtype=dtype, device=where, max_positions=positions)
+
     report("reading the weights' headers", 0.0)
-    weights = open_weights(paths, config)
-    expected = _shapes_of(config, dtype)
-    _compare(expected, weights, paths[0])
+    return _load(build, open_weights(paths, config), paths[0], device, report)
+
+
+def load_encoder(
+    config: EncoderConfig,
+    paths: tuple[Path, ...],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Reporter,
+) -> BertModel:
+    """An encoder with its weights from safetensors files; raises as `load_decoder` does."""
+    report("reading the weights' headers", 0.0)
+    _require_files(paths)
+    weights = SafetensorsWeights(paths)
+    return _load(
+        lambda where: BertModel(config, dtype=dtype, device=where), weights, paths[0], device, report
+    )
+
+
+def _load(
+    build: Callable[[torch.device], Model],
+    weights: Weights,
+    path: Path,
+    device: torch.device,
+    report: Reporter,
+) -> Model:
+    try:
+        expected = build(torch.device("meta"))
+    except RuntimeError as error:
+        raise ModelLoadError(f"the configuration's sizes are impossible: {error}") from error
+    _compare(expected, weights, path)
     with torch.inference_mode():
         try:
-            model = DecoderForCausalLM(config, dtype=dtype, device=device, max_positions=max_positions)
+            model = build(device)
         except (MemoryError, RuntimeError) as error:
             raise ModelLoadError(
                 f"cannot allocate {size(expected.weights_bytes)} of weights on {device}: {error}"
@@ -68,11 +122,17 @@ def load_decoder(
     return model
 
 
-def _shapes_of(config: DecoderConfig, dtype: torch.dtype) -> DecoderForCausalLM:
-    try:
-        return DecoderForCausalLM(config, dtype=dtype, device=torch.device("meta"), max_positions=1)
-    except RuntimeError as error:
-        raise ModelLoadError(f"the configuration's sizes are impossible: {error}") from error
+def reload_weights(model: DecoderForCausalLM | BertModel, paths: tuple[Path, ...], report: Reporter) -> None:
+    """Fill the weights of a loaded model from its files again.
+
+    Raises:
+        ModelLoadError: the files are not those that it was loaded from any more.
+    """
+    _require_files(paths)
+    weights = SafetensorsWeights(paths) if isinstance(model, BertModel) else open_weights(paths, model.config)
+    _compare(model, weights, paths[0])
+    with torch.inference_mode():
+        weights.load(model.weight_slots(), _byte_counter(weights.num_bytes, report))
 
 
 def open_weights(paths: tuple[Path, ...], config: DecoderConfig) -> Weights:
@@ -81,14 +141,18 @@ def open_weights(paths: tuple[Path, ...], config: DecoderConfig) -> Weights:
     Raises:
         ModelLoadError: there is no file, or a file is corrupt or of an unsupported kind.
     """
-    if not paths:
-        raise ModelLoadError("the model has no weight files")
+    _require_files(paths)
     if paths[0].suffix.lower() == ".gguf":
         return GGUFWeights(paths[0], config)
     return SafetensorsWeights(paths)
 
 
-def _compare(expected: DecoderForCausalLM, weights: Weights, path: Path) -> None:
+def _require_files(paths: tuple[Path, ...]) -> None:
+    if not paths:
+        raise ModelLoadError("the model has no weight files")
+
+
+def _compare(expected: LoadableModel, weights: Weights, path: Path) -> None:
     slots = expected.weight_slots()
     missing = [name for name in slots if name not in weights.shapes]
     if missing:
@@ -99,8 +163,7 @@ def _compare(expected: DecoderForCausalLM, weights: Weights, path: Path) -> None
                 f"{path}: tensor {name} has the shape {list(weights.shapes[name])}, "
                 f"the configuration asks for {list(slot.shape)}"
             )
-    ignored = {_TIED} if expected.config.tie_word_embeddings else set()
-    unexpected = weights.shapes.keys() - slots.keys() - ignored
+    unexpected = weights.shapes.keys() - slots.keys() - expected.ignored_weights
     if unexpected:
         raise ModelLoadError(
             f"{path} has tensors that its architecture does not use: {_listed(sorted(unexpected))}"

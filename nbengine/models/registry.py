@@ -10,10 +10,13 @@ import torch
 
 from nbengine.config import ModelConfig
 from nbengine.errors import InvalidArgumentError, ModelLoadError
+from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_classifier import make_decoder
 from nbengine.models.decoder_config import decoder_config
+from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config
-from nbengine.models.loader import load_decoder
+from nbengine.models.loader import load_decoder, load_encoder
 from nbengine.models.progress import ProgressCallback, Reporter
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +67,7 @@ def load_model(
     dtype: torch.dtype,
     progress: ProgressCallback | None = None,
 ) -> DecoderForCausalLM:
-    """Load the weights of a resolved model; `progress` gets messages of the stage "load".
+    """Load the weights of a resolved decoder; `progress` gets messages of the stage "load".
 
     Raises:
         ModelLoadError: the architecture is not supported, or the files are corrupt or do not fit together.
@@ -77,6 +80,35 @@ def load_model(
         max_positions=config.max_model_len,
         report=Reporter(progress, "load"),
     )
+
+
+def load_encoder_model(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: ProgressCallback | None = None,
+) -> BertModel:
+    """Load the weights of a resolved encoder; raises as `load_model` does."""
+    return load_encoder(
+        encoder_config(load_hf_config(config)),
+        tuple(map(Path, config.weights)),
+        dtype=dtype,
+        device=device,
+        report=Reporter(progress, "load"),
+    )
+
+
+def weights_bytes_of(hf_config: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """Bytes that the weights will take; nothing is loaded for it.
+
+    Raises:
+        ModelLoadError: the architecture is not supported.
+    """
+    nowhere = torch.device("meta")
+    if is_encoder(hf_config):
+        return BertModel(encoder_config(hf_config), dtype=dtype, device=nowhere).weights_bytes
+    config = decoder_config(hf_config)
+    return make_decoder(config, dtype=dtype, device=nowhere, max_positions=1).weights_bytes
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Weights out of safetensors files, single or sharded, into a decoder's weight slots."""
+"""Weights out of safetensors files, single or sharded, into a model's weight slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from nbengine.errors import ModelLoadError
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_COMPUTED = (".rotary_emb.inv_freq",)
+_COMPUTED = (".rotary_emb.inv_freq", "embeddings.position_ids")
 """Endings of tensors that old checkpoints carry although they follow from the configuration."""
 
 

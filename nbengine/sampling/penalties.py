@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nbengine.sampling.rows import Rows, add_to_rows, rows_of, take_rows, upload
+from nbengine.kernels.dispatch import select_penalties
+from nbengine.sampling.rows import Rows, rows_of, take_rows, upload
 from nbengine.sampling_params import SamplingParams
 
-_GRAIN = 32
+_GRAIN = 16
 """Columns are brought into use by so many at once."""
 
 
@@ -30,12 +31,9 @@ class PenaltyRows:
     """The same, as int64 [R]."""
     positions: Rows
     """Their rows in the logits."""
-    offsets: Tensor
-    """int64 [R, 1]: where those begin in the flattened logits."""
-    repetition: bool
-    """Some row has a repetition penalty."""
-    occurrence: bool
-    """Some row has a presence or a frequency penalty."""
+    shift: Tensor
+    """int64 [R, 1], how far a row's logits are from where they would be if the table's rows were those of the
+    logits."""
 
     @classmethod
     def build(
@@ -44,53 +42,54 @@ class PenaltyRows:
         host_rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         num_positions: int,
-        *,
-        vocab_size: int,
-        repetition: bool,
-        occurrence: bool,
         device: torch.device,
     ) -> PenaltyRows:
         """Build for rows of the table, whose logits are at `positions` of `num_positions`."""
         count = len(host_rows)
         index = upload(host_rows, device)
         in_order = bool((host_rows == np.arange(count)).all())
+        shift = (positions - host_rows)[:, None] * table.vocab_size
         return cls(
             table=table,
             host_rows=host_rows,
             rows=slice(0, count) if in_order else index,
             index=index,
             positions=rows_of(positions, num_positions, device),
-            offsets=upload(positions * vocab_size, device)[:, None],
-            repetition=repetition,
-            occurrence=occurrence,
+            shift=upload(shift, device),
         )
 
 
 class PenaltyTable:
-    """For each row, a list of the different tokens that occurred and how often they were generated.
+    """For each row, a list of the different tokens that occurred, and how each one's logit is to be changed.
 
     A step then reads and writes some hundred logits a row. Everything lies on the device and follows the
     sampled tokens there, without waiting for them.
 
-    The lists are padded with copies of one of their own entries, which always have the same values, so that
-    it does not matter which is written last; an empty list is padded with token 0, not penalised until it
-    occurs. Only the first `_width` columns are in use; the last of them is such a copy in every row, from which
-    more columns can be made. The array's last column takes writes that are not wanted.
+    On a CPU compiled kernels do a step's work. Elsewhere torch does it on all columns in use, whatever the lists'
+    lengths. For that the lists are padded with copies of their first entry, so that it does not matter which of
+    them is written last; an empty list is padded with token 0 and no change. Only the first `_width` columns are
+    in use; the last of them is padding in every row, from which more columns can be made.
     """
 
-    def __init__(self, max_num_rows: int, device: torch.device) -> None:
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
         self._device = device
         self._width = 1
         self._rows: set[int] = set()
         self._num_entries = np.zeros(max_num_rows, np.int64)
         """An upper bound: the device alone knows whether a sampled token was in the list already."""
-        self._unknown_prompts = False
-        parameters = torch.zeros(3, max_num_rows, 1, device=device)
-        self._repetition, self._frequency, self._presence = parameters.unbind()
+        self._parameters = torch.zeros(max_num_rows, 3, device=device)
+        """Repetition, frequency and presence penalty."""
         self._lengths = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
-        self._token_ids = torch.zeros(max_num_rows, 2, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(max_num_rows, 2, device=device)
-        self._factors = torch.ones(max_num_rows, 2, device=device)
+        self._starts = torch.arange(max_num_rows, device=device) * vocab_size
+        self._index = self._starts[:, None].clone()
+        """Each token's place in the flattened logits."""
+        self._counts = torch.zeros(max_num_rows, 1, device=device)
+        """How often it was generated."""
+        self._factors = torch.ones(max_num_rows, 1, device=device)
+        """What a negative logit is multiplied by, and a positive one divided by."""
+        self._deductions = torch.zeros(max_num_rows, 1, device=device)
+        """What is then subtracted."""
 
     def __len__(self) -> int:
         """Number of rows that have been added and not removed."""
@@ -107,7 +106,6 @@ class PenaltyTable:
         penalised = output_token_ids
         if params.repetition_penalty != 1:
             penalised = np.concatenate([prompt_token_ids, output_token_ids])
-            self._unknown_prompts |= not len(prompt_token_ids)
         token_ids = np.unique(penalised).astype(np.int64)
         counts = np.zeros(len(token_ids), np.float32)
         generated, times = np.unique(output_token_ids, return_counts=True)
@@ -115,10 +113,9 @@ class PenaltyTable:
         self._rows.add(row)
         self._num_entries[row] = len(token_ids)
         self._fit_width()
-        self._fill(row, token_ids, counts, params.repetition_penalty)
-        self._repetition[row] = params.repetition_penalty
-        self._frequency[row] = params.frequency_penalty
-        self._presence[row] = params.presence_penalty
+        parameters = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._parameters[row] = torch.tensor(parameters, device=self._device)
+        self._fill(row, token_ids, counts)
 
     def remove(self, row: int) -> None:
         """Forget a row, if it is there."""
@@ -132,9 +129,10 @@ class PenaltyTable:
         if source not in self._rows:
             return
         self._rows.add(target)
-        for array in (*self._lists(), self._lengths, self._repetition, self._frequency, self._presence):
-            array[target] = array[source]
         self._num_entries[target] = self._num_entries[source]
+        for array in (*self._lists(), self._lengths, self._parameters):
+            array[target] = array[source]
+        self._index[target] += (target - source) * self.vocab_size
         self.remove(source)
 
     def apply(self, logits: Tensor, rows: PenaltyRows) -> None:
@@ -145,16 +143,18 @@ class PenaltyTable:
         Conditional Transformer Language Model for Controllable Generation, 2019), and then
         x - c * `frequency_penalty` - (c > 0) * `presence_penalty` (OpenAI's definition).
         """
-        token_ids, counts, factors = (take_rows(part[:, : self._width], rows.rows) for part in self._lists())
         flat = logits.view(-1)
-        index = token_ids + rows.offsets
+        if (compiled := select_penalties(self._device)) is not None:
+            compiled.apply(**self._arguments(rows), logits=flat.data_ptr())
+            return
+        index, _, factors, deductions = (
+            take_rows(part[:, : self._width], rows.rows) for part in self._lists()
+        )
+        index = index + rows.shift
         x = flat.take(index)
-        if rows.repetition:
-            x = x.clamp(min=0).div_(factors).add_(x.clamp(max=0).mul_(factors))
-        if rows.occurrence:
-            x.sub_(counts * take_rows(self._frequency, rows.rows))
-            x.sub_(counts.clamp(max=1).mul_(take_rows(self._presence, rows.rows)))
-        flat.put_(index, x)
+        changed = x.clamp(min=0).div_(factors)
+        changed.add_(x.clamp_(max=0).mul_(factors)).sub_(deductions)
+        flat.put_(index, changed)
 
     def append(self, rows: PenaltyRows, token_ids: Tensor) -> None:
         """Take in the tokens that were sampled for `rows`: int64 [R], on the device."""
@@ -162,48 +162,79 @@ class PenaltyTable:
         if self._num_entries[rows.host_rows].max() >= self._width:
             self._tighten(rows)
             self._fit_width()
-        known, counts, factors = (part[:, : self._width] for part in self._lists())
-        repetition = take_rows(self._repetition, rows.rows)
-        hits = take_rows(known, rows.rows) == token_ids[:, None]
-        add_to_rows(counts, rows.rows, hits.float())
-        if self._unknown_prompts:
-            hit_factors = torch.where(hits, repetition, take_rows(factors, rows.rows))
-            factors.index_copy_(0, rows.index, hit_factors)
-        is_new = ~hits.any(1)
-        lengths = take_rows(self._lengths, rows.rows)
-        column = torch.where(is_new, lengths, self._token_ids.shape[1] - 1)
-        self._token_ids[rows.index, column] = token_ids
-        self._counts[rows.index, column] = 1
-        self._factors[rows.index, column] = repetition[:, 0]
-        add_to_rows(self._lengths, rows.rows, is_new.long())
-
-    def _lists(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._token_ids, self._counts, self._factors
-
-    def _fill(
-        self, row: int, token_ids: NDArray[np.int64], counts: NDArray[np.float32], repetition_penalty: float
-    ) -> None:
-        count = len(token_ids)
-        self._lengths[row] = count
-        if not count:
-            self._token_ids[row], self._counts[row], self._factors[row] = 0, 0, 1
+        lengths, starts = take_rows(self._lengths, rows.rows), take_rows(self._starts, rows.rows)
+        place = token_ids + starts
+        if (compiled := select_penalties(self._device)) is not None:
+            compiled.append(**self._arguments(rows), places=place.data_ptr())
             return
-        self._token_ids[row], self._counts[row] = int(token_ids[0]), float(counts[0])
-        self._token_ids[row, :count] = upload(token_ids, self._device)
+        matches = take_rows(self._index[:, : self._width], rows.rows) == place[:, None]
+        column = matches.view(torch.uint8).argmax(-1)
+        # A match in the padding is the first one only where the list is empty.
+        is_new = (self._index[rows.index, column] != place).logical_or_(column >= lengths)
+        column = torch.where(is_new, lengths, column)
+        where = rows.index, column
+        counts = self._counts[where].masked_fill_(is_new, 0).add_(1)
+        repetition, frequency, presence = take_rows(self._parameters, rows.rows).unbind(1)
+        self._index[where] = place
+        self._counts[where] = counts
+        self._factors[where] = repetition
+        self._deductions[where] = (counts * frequency).add_(presence)
+        self._lengths[rows.index] = lengths + is_new
+        # To find out whether any list's first entry has changed would mean to wait for the device.
+        self._pad(rows.index)
+
+    def _arguments(self, rows: PenaltyRows) -> dict[str, int]:
+        return {
+            "count": len(rows.host_rows),
+            "rows": rows.index.data_ptr(),
+            "shifts": rows.shift.data_ptr(),
+            "stride": self._index.shape[1],
+            "lengths": self._lengths.data_ptr(),
+            "parameters": self._parameters.data_ptr(),
+            "index": self._index.data_ptr(),
+            "counts": self._counts.data_ptr(),
+            "factors": self._factors.data_ptr(),
+            "deductions": self._deductions.data_ptr(),
+        }
+
+    def _lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._index, self._counts, self._factors, self._deductions
+
+    def _fill(self, row: int, token_ids: NDArray[np.int64], counts: NDArray[np.float32]) -> None:
+        count = len(token_ids)
+        repetition, frequency, presence = self._parameters[row]
+        self._lengths[row] = count
+        self._index[row], self._counts[row] = self._starts[row], 0
+        self._factors[row], self._deductions[row] = repetition if count else 1, 0
+        self._index[row, :count] += upload(token_ids, self._device)
         self._counts[row, :count] = upload(counts, self._device)
-        self._factors[row] = repetition_penalty
+        generated = self._counts[row, :count]
+        self._deductions[row, :count] = generated * frequency + (generated > 0) * presence
+        for part in self._lists() if count else ():
+            part[row, count:] = part[row, 0]
+
+    def _pad(self, rows: Tensor) -> None:
+        """Copy the first entry of lists over their padding."""
+        columns = torch.arange(self._width, device=self._device)
+        is_padding = columns >= self._lengths[rows, None]
+        for part in self._lists():
+            used = part[:, : self._width]
+            taken = used.index_select(0, rows)
+            used.index_copy_(0, rows, torch.where(is_padding, taken[:, :1], taken))
 
     def _tighten(self, rows: PenaltyRows) -> None:
         """Replace upper bounds by the lengths themselves and the token to come; waits for the device."""
         self._num_entries[rows.host_rows] = take_rows(self._lengths, rows.rows).cpu().numpy() + 1
 
     def _fit_width(self) -> None:
-        """Bring as many columns into use as the longest list and its padding need."""
-        width = -(-(int(self._num_entries.max()) + 1) // _GRAIN) * _GRAIN
-        capacity = self._token_ids.shape[1] - 1
+        """Bring as many columns into use as the longest list needs now and for some tokens more."""
+        width = (int(self._num_entries.max()) // _GRAIN + 2) * _GRAIN
+        capacity = self._index.shape[1]
         if width > capacity:
             extra = max(width, capacity * 5 // 4) - capacity
-            self._token_ids, self._counts, self._factors = (F.pad(part, (0, extra)) for part in self._lists())
+            self._index, self._counts, self._factors, self._deductions = (
+                F.pad(part, (0, extra)) for part in self._lists()
+            )
         if width > self._width:
             for part in self._lists():
                 part[:, self._width : width] = part[:, self._width - 1 : self._width]

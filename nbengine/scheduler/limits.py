@@ -29,7 +29,13 @@ class RequestLimits:
         num_prompt = request.num_prompt_tokens
         if not num_prompt:
             raise RequestError(f"request {request.request_id}: the prompt has no tokens")
-        if num_prompt >= self.max_model_len:
+        is_pooling = request.pooling_params is not None
+        if is_pooling and num_prompt > self.max_model_len:
+            raise RequestError(
+                f"request {request.request_id}: the prompt has {num_prompt} tokens, more than "
+                f"max_model_len={self.max_model_len}"
+            )
+        if not is_pooling and num_prompt >= self.max_model_len:
             raise RequestError(
                 f"request {request.request_id}: the prompt has {num_prompt} tokens, but with "
                 f"max_model_len={self.max_model_len} at most {self.max_model_len - 1} leave room for an output"

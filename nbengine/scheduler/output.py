@@ -21,7 +21,8 @@ class NewRequestData:
     req_id: str
     token_ids: list[int]
     """Prompt tokens; of a prompt given as embeddings, zeros."""
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams | None
+    """None for a pooling request."""
     block_ids: list[int]
     num_computed_tokens: int
     """Tokens whose keys and values already lie in the blocks (prefix cache)."""

@@ -10,7 +10,7 @@ from typing import Any
 from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
 from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.grammar import Grammar
 
 
@@ -39,6 +39,7 @@ FINISH_REASONS = {
 class Request:
     """Tokens, progress and blocks of one request.
 
+    A pooling request has `pooling_params` and no `sampling_params`, and ends when its prompt is computed.
     `num_computed_tokens` counts the tokens whose keys and values are computed or planned; it catches up with
     `num_tokens`, which grows by what is sampled, and passes it while sampled tokens are in flight. The scheduler fills in `order` and `max_total_tokens` when
     it takes the request; the KV cache manager owns the fields from `block_ids` on.
@@ -67,6 +68,7 @@ class Request:
         "num_slots",
         "num_tokens",
         "order",
+        "pooling_params",
         "priority",
         "prompt_embeds",
         "prompt_token_ids",
@@ -83,8 +85,9 @@ class Request:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None,
         *,
+        pooling_params: PoolingParams | None = None,
         client_index: int = 0,
         priority: int = 0,
         arrival_time: float = 0.0,
@@ -119,16 +122,16 @@ class Request:
         """Tokens found in the prefix cache at the first admission; -1 before it."""
 
         self.sampling_params = sampling_params
-        self.eos_token_id = None if sampling_params.ignore_eos else sampling_params.eos_token_id
-        self.stop_token_ids = set(sampling_params.stop_token_ids)
-        if self.eos_token_id is not None:
-            self.stop_token_ids.add(self.eos_token_id)
-        self.min_total_tokens = self.num_prompt_tokens + sampling_params.min_tokens
+        self.pooling_params = pooling_params
+        self.eos_token_id: int | None = None
+        self.stop_token_ids: set[int] = set()
+        self.min_total_tokens = self.num_prompt_tokens
         self.max_total_tokens = 0
         self.grammar: Grammar | None = None
         """With structured outputs: what the output must follow."""
-        # Prompt logprobs need the logits of every prompt token, so every one must be computed.
-        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
+        self.skip_reading_prefix_cache = pooling_params is not None and pooling_params.needs_every_token
+        if sampling_params is not None:
+            self._set_limits(sampling_params)
 
         self.block_ids: list[int] = []
         self.num_slots = 0
@@ -156,18 +159,23 @@ class Request:
         Raises:
             RequestError: the request is of a kind that the scheduler does not take.
         """
-        if request.sampling_params is None:
-            raise RequestError(f"request {request.request_id}: pooling requests are not available yet")
+        if (request.sampling_params is None) == (request.pooling_params is None):
+            raise RequestError(
+                f"request {request.request_id}: either sampling_params or pooling_params must be given"
+            )
         token_ids, digests = request.prompt_token_ids, []
         if token_ids is None:
+            if embeds_bytes is None:
+                raise RequestError(f"request {request.request_id}: neither tokens nor embeddings are given")
             token_ids = [0] * len(request.prompt_embeds)
-            if block_hasher is not None and embeds_bytes:
+            if block_hasher is not None:
                 digests = block_hasher.digests(embeds_bytes, len(token_ids))
         salt = request.cache_salt
         return cls(
             request.request_id,
             token_ids,
             request.sampling_params,
+            pooling_params=request.pooling_params,
             client_index=request.client_index,
             priority=request.priority,
             arrival_time=request.arrival_time,
@@ -176,6 +184,15 @@ class Request:
             prompt_embeds=request.prompt_embeds,
             content_digests=digests,
         )
+
+    def _set_limits(self, params: SamplingParams) -> None:
+        self.eos_token_id = None if params.ignore_eos else params.eos_token_id
+        self.stop_token_ids.update(params.stop_token_ids)
+        if self.eos_token_id is not None:
+            self.stop_token_ids.add(self.eos_token_id)
+        self.min_total_tokens += params.min_tokens
+        # Prompt logprobs need the logits of every prompt token, so every one must be computed.
+        self.skip_reading_prefix_cache = params.prompt_logprobs is not None
 
     @property
     def num_output_placeholders(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from nbengine.errors import NBEngineError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
@@ -21,6 +22,10 @@ from nbengine.scheduler.state import SchedulerState
 from nbengine.scheduler.stop import append_tokens, follow_grammar
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Scheduler(SchedulerState):
@@ -190,6 +195,7 @@ class Scheduler(SchedulerState):
                     request.sampling_params,
                     block_ids,
                     num_computed,
+                    request.pooling_params,
                     prompt_embeds=request.prompt_embeds,
                 )
             )
@@ -245,6 +251,7 @@ class Scheduler(SchedulerState):
             )
         requests = self.requests
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        pooler_output = model_runner_output.pooler_output or {}
         logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request_id, new_token_ids in zip(
@@ -253,6 +260,12 @@ class Scheduler(SchedulerState):
             request = requests.get(request_id)
             # An id may have been used again: what was planned before is not for its successor.
             if request is None or step < request.first_step:
+                continue
+            if request.pooling_params is not None:
+                if (pooled := pooler_output.get(request_id)) is not None:
+                    outputs[request.client_index].append(self._finish_pooling(request, pooled))
+                elif request_id not in scheduler_output.incomplete_req_ids:
+                    raise NBEngineError(f"the model runner pooled nothing for request {request_id}")
                 continue
             if not new_token_ids:
                 if request_id not in scheduler_output.incomplete_req_ids:
@@ -285,12 +298,24 @@ class Scheduler(SchedulerState):
 
     def _advance(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
         """Append sampled tokens to a request, which runs or was preempted since, and end it if they do."""
-        before = request.status
+        before, error = request.status, None
         new_token_ids = append_tokens(request, new_token_ids)
-        finish_reason = error = None
         if request.grammar is not None and not follow_grammar(request, new_token_ids):
             error = f"structured_outputs: {request.grammar.error}"
             logger.error("request %s: %s", request.request_id, error)
+        return self._make_output(request, before, new_token_ids, error)
+
+    def _finish_pooling(self, request: Request, pooled: NDArray[np.float32]) -> EngineCoreOutput:
+        before, request.status = request.status, RequestStatus.FINISHED_STOPPED
+        output = self._make_output(request, before, [])
+        output.pooling_output = pooled
+        return output
+
+    def _make_output(
+        self, request: Request, before: RequestStatus, new_token_ids: list[int], error: str | None = None
+    ) -> EngineCoreOutput:
+        """Let go of a request that has ended, and was in the state `before`; return what its client is told."""
+        finish_reason = None
         if request.status is not before:
             finish_reason = FINISH_REASONS[request.status]
             self._release(request, before)

@@ -6,8 +6,13 @@ from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.request import Request, RequestStatus
 
 
-def token_limit(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
-    """Return how many tokens, prompt and output, a request may have."""
+def token_limit(num_prompt_tokens: int, params: SamplingParams | None, max_model_len: int) -> int:
+    """Return how many tokens, prompt and output, a request may have.
+
+    The outcome of a pooling request (`params` is None) counts as one token of output.
+    """
+    if params is None:
+        return num_prompt_tokens + 1
     if params.max_tokens is None:
         return max_model_len
     return min(num_prompt_tokens + params.max_tokens, max_model_len)

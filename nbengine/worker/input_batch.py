@@ -28,8 +28,13 @@ _ROW = np.dtype(
         ("num_prompt_tokens", np.int64),
         ("num_computed_tokens", np.int64),
         ("num_blocks", np.int64),
+        ("is_pooling", np.bool_),
     ]
 )
+
+
+_NO_SAMPLING = SamplingParams(temperature=0, seed=0)
+"""Stands in a pooling request's row. The seed keeps it from taking a stream that an unseeded request would get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class InputBatch:
         self._streams = UnseededStreams(seed)
         self._preempted: dict[str, CachedRequestState] = {}
         self._sampled: dict[str, _Sampled] = {}
+        self.pooling_req_ids: set[str] = set()
+        """Requests that get no token when their prompt is computed."""
         self.prompt_embeds: dict[str, Tensor] = {}
         """Prompts given as embeddings, [prompt tokens, hidden size] on the CPU, until their request has ended: one
         that was preempted computes its prompt again."""
@@ -92,6 +99,7 @@ class InputBatch:
         for req_id in plan.finished_req_ids:
             self._preempted.pop(req_id, None)
             self._sampled.pop(req_id, None)
+            self.pooling_req_ids.discard(req_id)
             self.prompt_embeds.pop(req_id, None)
             if req_id in self.row_of:
                 self._remove(req_id)
@@ -123,11 +131,14 @@ class InputBatch:
         self.sampling.append(rows, token_ids)
 
     def _add_new(self, new: NewRequestData) -> None:
-        params = new.sampling_params
+        params = new.sampling_params or _NO_SAMPLING
         num_tokens = len(new.token_ids)
         row: np.void = np.zeros(1, _ROW)[0]
         row["num_tokens"] = row["num_prompt_tokens"] = num_tokens
         row["num_computed_tokens"] = new.num_computed_tokens
+        if new.sampling_params is None:
+            row["is_pooling"] = True
+            self.pooling_req_ids.add(new.req_id)
         if new.prompt_embeds is not None:
             self.prompt_embeds[new.req_id] = new.prompt_embeds
         stream = self._streams.take() if params.seed is None else seeded_stream(params.seed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+
 import psutil
 
 from nbengine.errors import EngineStartError
@@ -19,6 +22,15 @@ def available_host_memory() -> int:
     free = int(psutil.virtual_memory().available)
     headroom = ControlGroup().memory_headroom()
     return free if headroom is None else min(free, headroom)
+
+
+def return_freed_memory() -> None:
+    """Give back to the system what is free inside this process: the C library keeps some of it for itself."""
+    gc.collect()
+    # Only glibc has it; others return memory on their own.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def cpu_kv_budget(available: int, asked_sequence: int, all_sequences: int) -> int:

@@ -15,6 +15,7 @@ from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.kernels.huge_pages import zeros_in_huge_pages
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_classifier import DecoderForSequenceClassification
 from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logits_processor import create_logits_processors
 from nbengine.sampling.logprobs import LogprobRows
@@ -32,6 +33,7 @@ from nbengine.units import size
 from nbengine.worker.async_output import StartTransfer, TokensInFlight, fill_output
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.pooler import PooledStep, Pooler
 from nbengine.worker.prompt_logprobs import PromptLogprobs
 from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
 
@@ -45,6 +47,7 @@ class ExecuteModelState:
     """[requests that get a token, vocabulary]; None when there are none."""
     prompts_done: list[str]
     """Requests whose prompt log probabilities are complete with this step."""
+    pooled: PooledStep | None
 
 
 class ModelRunner:
@@ -55,10 +58,12 @@ class ModelRunner:
     """
 
     # Made by initialize_kv_cache, which knows their sizes.
+    _num_blocks: int
     _kv_caches: list[Tensor]
     _batch: InputBatch
     _builder: StepInputBuilder
     _uniform: StagingBuffer
+    _pooler: Pooler
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class ModelRunner:
         """
         scheduler = self._config.scheduler
         block_size = self._config.cache.block_size
+        self._num_blocks = num_blocks
         self._kv_caches = self._new_kv_caches(num_blocks)
         model = self._model.config
         self._kernels.warm_up(model.num_heads, model.num_kv_heads, model.head_dim, block_size)
@@ -112,6 +118,20 @@ class ModelRunner:
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
         if self._start_transfer is not None:
             self._in_flight = TokensInFlight(self._batch, self._device, self._start_transfer)
+        head = self._model if isinstance(self._model, DecoderForSequenceClassification) else None
+        self._pooler = Pooler(scheduler.max_num_seqs, model.hidden_size, self._device, head)
+
+    def release_kv_cache(self) -> None:
+        """Free the KV cache; no step with tokens can be executed until `restore_kv_cache`."""
+        self._kv_caches = []
+
+    def restore_kv_cache(self) -> None:
+        """Allocate an empty KV cache of the same size again.
+
+        Raises:
+            EngineStartError: the allocation failed.
+        """
+        self._kv_caches = self._new_kv_caches(self._num_blocks)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -128,6 +148,7 @@ class ModelRunner:
         if self._in_flight is not None:
             self._in_flight.prepare(plan.finished_req_ids, plan.preempted_req_ids)
         self._batch.update(plan)
+        self._pooler.update(plan)
         self._prompt_logprobs.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
@@ -146,7 +167,10 @@ class ModelRunner:
             rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
             logits = self._model.compute_logits(rows)[: len(inputs.sampled)]
         prompts_done = self._prompt_logprobs.collect(plan, inputs.req_ids, hidden)
-        self._state = ExecuteModelState(inputs, logits, prompts_done)
+        pooled = None
+        if not self._pooler.is_idle:
+            pooled = self._pooler.pool(hidden, inputs.req_ids, plan.num_scheduled_tokens)
+        self._state = ExecuteModelState(inputs, logits, prompts_done, pooled)
         return None
 
     @torch.inference_mode()
@@ -164,6 +188,8 @@ class ModelRunner:
         inputs = state.inputs
         output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids])
         output.prompt_logprobs = self._prompt_logprobs.take(state.prompts_done)
+        if state.pooled is not None:
+            output.pooler_output = state.pooled.results()
         if state.logits is None:
             return output
         sampled, wanted = self._sample(state.logits, inputs.sampled_rows, grammar_output)

@@ -31,8 +31,7 @@ _ROW = np.dtype(
         ("temperature", np.float32),
         ("num_logprobs", np.int64),
         ("has_allowed", np.bool_),
-        ("has_repetition", np.bool_),
-        ("has_occurrence", np.bool_),
+        ("has_penalties", np.bool_),
     ]
 )
 _TOKEN = np.dtype([("token_id", np.int64)])
@@ -72,7 +71,7 @@ class SamplingBatch:
         self._bad_words = BadWords()
         self._early_ends = RowTable(_EARLY_END)
         self._bias = RowTable(_BIAS)
-        self._penalties = PenaltyTable(len(self.rows), device)
+        self._penalties = PenaltyTable(len(self.rows), vocab_size, device)
         self._processors = _ProcessorFeed(processors) if processors else None
         self._version = 0
         self._metadata_key: tuple[int, bytes] | None = None
@@ -141,8 +140,7 @@ class SamplingBatch:
         columns["top_k"], columns["top_p"], columns["min_p"] = params.top_k, params.top_p, params.min_p
         columns["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
         columns["has_allowed"] = params.allowed_token_ids is not None
-        columns["has_repetition"] = params.repetition_penalty != 1
-        columns["has_occurrence"] = params.presence_penalty != 0 or params.frequency_penalty != 0
+        columns["has_penalties"] = params.has_penalties
 
     def _set_allowed(self, row: int, token_ids: Sequence[int]) -> None:
         if not len(self._allowed):
@@ -271,20 +269,10 @@ class SamplingBatch:
         return LogitBias(index, upload(entries["bias"][there], self._device))
 
     def _penalised(self, rows: NDArray[np.int64], columns: NDArray[np.void]) -> PenaltyRows | None:
-        positions = np.flatnonzero(columns["has_repetition"] | columns["has_occurrence"])
+        positions = np.flatnonzero(columns["has_penalties"])
         if not len(positions):
             return None
-        chosen = columns[positions]
-        return PenaltyRows.build(
-            self._penalties,
-            rows[positions],
-            positions,
-            len(rows),
-            vocab_size=self._vocab_size,
-            repetition=bool(chosen["has_repetition"].any()),
-            occurrence=bool(chosen["has_occurrence"].any()),
-            device=self._device,
-        )
+        return PenaltyRows.build(self._penalties, rows[positions], positions, len(rows), self._device)
 
     def _logprob_rows(self, columns: NDArray[np.void]) -> LogprobRows | None:
         counts = columns["num_logprobs"]

@@ -56,7 +56,7 @@ class StepInputs:
     """int64 [T]"""
     attention: AttentionMetadata
     sampled: NDArray[np.int64]
-    """Which of `req_ids` get a token: those whose last token is in the step."""
+    """Which of `req_ids` get a token: those whose last token is in the step, unless they are pooled."""
     sampled_rows: NDArray[np.int64]
     """Their rows in the batch."""
     logits_index: Tensor | None
@@ -112,7 +112,10 @@ class StepInputBuilder:
             positions = self._range[:total] + (seq_lens - ends).repeat(counts)
         self._input_ids.array[:total] = batch.token_ids[token_rows, positions]
         self._positions.array[:total] = positions
-        sampled = np.flatnonzero(seq_lens == batch.rows["num_tokens"][rows])
+        is_due = seq_lens == batch.rows["num_tokens"][rows]
+        if batch.pooling_req_ids:
+            is_due &= ~batch.rows["is_pooling"][rows]
+        sampled = np.flatnonzero(is_due)
         num_rows = max(total, self._min_rows)
         return StepInputs(
             req_ids=[batch.req_ids[row] for row in rows.tolist()],

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nbengine.config import EngineConfig
-from nbengine.errors import EngineStartError
+from nbengine.errors import EngineStartError, UtilityError
+from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_config import decoder_config
+from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
-from nbengine.models.progress import ProgressCallback
-from nbengine.models.registry import load_model, resolve_device, resolve_dtype
+from nbengine.models.loader import reload_weights
+from nbengine.models.pooling_config import load_pooling_defaults, supported_tasks
+from nbengine.models.progress import ProgressCallback, Reporter
+from nbengine.models.registry import (
+    load_encoder_model,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+    weights_bytes_of,
+)
 from nbengine.scheduler.output import (
     AsyncModelRunnerOutput,
     GrammarOutput,
@@ -22,14 +33,18 @@ from nbengine.scheduler.output import (
     SchedulerOutput,
 )
 from nbengine.worker.async_output import CudaTransfer
+from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.memory import (
     available_host_memory,
     check_kv_cache_fits,
     check_weights_fit,
     cpu_kv_budget,
     gpu_kv_budget,
+    return_freed_memory,
 )
 from nbengine.worker.model_runner import ModelRunner
+from nbengine.worker.offload import WeightsOffload
+from nbengine.worker.profiler import WorkerProfiler
 from nbengine.worker.threads import TorchThreads
 
 
@@ -37,10 +52,16 @@ class Worker:
     """Owns a device. Calls come in this order: `init_device`, `load_model`, `determine_available_memory`,
     `initialize_kv_cache`, then `execute_model` and `sample_tokens` in turn."""
 
+    model: DecoderForCausalLM | BertModel
+    model_runner: ModelRunner | EncoderRunner
+
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         self.config = config
         self._progress = progress
         self._threads = TorchThreads()
+        self._num_blocks = 0
+        self._offload: WeightsOffload | None = None
+        self._profiler: WorkerProfiler | None = None
 
     def init_device(self) -> None:
         """Choose device and dtype.
@@ -59,18 +80,21 @@ class Worker:
             EngineStartError: they do not fit; nothing has been loaded then.
             ModelLoadError: the files cannot be used.
         """
-        shapes = DecoderForCausalLM(
-            decoder_config(self.hf_config), dtype=self.dtype, device=torch.device("meta"), max_positions=1
-        )
-        name = self.config.model.model
-        check_weights_fit(name, shapes.weights_bytes, self._free_memory(), str(self.device))
+        config = self.config.model
+        weights_bytes = weights_bytes_of(self.hf_config, self.dtype)
+        check_weights_fit(config.model, weights_bytes, self._free_memory(), str(self.device))
         if self.device.type == "cpu":
-            self._threads.limit(shapes.weights_bytes)
-        self.model = load_model(self.config.model, self.device, self.dtype, self._progress)
-        overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
-        self.model_runner = ModelRunner(
-            self.config, self.model, self.device, self.dtype, CudaTransfer if overlaps else None
-        )
+            self._threads.limit(weights_bytes)
+        if is_encoder(self.hf_config):
+            encoder = load_encoder_model(config, self.device, self.dtype, self._progress)
+            self.model, self.model_runner = encoder, EncoderRunner(self.config, encoder, self.device)
+        else:
+            decoder = load_model(config, self.device, self.dtype, self._progress)
+            self.model = decoder
+            overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
+            self.model_runner = ModelRunner(
+                self.config, decoder, self.device, self.dtype, CudaTransfer if overlaps else None
+            )
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded, in plain values."""
@@ -78,13 +102,17 @@ class Worker:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "weights_bytes": self.model.weights_bytes,
-            "max_position_embeddings": max_model_len_of(self.hf_config),
+            "max_position_embeddings": self._longest_model_len(),
+            "advised_max_model_len": self._advised_max_model_len(),
             "vocab_size": self.model.config.vocab_size,
             "hidden_size": self.model.config.hidden_size,
+            "supported_tasks": list(supported_tasks(self.hf_config)),
         }
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
-        """What a token leaves in the KV cache."""
+        """What a token leaves in the KV cache; an encoder's has no layers."""
+        if isinstance(self.model, BertModel):
+            return KVCacheSpec(0, 0, 0, self.dtype.itemsize, self.config.cache.block_size)
         model = self.model.config
         return KVCacheSpec(
             num_layers=model.num_layers,
@@ -100,6 +128,8 @@ class Worker:
         Raises:
             EngineStartError: nothing is left.
         """
+        if isinstance(self.model_runner, EncoderRunner):
+            return 0
         cache = self.config.cache
         page_size = self.get_kv_cache_spec().page_size_bytes
         if cache.num_gpu_blocks_override is not None:
@@ -107,7 +137,7 @@ class Worker:
         if cache.kv_cache_memory_bytes is not None:
             return cache.kv_cache_memory_bytes
         if self.device.type == "cuda":
-            return self._profile_gpu()
+            return self._profile_gpu(self.model_runner)
         sequence = -(-self._max_model_len() // cache.block_size) * page_size
         return cpu_kv_budget(
             self._free_memory(),
@@ -123,11 +153,74 @@ class Worker:
         """
         page_size = self.get_kv_cache_spec().page_size_bytes
         check_kv_cache_fits(num_blocks, page_size, self._free_memory(), str(self.device))
-        max_model_len = min(self._max_model_len(), num_blocks * self.config.cache.block_size)
+        max_model_len = self._max_model_len()
+        if page_size:
+            max_model_len = min(max_model_len, num_blocks * self.config.cache.block_size)
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
+        self._num_blocks = num_blocks
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache and move the weights to host memory (level 1; a CPU's are there), or free both (level 2).
+
+        Until both are restored no step with tokens can be executed. After level 1, level 2 may follow.
+
+        Raises:
+            RuntimeError: there is not enough host memory for the weights; nothing has changed.
+        """
+        offload = self._offload or WeightsOffload(self.model.weight_slots().values())
+        if level == 2:
+            offload.drop()
+        elif self.device.type != "cpu":
+            offload.move_to_host()
+        self._offload = offload
+        self.model_runner.release_kv_cache()
+        return_freed_memory()
+        torch.cuda.empty_cache()
+
+    def wake_up(self, tag: str) -> None:
+        """Restore the "weights" or the "kv_cache", which is empty then; weights first.
+
+        Raises:
+            EngineStartError: there is not enough memory any more; nothing has changed.
+            ModelLoadError: weights that were freed cannot be read again.
+        """
+        if tag == "kv_cache":
+            page_size = self.get_kv_cache_spec().page_size_bytes
+            check_kv_cache_fits(self._num_blocks, page_size, self._free_memory(), str(self.device))
+            self.model_runner.restore_kv_cache()
+        elif self._offload is not None:
+            model = self.config.model
+            missing = self._offload.num_missing_bytes
+            check_weights_fit(model.model, missing, self._free_memory(), str(self.device))
+            if not self._offload.restore():
+                reload_weights(self.model, tuple(map(Path, model.weights)), Reporter(None, "load"))
+            self._offload = None
+
+    def start_profile(self, directory: str, max_steps: int) -> None:
+        """Record what is computed, in at most `max_steps` steps.
+
+        Raises:
+            UtilityError: a profile is being recorded, or `directory` cannot be written to.
+        """
+        if self._profiler is not None:
+            raise UtilityError("a profile is being recorded already; stop_profile first")
+        self._profiler = WorkerProfiler(directory, max_steps, self.device)
+
+    def stop_profile(self) -> ProfileReport:
+        """Write what has been recorded.
+
+        Raises:
+            UtilityError: no profile is being recorded, or it cannot be written.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise UtilityError("no profile is being recorded; start_profile first")
+        return profiler.stop()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See `ModelRunner.execute_model`."""
+        if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
+            self._profiler.begin_step()
         return self.model_runner.execute_model(scheduler_output)
 
     def sample_tokens(
@@ -146,18 +239,28 @@ class Worker:
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
-        return max_model_len_of(self.hf_config) if configured is None else configured
+        return self._longest_model_len() if configured is None else configured
+
+    def _longest_model_len(self) -> int:
+        if is_encoder(self.hf_config):
+            return encoder_config(self.hf_config).max_model_len
+        return max_model_len_of(self.hf_config)
+
+    def _advised_max_model_len(self) -> int:
+        advised = load_pooling_defaults(self.config.model.directory, self.hf_config).max_seq_length
+        longest = self._longest_model_len()
+        return longest if advised is None else min(longest, advised)
 
     def _free_memory(self) -> int:
         if self.device.type == "cpu":
             return available_host_memory()
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def _profile_gpu(self) -> int:
+    def _profile_gpu(self, model_runner: ModelRunner) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            self.model_runner.profile_run()
+            model_runner.profile_run()
         except torch.OutOfMemoryError as error:
             raise EngineStartError(
                 f"{self.device} has too little memory for a step of max_num_batched_tokens="

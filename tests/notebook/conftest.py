@@ -28,7 +28,9 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
             "JUPYTER_RUNTIME_DIR": f"{directory}/jupyter",
             "NBENGINE_RUNTIME_DIR": f"{directory}/engines",
             "XDG_RUNTIME_DIR": directory,
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         }
         with pytest.MonkeyPatch.context() as patch:
             for name, value in own.items():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from process_support.leaks import leftovers, take_snapshot
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
 
@@ -47,8 +48,16 @@ def check_logprobs(lines: list[str]) -> None:
 
 
 def check_structured_output(lines: list[str]) -> None:
-    documents = [json.loads(line) for line in lines if line.startswith("{")]
-    assert documents
+    answers = {
+        lines[i].rpartition("[")[2][:-1]: lines[i + 1] for i in range(len(lines)) if lines[i].endswith("]")
+    }
+    assert answers.keys() == {"choice", "regex", "grammar", "json"}
+    assert answers["choice"] in ("Positive", "Negative")
+    assert re.fullmatch(r"[a-z.]+@[a-z]+\.com", answers["regex"])
+    assert re.match(r"SELECT (name|age|city)", answers["grammar"])
+    car = json.loads(answers["json"])
+    assert car.keys() == {"brand", "model", "car_type", "year"}
+    assert 1950 <= car["year"] <= 2030
 
 
 def check_prefix_caching(lines: list[str]) -> None:
@@ -124,15 +133,22 @@ CHECKS: dict[str, Check] = {
 
 
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_runs_and_shows_what_it_promises(path: Path) -> None:
+def test_a_script_runs_and_shows_what_it_promises(
+    path: Path, private_runtime_dir: Path, private_socket_dir: Path
+) -> None:
+    directories = [private_runtime_dir, private_socket_dir]
+    before = take_snapshot(directories)
     # Relative, as its docstring says.
     command = [sys.executable, f"examples/scripts/{path.name}"]
-    assert path.read_text().splitlines()[2] == f"python {command[1]}"
+    assert path.read_text().splitlines()[2].startswith(f"python {command[1]}")
     done = subprocess.run(
         command, cwd=SCRIPTS.parents[1], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
+    # A script need not shut its engine down: it ends with the interpreter, which does not wait for it.
+    found = leftovers(before, directories) and leftovers(before, directories)
+    assert not found, "left behind: " + "; ".join(found)
     CHECKS[path.stem](done.stdout.splitlines())
 
 

@@ -11,6 +11,9 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("allowed_token_ids", []),
+    ("bad_words", ["a", ""]),
+    ("bad_words", [" "]),
     ("frequency_penalty", 2.5),
     ("logprobs", -1),
     ("logprobs", 21),
@@ -52,6 +55,13 @@ def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
         ("stop", [1]),
         ("stop_token_ids", ["a"]),
         ("bad_words", "word"),
+        ("allowed_token_ids", ["a"]),
+        ("allowed_token_ids", 5),
+        ("logit_bias", [1]),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("extra_args", ["x"]),
+        ("extra_args", {1: 2}),
     ],
 )
 def test_a_wrong_type_is_a_type_error(name: str, value: Any) -> None:
@@ -66,6 +76,28 @@ def test_spellings_of_the_field_are_taken() -> None:
     assert params.top_k == 0
     assert params.output_kind is RequestOutputKind.DELTA
     assert params.bad_words == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {7: "x"}}, r"logit_bias\[7\] must be a number, got 'x'"),
+        ({"logit_bias": {7: float("inf")}}, r"logit_bias\[7\] must be finite, got inf"),
+        ({"extra_args": {"a": [1, {"b": object}]}}, r"extra_args\['a'\]\[1\]\['b'\] must be None, True"),
+        ({"extra_args": {"a": {2: 1}}}, r"extra_args\['a'\] must be a dict with strings as keys, got 2"),
+        ({"extra_args": {"a": 2**64}}, r"extra_args\['a'\] must be an integer of 64 bits"),
+    ],
+)
+def test_a_wrong_value_inside_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        SamplingParams(**options)
+
+
+def test_plain_values_of_every_kind_are_taken_as_extra_arguments() -> None:
+    values = {"a": None, "b": [True, 1, -(2**63), 2**64 - 1, 0.5, float("nan")], "c": {"d": b"x"}, "e": "y"}
+    params = SamplingParams(extra_args=values)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert repr(decoded.extra_args) == repr(values)
 
 
 def test_contradictions_are_refused() -> None:
@@ -91,11 +123,11 @@ def test_a_clone_shares_nothing_that_can_change() -> None:
         stop=["a"],
         stop_token_ids=[1],
         bad_words=["b"],
+        bad_words_token_ids=[[1, 2]],
         allowed_token_ids=[1],
         logit_bias={1: 2.0},
         structured_outputs=StructuredOutputsParams(json={"enum": [1]}),
-        extra_args={"a": [1]},
-        bad_words_token_ids=[[1]],
+        extra_args={"x": [1]},
     )
     clone = params.clone()
     assert clone == params
@@ -117,6 +149,20 @@ def test_a_clone_is_checked_again() -> None:
     params.temperature = -1.0
     with pytest.raises(InvalidArgumentError, match="temperature"):
         params.clone()
+
+
+@pytest.mark.parametrize(
+    ("options", "has"),
+    [
+        ({}, False),
+        ({"presence_penalty": 0, "repetition_penalty": 1}, False),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"repetition_penalty": 0.9}, True),
+    ],
+)
+def test_penalties_are_on_or_off(options: dict[str, float], has: bool) -> None:
+    assert SamplingParams(**options).has_penalties is has
 
 
 def test_parameters_survive_the_wire() -> None:

@@ -33,7 +33,7 @@ def fake_options(**options: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def fake_executor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine's processes find the fake executor."""
-    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
 
 
 @pytest.fixture

@@ -141,6 +141,13 @@ def test_prefixes_are_shared_by_content(shared_llm: LLM) -> None:
     assert cached({"prompt_token_ids": [0] * LARGE}) == 0
 
 
+def test_several_completions_share_the_prompt(shared_llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, n=3)
+    (output,) = shared_llm.generate({"prompt_embeds": embeds(LARGE, 77)}, params, use_tqdm=False)
+    assert [completion.token_ids for completion in output.outputs] == [counting(77)] * 3
+    assert output.prompt_token_ids is None
+
+
 # Shared memory.
 
 
@@ -176,10 +183,12 @@ async def test_a_lost_lease_takes_the_arena_along_and_the_next_gets_its_own(star
     prompt = {"prompt_embeds": embeds(LARGE, 10)}
     before = [output async for output in llm.generate(prompt, GREEDY)][-1]
     (arena,) = arenas(info)
-    index = client._client_index
+    index, sender = client._client_index, client._tensors
+    assert sender is not None
     client.link._heartbeat_interval, client.link._next_heartbeat = 0.2, float("inf")
     wait_for(lambda: client._client_index > index and client._error is None, "a new lease")
     assert arenas(info) == []
+    assert sender._arena is None
     after = [output async for output in llm.generate(prompt, GREEDY)][-1]
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
     assert len(arenas(info)) == 1

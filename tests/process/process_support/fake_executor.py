@@ -3,7 +3,7 @@ given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
 long a step takes), `hidden_size`, `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the
-model).
+model), `fail_wake_up` (a message). While it sleeps it cannot compute.
 
 Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
@@ -15,8 +15,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from nbengine.errors import EngineStartError
 from nbengine.executor.base import Executor
 from nbengine.ipc.messages import LogprobsLists, Progress
+from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
@@ -36,6 +38,8 @@ class FakeExecutor(Executor):
         self.block_size = config.cache.block_size
         self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
         self.last_token: dict[str, int] = {}
+        self.given_back: set[str] = set()
+        self.rpc_calls: list[tuple[Any, ...]] = []
         self.logprobs: dict[str, int] = {}
         self.prompt_logprobs: dict[str, LogprobsLists] = {}
         if progress is not None:
@@ -45,6 +49,13 @@ class FakeExecutor(Executor):
             raise RuntimeError(self.knobs["fail_load"]) from ValueError("the root of it")
 
     def collective_rpc(self, method, args=(), kwargs=None, *, timeout=None, non_block=False):
+        self.rpc_calls.append((method, *args))
+        if method == "sleep":
+            self.given_back = {"weights", "kv_cache"}
+        if method == "wake_up":
+            if "fail_wake_up" in self.knobs:
+                raise EngineStartError(self.knobs["fail_wake_up"])
+            self.given_back.remove(*args)
         answers = {
             "model_info": {
                 "device": "cpu",
@@ -57,6 +68,10 @@ class FakeExecutor(Executor):
             "determine_available_memory": 1 << 20,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
             "initialize_kv_cache": None,
+            "sleep": None,
+            "wake_up": None,
+            "start_profile": None,
+            "stop_profile": ProfileReport(["trace"], 3, "summary"),
         }
         return [answers[method]]
 
@@ -67,6 +82,8 @@ class FakeExecutor(Executor):
 
     def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         if plan.total_num_scheduled_tokens:
+            if self.given_back:
+                raise RuntimeError(f"computing without {self.given_back}")
             seconds = self.knobs.get("step_seconds", 0)
             if seconds > 60:
                 logger.warning("an endless step begins")

@@ -34,7 +34,7 @@ def take_snapshot(directories: Iterable[Path]) -> Things:
         things["process", child.pid] = f"process {child}"
     for pid in _engine_processes(directories):
         things["process", pid] = f"process {pid}, which writes to an engine's log"
-    for name in _shared_memory():
+    for name in _shared_memory(directories):
         things["segment", name] = f"shared memory {name}"
     for item in _open_zmq_objects():
         things["zmq", id(item)] = f"open {item!r}"
@@ -57,10 +57,12 @@ def leftovers(before: Things, directories: Iterable[Path]) -> list[str]:
         time.sleep(0.02)
 
 
-def _shared_memory() -> list[str]:
+def _shared_memory(directories: list[Path]) -> list[str]:
+    """What engines with run directories in `directories` have there; other engines may run on this machine."""
     if not SHM.is_dir():
         return []
-    return [path.name for path in SHM.iterdir() if path.name.startswith("nbe")]
+    prefixes = tuple(f"nbengine-{directory.name}-" for directory in directories)
+    return [path.name for path in SHM.iterdir() if path.name.startswith(prefixes)]
 
 
 def _open_zmq_objects() -> list[zmq.Context | zmq.Socket]:

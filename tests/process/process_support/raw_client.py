@@ -14,6 +14,7 @@ from nbengine.client.connection import ConnectionInfo
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
+    STATS_TOPIC,
     Attach,
     Attached,
     Detach,
@@ -189,7 +190,7 @@ class RawClient:
 
     def subscribe(self) -> zmq.Socket:
         socket = self._socket(zmq.SUB)
-        socket.subscribe(b"")
+        socket.subscribe(STATS_TOPIC)
         socket.connect(self.info.address("stats.sock"))
         return socket
 
@@ -200,7 +201,7 @@ class RawClient:
         end = time.monotonic() + DEADLINE
         while time.monotonic() < end:
             if socket.poll(100):
-                stats = decoder.decode(socket.recv_multipart())
+                stats = decoder.decode(socket.recv_multipart()[1:])
                 if condition(stats):
                     return stats
         raise AssertionError("no such statistics came")

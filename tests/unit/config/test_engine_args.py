@@ -63,6 +63,15 @@ def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
         config_of(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["", "module", "module:", ":Class", "a:b:c", 5])
+def test_a_logits_processor_is_named_by_module_and_class(name: Any) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match='logits_processors must be made of strings "module:Class"'
+    ):
+        config_of(logits_processors=[name])
+    assert config_of(logits_processors=("a:B",)).model.logits_processors == ("a:B",)
+
+
 @pytest.mark.parametrize(("name", "value"), NOT_YET)
 def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(NotSupportedError, match=name):
@@ -102,6 +111,7 @@ def test_the_arguments_that_existing_scripts_pass_are_taken() -> None:
         "runner": "pooling",
         "enable_sleep_mode": True,
         "disable_log_stats": True,
+        "enable_prompt_embeds": True,
         "tokenizer_mode": "auto",
         "enforce_eager": True,
     }
@@ -120,6 +130,7 @@ def test_a_configuration_survives_json() -> None:
         kv_cache_memory_bytes=1 << 40,
         max_num_batched_tokens=17,
         distributed_executor_backend="a.module:Class",
+        logits_processors=["a.module:Class"],
     )
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     assert config.scheduler.max_num_batched_tokens == 17

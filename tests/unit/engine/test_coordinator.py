@@ -131,10 +131,60 @@ def test_a_subscriber_gets_the_state_at_once_and_garbage_is_dropped(context, tmp
         assert coordinator.publish_front.poll(5000)
         coordinator.process_input_socket(coordinator.publish_front, 0.0)
         assert subscriber.poll(5000)
-        stats = MsgpackDecoder(EngineStats).decode(subscriber.recv_multipart())
+        topic, *frames = subscriber.recv_multipart()
+        assert topic == b"stats"
+        stats = MsgpackDecoder(EngineStats).decode(frames)
         assert stats.engines[0].step_counter == 7
         assert "dropped a message to the coordinator" in caplog.text
     finally:
         for socket in (engine, subscriber):
+            socket.close(linger=0)
+        coordinator.close()
+
+
+def read_subscriptions(coordinator: DPCoordinatorProc, wishes: list[bool]) -> list[bool]:
+    """What the engines are told, read until it is `wishes`."""
+    found: list[bool] = []
+    while found != wishes:
+        assert coordinator.publish_front.poll(5000), f"{found} instead of {wishes}"
+        coordinator.process_input_socket(coordinator.publish_front, 0.0)
+        found += coordinator.take_kv_wishes()
+    return found
+
+
+def test_kv_events_are_wanted_while_there_are_subscribers_and_passed_on_as_they_come(
+    context: zmq.Context, tmp_path: Path
+) -> None:
+    front, back = f"ipc://{tmp_path}/front", f"ipc://{tmp_path}/back"
+    coordinator = DPCoordinatorProc(context, 1, front, back, f"ipc://{tmp_path}/publish")
+    engine, stats_only, first, second = (
+        context.socket(kind) for kind in (zmq.PUSH, zmq.SUB, zmq.SUB, zmq.SUB)
+    )
+    try:
+        for subscriber in (stats_only, first, second):
+            subscriber.connect(front)
+        engine.connect(back)
+        stats_only.subscribe(b"stats")
+        first.subscribe(b"kv")
+        read_subscriptions(coordinator, [True])
+        # Each newcomer needs a snapshot; a topic may be given by its beginning.
+        second.subscribe(b"")
+        read_subscriptions(coordinator, [True])
+        assert coordinator.wants_kv_events
+        engine.send_multipart([b"kv", b"batch"])
+        assert coordinator.output_back.poll(5000)
+        coordinator.process_input_socket(coordinator.output_back, 0.0)
+        assert first.poll(5000)
+        assert first.recv_multipart() == [b"kv", b"batch"]
+        assert [second.recv_multipart()[0] for _ in range(2)] == [b"stats", b"kv"]
+        first.close(linger=0)
+        second.unsubscribe(b"")
+        read_subscriptions(coordinator, [False])
+        assert not coordinator.wants_kv_events
+        assert stats_only.poll(5000)
+        while stats_only.poll(0):
+            assert stats_only.recv_multipart()[0] == b"stats"
+    finally:
+        for socket in (engine, stats_only, first, second):
             socket.close(linger=0)
         coordinator.close()

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from nbengine.engine.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling.logits_processor import BatchUpdate, LogitsProcessor
+from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
 
 
-def make_config(knobs=None, *, max_model_len=None, cache=None, scheduler=None) -> EngineConfig:
+def make_config(knobs=None, *, max_model_len=None, cache=None, scheduler=None, processors=()) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
+        model=ModelConfig(
+            model="fake",
+            hf_overrides=knobs or {},
+            max_model_len=max_model_len,
+            logits_processors=processors,
+        ),
         cache=cache or CacheConfig(num_gpu_blocks_override=32),
         scheduler=scheduler or SchedulerConfig(),
     )
@@ -97,6 +108,7 @@ def test_all_requests_of_a_client_can_be_aborted() -> None:
         ([1], {"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids"),
         ([1], {"logit_bias": {-1: 1.0}}, "logit_bias"),
         ([1], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+        ([1], {"bad_words_token_ids": [[1], [2, VOCAB_SIZE]]}, "bad_words"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(prompt, params, reason) -> None:
@@ -106,15 +118,57 @@ def test_what_the_model_cannot_do_is_refused(prompt, params, reason) -> None:
     assert not core.scheduler.has_requests()
 
 
+class Picky(LogitsProcessor):
+    """Takes only requests that say please."""
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        if not (params.extra_args or {}).get("please"):
+            raise ValueError("say please")
+
+    def update_state(self, update: BatchUpdate) -> None: ...
+
+    def apply(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        return logits
+
+
+def test_a_logits_processor_refuses_a_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "own_picky", types.SimpleNamespace(Picky=Picky))
+    core = make_core(processors=("own_picky:Picky",))
+    add(core, "polite", [1], extra_args={"please": True})
+    with pytest.raises(RequestError, match="Picky refuses: say please"):
+        add(core, "rude", [1])
+    assert run(core).keys() == {"polite"}
+
+
+def test_a_logits_processor_that_is_missing_keeps_the_engine_from_starting() -> None:
+    with pytest.raises(EngineStartError, match="own_missing:X cannot be imported"):
+        make_core(processors=("own_missing:X",))
+
+
 def test_a_prompt_that_can_never_be_scheduled_is_refused() -> None:
     core = make_core(scheduler=SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=8))
     with pytest.raises(RequestError, match="max_num_batched_tokens=8"):
         add(core, "r", [1] * 9)
 
 
-def test_requests_for_pooling_are_refused() -> None:
-    with pytest.raises(RequestError, match="not available"):
-        make_core().preprocess_add_request(EngineCoreRequest("r", [1], None))
+@pytest.mark.parametrize(
+    ("sampling", "pooling", "reason"),
+    [
+        (None, None, "either sampling_params or pooling_params must be given"),
+        (SamplingParams(), PoolingParams(task="embed"), "cannot be asked to embed"),
+        (
+            None,
+            PoolingParams(task="embed", pooling="mean"),
+            "cannot be asked to embed; supported are generate",
+        ),
+    ],
+)
+def test_requests_for_nothing_or_for_a_task_that_the_model_has_not_are_refused(
+    sampling, pooling, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        make_core().preprocess_add_request(EngineCoreRequest("r", [1], sampling, pooling))
 
 
 @pytest.mark.parametrize(

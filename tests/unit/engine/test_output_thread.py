@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import zmq
 
-from nbengine.engine.output_thread import OutputThread
-from nbengine.engine.work import COORDINATOR_INDEX, AbortRequests, ThreadFailed
+from nbengine.engine.output_thread import MAX_LARGE_BYTES, OUTPUT_HWM, OutputThread
+from nbengine.engine.work import COORDINATOR_INDEX, AbortRequests, GiveUpClient, ThreadFailed, failure
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     AttachClient,
     DetachClient,
     EngineCoreOutput,
     EngineCoreOutputs,
+    FinishReason,
     UtilityOutput,
 )
 from nbengine.ipc.serial import MsgpackDecoder
@@ -28,7 +29,7 @@ TIMEOUT = 5.0
 class Rig:
     """An output thread with its queues, and sockets that stand for clients and coordinator."""
 
-    def __init__(self, directory: Path, output_hwm: int = 1000) -> None:
+    def __init__(self, directory: Path, backlog_limit: int = 64 << 20) -> None:
         self.directory = directory
         self.context = zmq.Context()
         self.output_queue: SimpleQueue = SimpleQueue()
@@ -36,7 +37,7 @@ class Rig:
         self.sockets: list[zmq.Socket] = []
         self.coordinator = self.pull("coordinator")
         self.thread = OutputThread(
-            self.context, 3, self.address("coordinator"), self.output_queue, self.input_queue, output_hwm
+            self.context, 3, self.address("coordinator"), self.output_queue, self.input_queue, backlog_limit
         )
         self.thread.start()
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -91,11 +92,13 @@ def test_outputs_go_to_their_client_in_order_with_the_engines_index(rig: Rig) ->
     for number in range(200):
         rig.output(1 + number % 2, f"r{number}")
     for start, socket in enumerate((first, second)):
-        received = [rig.receive(socket) for _ in range(100)]
-        assert [message.outputs[0].request_id for message in received] == [
-            f"r{n}" for n in range(start, 200, 2)
-        ]
-        assert {message.engine_index for message in received} == {3}
+        expected = [f"r{n}" for n in range(start, 200, 2)]
+        received: list[str] = []
+        while len(received) < len(expected):
+            message = rig.receive(socket)
+            received += [output.request_id for output in message.outputs]
+            assert message.engine_index == 3
+        assert received == expected
 
 
 def test_statistics_go_to_the_coordinator(rig: Rig) -> None:
@@ -136,21 +139,117 @@ def test_every_clients_last_message_is_engine_core_dead_and_the_coordinators_is_
     assert not rig.coordinator.poll(50)
 
 
-def test_a_client_that_does_not_read_is_given_up_and_blocks_nobody(tmp_path: Path, caplog) -> None:
-    rig = Rig(tmp_path, output_hwm=10)
+def attach_nobody(rig: Rig, client_index: int) -> None:
+    """A client whose address nobody binds, so that nothing is ever taken."""
+    rig.put(AttachClient(client_index, "", rig.address(f"client{client_index}")))
+
+
+def tokens_by_request(messages: list[EngineCoreOutputs]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for message in messages:
+        for output in message.outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def test_a_client_that_reads_late_gets_everything_once_in_order_and_in_few_messages(rig: Rig) -> None:
+    attach_nobody(rig, 1)
+    reader = rig.attach(2)
+    for token in range(5000):
+        rig.put((1, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [token])])))
+    answer = UtilityOutput(7, None, "between")
+    rig.put((1, EngineCoreOutputs(utility_output=answer)))
+    rig.put((1, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [5000], FinishReason.STOP)])))
+    rig.output(2, "done")
+    rig.receive(reader)
+    late = rig.pull("client1")
+    messages = [rig.receive(late)]
+    while not (messages[-1].outputs and messages[-1].outputs[-1].finished):
+        messages.append(rig.receive(late))
+    assert tokens_by_request(messages) == {"r": list(range(5001))}
+    assert len(messages) <= OUTPUT_HWM + 3
+    assert [m.utility_output for m in messages if m.utility_output is not None] == [answer]
+    assert messages[-2].utility_output == answer
+    assert {m.engine_index for m in messages} == {3}
+    rig.output(1, "afterwards")
+    assert rig.receive(late).outputs[0].request_id == "afterwards"
+
+
+def test_of_large_messages_few_are_on_their_way(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, backlog_limit=1 << 20)
     try:
-        # Nobody binds this address, so nothing is ever taken.
-        rig.put(AttachClient(1, "", rig.address("nobody")))
-        reader = rig.attach(2)
-        for number in range(50):
-            rig.output(1, f"r{number}")
-        rig.output(2, "r")
-        assert rig.receive(reader).outputs[0].request_id == "r"
-        assert rig.input_queue.get(timeout=TIMEOUT) == AbortRequests(1, None)
-        assert rig.input_queue.empty()
-        assert caplog.text.count("client 1 does not read its outputs") == 1
+        attach_nobody(rig, 1)
+        text = "x" * (1 << 20)
+        for number in range(10):
+            rig.put((1, EngineCoreOutputs(utility_output=UtilityOutput(number, None, text))))
+        assert rig.input_queue.get(timeout=TIMEOUT).client_index == 1
+        late = rig.pull("client1")
+        answers = [rig.receive(late).utility_output for _ in range(10)]
+        assert [answer.call_id for answer in answers] == list(range(10))
+        whole = [answer for answer in answers if answer.failure_message is None]
+        assert len(whole) == MAX_LARGE_BYTES >> 20
+        assert all(answer.result == text for answer in whole)
     finally:
         rig.close()
+
+
+def test_a_client_that_leaves_too_much_unread_is_given_up_and_blocks_nobody(tmp_path: Path, caplog) -> None:
+    rig = Rig(tmp_path, backlog_limit=20_000)
+    try:
+        attach_nobody(rig, 1)
+        reader = rig.attach(2)
+        for token in range(OUTPUT_HWM + 1000):
+            rig.put((1, EngineCoreOutputs(outputs=[EngineCoreOutput("runs", [token])])))
+        rig.output(2, "r")
+        assert rig.receive(reader).outputs[0].request_id == "r"
+        given_up = rig.input_queue.get(timeout=TIMEOUT)
+        assert isinstance(given_up, GiveUpClient)
+        assert given_up.client_index == 1
+        assert "client_backlog_bytes=20000" in given_up.reason
+        assert rig.input_queue.empty()
+        assert caplog.text.count("client 1 is given up") == 1
+        # What the busy loop answers, and a request that comes later.
+        rig.put((1, EngineCoreOutputs(outputs=[failure("runs", given_up.reason)])))
+        rig.output(1, "new")
+        late = rig.pull("client1")
+        messages = [rig.receive(late) for _ in range(OUTPUT_HWM + 1)]
+        first = tokens_by_request(messages[:OUTPUT_HWM])["runs"]
+        assert first == list(range(OUTPUT_HWM))
+        end, new = messages[-1].outputs
+        assert (end.request_id, end.new_token_ids, end.finish_reason) == ("runs", [], FinishReason.ERROR)
+        assert end.error == given_up.reason
+        assert (new.request_id, new.new_token_ids) == ("new", [1])
+    finally:
+        rig.close()
+
+
+def test_a_client_with_too_many_errors_to_tell_is_detached(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, backlog_limit=1000)
+    try:
+        attach_nobody(rig, 1)
+        for number in range(OUTPUT_HWM + 10):
+            rig.put((1, EngineCoreOutputs(utility_output=UtilityOutput(number, None, "x" * 300))))
+        items = [rig.input_queue.get(timeout=TIMEOUT)]
+        while not isinstance(items[-1], AbortRequests):
+            items.append(rig.input_queue.get(timeout=TIMEOUT))
+        assert items[-1] == AbortRequests(1, None)
+    finally:
+        rig.close()
+
+
+def test_what_waits_for_a_slow_reader_still_comes_before_the_end(rig: Rig) -> None:
+    attach_nobody(rig, 1)
+    reader = rig.attach(2)
+    for token in range(1000):
+        rig.put((1, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [token])])))
+    rig.output(2, "done")
+    rig.receive(reader)
+    late = rig.pull("client1")
+    rig.put(ENGINE_CORE_DEAD)
+    messages = []
+    while (message := rig.receive(late)) != ENGINE_CORE_DEAD:
+        messages.append(message)
+    assert tokens_by_request(messages) == {"r": list(range(1000))}
 
 
 def test_a_bad_output_address_harms_nobody(rig: Rig, caplog) -> None:

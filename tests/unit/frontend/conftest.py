@@ -96,7 +96,15 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory, byte_level: Tokeni
         )
     )
     (directory / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [end, user], "temperature": 0.6, "top_k": 20, "max_new_tokens": 33})
+        json.dumps(
+            {
+                "eos_token_id": [end, user],
+                "temperature": 0.6,
+                "top_k": 20,
+                "repetition_penalty": 1.1,
+                "max_new_tokens": 33,
+            }
+        )
     )
     return directory
 

@@ -27,6 +27,14 @@ PUBLIC = {
     "CompletionOutput",
     "Logprob",
     "RequestMetrics",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "EngineStats",
     "IncompleteOutputError",
     "SchedulerStats",
@@ -64,7 +72,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_the_whole_frontend_is_free_of_torch(model_directory: Path) -> None:
     code = f"""
 import sys
-from nbengine import LLM, AsyncLLM, LLMEngine, SamplingParams
+from nbengine import LLM, AsyncLLM, EmbeddingRequestOutput, LLMEngine, PoolingParams, SamplingParams
 import nbengine.client.sync_mp, nbengine.client.async_mp, nbengine.client.directory, nbengine.cli
 from nbengine.config import EngineConfig, ModelConfig
 from nbengine.frontend.chat import render_chat
@@ -72,9 +80,10 @@ from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer
 model = ModelConfig(model="x", directory={str(model_directory)!r})
 tokenizer = load_tokenizer(model)
-processor = InputProcessor(EngineConfig(model=model), tokenizer, 64)
+processor = InputProcessor(EngineConfig(model=model), tokenizer, 64, ("generate", "embed"))
 prompt = render_chat(tokenizer, [{{"role": "user", "content": "hi"}}])
 processor.process_inputs("r", prompt, SamplingParams())
+processor.process_inputs("r", prompt, PoolingParams(task="embed", truncate_prompt_tokens=2))
 print("torch" in sys.modules)
 """
     assert run_python(code) == "False"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
 from nbengine.frontend.input_processor import InputProcessor, _can_structure, prompt_text
-from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_MODEL_LEN = 64
 HIDDEN_SIZE = 8
@@ -85,7 +85,7 @@ def test_a_wrong_prompt_is_named(input_processor: InputProcessor, prompt: Any, m
 
 
 def test_wrong_types_are_type_errors(input_processor: InputProcessor) -> None:
-    for prompt, params in ((3, SamplingParams()), ("x", {"temperature": 1}), ("x", PoolingParams())):
+    for prompt, params in ((3, SamplingParams()), ("x", {"temperature": 1}), ("x", None)):
         with pytest.raises(InvalidTypeError):
             input_processor.process_inputs("r", prompt, params)  # type: ignore[arg-type]
 
@@ -123,9 +123,55 @@ def test_end_tokens_come_from_tokenizer_and_generation_config(
     assert params_of(input_processor, SamplingParams(ignore_eos=True)).stop_token_ids == []
 
 
-def test_a_stop_token_outside_the_vocabulary_is_refused(input_processor: InputProcessor) -> None:
-    with pytest.raises(InvalidArgumentError, match="stop_token_ids"):
-        params_of(input_processor, SamplingParams(stop_token_ids=[10**6]))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_token_ids": [10**6]},
+        {"allowed_token_ids": [1, 10**6]},
+        {"allowed_token_ids": [-1]},
+        {"logit_bias": {10**6: 1.0}},
+        {"logit_bias": {-1: 1.0}},
+    ],
+    ids=str,
+)
+def test_a_token_outside_the_vocabulary_is_refused(
+    input_processor: InputProcessor, options: dict[str, Any]
+) -> None:
+    (name,) = options
+    with pytest.raises(InvalidArgumentError, match=rf"^{name} must be token ids in .*, got -?\d+$"):
+        params_of(input_processor, SamplingParams(**options))
+
+
+def test_bad_words_are_banned_at_the_beginning_and_after_a_space(
+    input_processor: InputProcessor, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    words = ["fox", " the", "東京", "over the"]
+    found = params_of(input_processor, SamplingParams(bad_words=words)).bad_words_token_ids
+    assert found is not None
+    expected = []
+    for word in words:
+        expected += [ids(word.lstrip()), ids(" " + word.lstrip())]
+    assert [word for word in found if word not in expected] == []
+    for word in expected:
+        assert any(word[-len(banned) :] == banned for banned in found)
+    assert ids("fox") != ids(" fox")
+    assert params_of(input_processor, SamplingParams()).bad_words_token_ids is None
+
+
+def test_parameters_of_the_logits_reach_the_request(input_processor: InputProcessor) -> None:
+    options: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "allowed_token_ids": [1, 2],
+        "logit_bias": {1: 1.0},
+        "extra_args": {"x": 1},
+    }
+    completed = params_of(input_processor, SamplingParams(**options))
+    assert {name: getattr(completed, name) for name in options} == options
 
 
 def test_structured_outputs_need_their_library(
@@ -271,7 +317,7 @@ def test_priority_and_rank_are_checked(
 
 def test_defaults_come_from_the_generation_config_and_are_valid(input_processor: InputProcessor) -> None:
     defaults = input_processor.default_sampling_params()
-    assert defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 33}
+    assert defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "max_tokens": 33}
     params = SamplingParams(**defaults, output_kind=RequestOutputKind.DELTA)
     assert params_of(input_processor, params).temperature == 0.6
 

@@ -262,8 +262,9 @@ def test_malformed_messages_are_refused(frames, reason) -> None:
 )
 @settings(max_examples=300, deadline=None)
 def test_garbage_is_a_wire_error_or_a_value_but_never_a_crash(frames, kind) -> None:
-    with contextlib.suppress(WireError):
-        MsgpackDecoder(kind).decode(frames)
+    for decode in (MsgpackDecoder(kind).decode, MsgpackDecoder(kind).decode_without_tensors):
+        with contextlib.suppress(WireError):
+            decode(frames)
 
 
 @given(st.data())
@@ -341,8 +342,9 @@ def test_a_message_can_be_read_past_broken_tensors_which_are_given_up() -> None:
     decoder = MsgpackDecoder(oob_tensor_provider=store)
     assert decoder.decode_without_tensors([msgspec.msgpack.encode(fields)]) == ["id", None, None]
     assert store.held == {}
-    with pytest.raises(WireError):
-        decoder.decode_without_tensors([b""])
+    for frames in ([], [b""], [b"\xc1"], [msgspec.msgpack.encode(msgspec.msgpack.Ext(EXT_TENSOR, b"x"))]):
+        with pytest.raises(WireError):
+            decoder.decode_without_tensors(frames)
 
 
 def test_an_encoder_keeps_nothing_of_its_last_message() -> None:

@@ -219,18 +219,20 @@ def test_what_is_no_handle_reads_and_changes_nothing(
 def test_what_a_good_name_stands_for_must_be_a_plain_file_of_this_users(
     directory: Path, receiver: ShmTensorReceiver
 ) -> None:
-    secret = directory.parent / "secret"
-    secret.write_bytes((1).to_bytes(8, "little") + bytes(120))
+    secrets = [directory.parent / "secret", directory.parent / "other"]
+    for secret in secrets:
+        secret.write_bytes((1).to_bytes(8, "little") + bytes(120))
     symlink, hardlink, fifo, folder, missing = (directory / f"7-{number:032x}" for number in range(5))
-    symlink.symlink_to(secret)
-    hardlink.hardlink_to(secret)
+    symlink.symlink_to(secrets[0])
+    hardlink.hardlink_to(secrets[1])
     os.mkfifo(fifo)
     folder.mkdir()
     for path in (symlink, hardlink, fifo, folder, missing):
         with pytest.raises(WireError, match="cannot be read"):
             receiver(64, GOOD | {"name": path.name})
         receiver.discard(GOOD | {"name": path.name})
-    assert secret.read_bytes() == (1).to_bytes(8, "little") + bytes(120)
+    for secret in secrets:
+        assert secret.read_bytes() == (1).to_bytes(8, "little") + bytes(120)
 
 
 def test_a_slot_is_read_within_its_file_with_its_ticket_and_once(
@@ -307,7 +309,7 @@ def test_the_directory_is_in_shared_memory_if_that_can_be_had(
     run_dir.mkdir()
     monkeypatch.setattr(shm_tensors, "SHARED_MEMORY", shared)
     created = new_tensor_dir(run_dir)
-    assert created == shared / "nbe-abc"
+    assert created == shared / f"nbengine-{tmp_path.name}-nbe-abc"
     assert stat.S_IMODE(created.stat().st_mode) == 0o700
     # Somebody else's, from here on.
     assert new_tensor_dir(run_dir) == run_dir / "tensors"

@@ -25,6 +25,7 @@ from nbengine.client.connection import (
 )
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import NBEngineError
+from nbengine.frontend.control import Control, ControlOf
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.ipc.messages import EngineReady, Progress
 from nbengine.magics.extension import load, unload
@@ -73,6 +74,18 @@ class FakeClient:
         self.collectors: list[RequestOutputCollector] = []
         self.aborted: list[str] = []
         self.calls: list[str] = []
+        self.utilities: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {}
+        self.stats = SchedulerStats(
+            num_running_reqs=2,
+            num_waiting_reqs=1,
+            num_blocks=64,
+            num_free_blocks=48,
+            num_cached_blocks=7,
+            prefix_cache_queries=200,
+            prefix_cache_hits=50,
+            step_counter=1234,
+        )
 
     def submit(self, prompt: Any, sampling_params: SamplingParams) -> RequestOutputCollector:
         if self.refusal is not None:
@@ -121,20 +134,19 @@ class FakeClient:
         return dict(self.defaults)
 
     def stats_blocking(self) -> EngineStats:
-        return EngineStats(
-            engines=[
-                SchedulerStats(
-                    num_running_reqs=2,
-                    num_waiting_reqs=1,
-                    num_blocks=64,
-                    num_free_blocks=48,
-                    num_cached_blocks=7,
-                    prefix_cache_queries=200,
-                    prefix_cache_hits=50,
-                    step_counter=1234,
-                )
-            ]
-        )
+        return EngineStats(engines=[self.stats])
+
+    @property
+    def control(self) -> Control:
+        return ControlOf(self.config, self.call_utility)
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Note a utility call; `answers` has the results, or errors to raise."""
+        self.utilities.append((method, *args))
+        answer = self.answers.get(method)
+        if isinstance(answer, NBEngineError):
+            raise answer
+        return answer
 
     def detach(self) -> None:
         self.calls.append("detach")

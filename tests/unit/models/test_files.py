@@ -127,7 +127,7 @@ def test_a_model_in_a_directory_named_like_an_alias_wins_over_the_alias(
     [
         ("smolm2-135m", "did you mean smollm2-135m?"),
         ("Random-Tiny", "did you mean random-tiny"),
-        ("gpt-17", r"no alias \(smollm2-135m, random-tiny\)"),
+        ("gpt-17", r"no alias \(smollm2-135m, all-minilm-l6-v2, random-tiny\)"),
         ("./nowhere", "it is no directory"),
         ("/nowhere/at/all", "it is no directory"),
         ("nowhere.gguf", r"there is no file nowhere\.gguf"),
@@ -143,7 +143,7 @@ def test_a_name_that_leads_nowhere_says_what_was_tried(name: str, message: str) 
 def test_a_planned_alias_is_refused_as_not_available_yet() -> None:
     with pytest.raises(NotSupportedError, match="random-tiny-moe is not available yet"):
         resolve("random-tiny-moe")
-    assert list(list_aliases()) == ["smollm2-135m", "random-tiny"]
+    assert list(list_aliases()) == ["smollm2-135m", "all-minilm-l6-v2", "random-tiny"]
 
 
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,7 +62,11 @@ def test_a_prompt_of_embeddings_has_zeros_for_tokens_and_is_hashed_by_its_conten
 
 
 @pytest.mark.parametrize(
-    ("wire", "said"), [(EngineCoreRequest("r", [1], None, pooling_params=PoolingParams()), "pooling")]
+    ("wire", "said"),
+    [
+        (EngineCoreRequest("r", [1], None), "either sampling_params or pooling_params must be given"),
+        (EngineCoreRequest("r", [1], SamplingParams(), PoolingParams()), "either sampling_params or pooling"),
+    ],
 )
 def test_a_kind_of_request_that_is_not_available_is_refused(wire: EngineCoreRequest, said: str) -> None:
     with pytest.raises(RequestError, match=f"request r: {said}"):

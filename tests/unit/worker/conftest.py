@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from nbengine.ipc.messages import LogprobsLists
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.registry import load_model
 from nbengine.models.tiny import random_tiny
@@ -64,8 +65,8 @@ def new_runner(tiny_config: EngineConfig) -> Runner:
     """Make a runner of random-tiny, or of another model."""
     tiny = load_model(tiny_config.model, torch.device("cpu"), torch.float32)
 
-    def make(model: DecoderForCausalLM = tiny) -> ModelRunner:
-        runner = ModelRunner(tiny_config, model, torch.device("cpu"), model.dtype)
+    def make(model: DecoderForCausalLM = tiny, config: EngineConfig = tiny_config) -> ModelRunner:
+        runner = ModelRunner(config, model, torch.device("cpu"), model.dtype)
         runner.initialize_kv_cache(NUM_BLOCKS, MAX_MODEL_LEN)
         return runner
 
@@ -108,12 +109,18 @@ class Tracked:
 
 class Driver:
     """Stands in for the scheduler: makes valid plans at random, checks the form of each answer, and keeps
-    what was sampled. `chaos` of 0 runs everything at once in whole prompts, without preemption."""
+    what was sampled. `chaos` of 0 runs everything at once in whole prompts, without preemption; `chunk` is the most
+    tokens a request gets in a step."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0, chaos: float = 0.0) -> None:
+    def __init__(
+        self, runner: ModelRunner, seed: int = 0, chaos: float = 0.0, chunk: int = MAX_TOKENS
+    ) -> None:
         self.runner = runner
         self.random = Random(seed)
         self.chaos = chaos
+        self.chunk = chunk
+        self.logprobs: dict[str, list[LogprobsLists]] = {}
+        self.prompt_logprobs: dict[str, LogprobsLists] = {}
         self.requests: dict[str, Tracked] = {}
         self.done: dict[str, Tracked] = {}
         self.free = list(range(NUM_BLOCKS))
@@ -162,7 +169,7 @@ class Driver:
             new = request.num_tokens - (request.num_computed or 0)
             if self._happens(0.7):
                 new = self.random.randint(1, new)
-            new = min(new, budget)
+            new = min(new, budget, self.chunk)
             if new and self._schedule(req_id, request, new, plan):
                 budget -= new
         plan.total_num_scheduled_tokens = MAX_TOKENS - budget
@@ -211,9 +218,23 @@ class Driver:
         for req_id, new_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
             request = self.requests[req_id]
             assert len(new_ids) == (request.num_computed == request.num_tokens)
+            self._take_logprobs(req_id, request, output, bool(new_ids))
             request.output += new_ids
             if len(request.output) == request.max_tokens:
                 self._end(req_id)
+
+    def _take_logprobs(
+        self, req_id: str, request: Tracked, output: ModelRunnerOutput, got_token: bool
+    ) -> None:
+        found = (output.logprobs or {}).get(req_id)
+        assert (found is not None) == (got_token and request.params.logprobs is not None)
+        if found is not None:
+            self.logprobs.setdefault(req_id, []).append(found)
+        prompt = (output.prompt_logprobs or {}).get(req_id)
+        is_first = got_token and not request.output
+        assert (prompt is not None) == (is_first and request.params.prompt_logprobs is not None)
+        if prompt is not None:
+            self.prompt_logprobs[req_id] = prompt
 
     def _end(self, req_id: str) -> None:
         self.done[req_id] = request = self.requests.pop(req_id)
@@ -238,4 +259,6 @@ class Driver:
 @pytest.fixture
 def driver(new_runner: Runner) -> Callable[..., Driver]:
     """Make a driver, with a runner of its own unless one is given."""
-    return lambda seed=0, chaos=0.0, runner=None: Driver(runner or new_runner(), seed, chaos)
+    return lambda seed=0, chaos=0.0, runner=None, chunk=MAX_TOKENS: Driver(
+        runner or new_runner(), seed, chaos, chunk
+    )

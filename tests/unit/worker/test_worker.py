@@ -58,8 +58,10 @@ def test_reports_what_it_loaded(tiny_config: EngineConfig) -> None:
         "dtype": "float32",
         "weights_bytes": 4 * parameters,
         "max_position_embeddings": 2048,
+        "advised_max_model_len": 2048,
         "vocab_size": 258,
         "hidden_size": 64,
+        "supported_tasks": ["generate", "embed", "score", "encode"],
     }
     assert {message.stage for message in messages} == {"load"}
     assert messages[-1].fraction == 1

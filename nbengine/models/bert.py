@@ -1,0 +1,155 @@
+"""BERT-style encoders (BERT, RoBERTa, XLM-RoBERTa) over a flattened batch of whole prompts.
+
+Devlin et al., 2018; Liu et al., 2019. There is no KV cache: a prompt is computed in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nbengine.errors import NBEngineError
+from nbengine.models.encoder_attention import PromptGroup, bidirectional_attention
+from nbengine.models.encoder_config import EncoderConfig
+from nbengine.models.layers import LayerNorm, Linear, MergedLinear, Slots
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class BertEmbeddings:
+    """The sum of word, position and segment embeddings, normalised."""
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        hidden = config.hidden_size
+        self.words = torch.empty(config.vocab_size, hidden, dtype=dtype, device=device)
+        self.positions = torch.empty(config.num_positions, hidden, dtype=dtype, device=device)
+        self.token_types = torch.empty(config.type_vocab_size, hidden, dtype=dtype, device=device)
+        self.norm = LayerNorm(hidden, config.layer_norm_eps, dtype=dtype, device=device)
+        self._offset = config.position_offset
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, token_types: Tensor) -> Tensor:
+        """int64 [T] each to [T, hidden]."""
+        x = F.embedding(input_ids, self.words)
+        x += F.embedding(token_types, self.token_types)
+        x += F.embedding(positions + self._offset, self.positions)
+        return self.norm(x)
+
+    def slots(self, prefix: str) -> Slots:
+        """The weights under the checkpoint's names."""
+        yield f"{prefix}.word_embeddings.weight", self.words
+        yield f"{prefix}.position_embeddings.weight", self.positions
+        yield f"{prefix}.token_type_embeddings.weight", self.token_types
+        yield from self.norm.slots(f"{prefix}.LayerNorm")
+
+
+class BertLayer:
+    """Attention and feed-forward block; after each, the sum with its input is normalised."""
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
+        parts = [("query", hidden), ("key", hidden), ("value", hidden)]
+        self.qkv = MergedLinear(hidden, parts, bias=True, dtype=dtype, device=device)
+        self.attention_out = Linear(hidden, hidden, bias=True, dtype=dtype, device=device)
+        self.attention_norm = LayerNorm(hidden, eps, dtype=dtype, device=device)
+        self.inner = Linear(hidden, inner, bias=True, dtype=dtype, device=device)
+        self.out = Linear(inner, hidden, bias=True, dtype=dtype, device=device)
+        self.out_norm = LayerNorm(hidden, eps, dtype=dtype, device=device)
+        self._activation = _ACTIVATIONS[config.hidden_act]
+        self._heads_shape = (-1, 3, config.num_heads, config.head_dim)
+
+    def __call__(self, x: Tensor, groups: list[PromptGroup]) -> Tensor:
+        """Hidden states [T, hidden] before and after the layer."""
+        attended = bidirectional_attention(self.qkv(x).view(self._heads_shape), groups)
+        x = self.attention_norm(self.attention_out(attended).add_(x))
+        return self.out_norm(self.out(self._activation(self.inner(x))).add_(x))
+
+    def slots(self, prefix: str) -> Slots:
+        """The weights under the checkpoint's names."""
+        yield from self.qkv.slots(f"{prefix}.attention.self")
+        yield from self.attention_out.slots(f"{prefix}.attention.output.dense")
+        yield from self.attention_norm.slots(f"{prefix}.attention.output.LayerNorm")
+        yield from self.inner.slots(f"{prefix}.intermediate.dense")
+        yield from self.out.slots(f"{prefix}.output.dense")
+        yield from self.out_norm.slots(f"{prefix}.output.LayerNorm")
+
+
+class BertModel:
+    """Embeddings, layers and, where `config.num_labels` is not 0, a classification head on the first token.
+
+    To be run under `torch.inference_mode`. Weights are uninitialised until a loader has filled `weight_slots()`;
+    on the device "meta" they take no memory.
+    """
+
+    def __init__(self, config: EncoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.embeddings = BertEmbeddings(config, dtype, device)
+        self.layers = [BertLayer(config, dtype, device) for _ in range(config.num_layers)]
+        self.head: tuple[Linear, Linear] | None = None
+        if config.num_labels:
+            hidden = config.hidden_size
+            self.head = (
+                Linear(hidden, hidden, bias=True, dtype=dtype, device=device),
+                Linear(hidden, config.num_labels, bias=True, dtype=dtype, device=device),
+            )
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_types: Tensor, groups: list[PromptGroup]
+    ) -> Tensor:
+        """Hidden states [T, hidden] of a flat batch of whole prompts in ascending order of length.
+
+        `input_ids`, `positions` (from 0 in each prompt) and `token_types` are int64 [T].
+        """
+        x = self.embeddings(input_ids, positions, token_types)
+        for layer in self.layers:
+            x = layer(x, groups)
+        return x
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """Logits [N, num_labels] of the prompts whose first tokens' hidden states are [N, hidden]."""
+        if self.head is None:
+            raise NBEngineError("the model has no classification head")
+        dense, classifier = self.head
+        return classifier(dense(hidden.to(self.dtype)).tanh())
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """The tensors to load, under the names of Hugging Face checkpoints."""
+        prefix = self._prefix
+        slots = dict(self.embeddings.slots(f"{prefix}embeddings"))
+        for index, layer in enumerate(self.layers):
+            slots.update(layer.slots(f"{prefix}encoder.layer.{index}"))
+        if self.head is not None:
+            names = ("classifier.dense", "classifier.out_proj")
+            if not self.config.is_roberta:
+                names = (f"{prefix}pooler.dense", "classifier")
+            for linear, name in zip(self.head, names, strict=True):
+                slots.update(linear.slots(name))
+        return slots
+
+    @property
+    def ignored_weights(self) -> frozenset[str]:
+        """Tensors that a checkpoint may have and that nothing here uses: the head of the pre-training."""
+        if self.head is not None and not self.config.is_roberta:
+            return frozenset()
+        return frozenset(f"{self._prefix}pooler.dense.{part}" for part in ("weight", "bias"))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of the weights in bytes."""
+        return sum(weight.nbytes for weight in self.weight_slots().values())
+
+    @property
+    def _prefix(self) -> str:
+        if self.head is None:
+            return ""
+        return "roberta." if self.config.is_roberta else "bert."

@@ -1,0 +1,136 @@
+"""torch's profiler around the steps of one worker."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nbengine.errors import UtilityError
+from nbengine.ipc.utilities import ProfileReport
+
+TOP_OPERATIONS = 12
+_COMPRESSION = 3
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class _Event(msgspec.Struct):
+    """What is used of an event of a Chrome trace; times in microseconds."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    tid: int | str = 0
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Event]
+
+
+class WorkerProfiler:
+    """Records from its construction on, for at most `max_steps` steps, so that a profile that nobody ends stays
+    bounded in memory.
+
+    Raises:
+        UtilityError: nothing can be written to `directory`.
+    """
+
+    def __init__(self, directory: str, max_steps: int, device: torch.device) -> None:
+        self._directory = Path(directory)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UtilityError(f"no profile can be written to {directory}: {error}") from error
+        if not os.access(self._directory, os.W_OK):
+            raise UtilityError(f"no profile can be written to {directory}: it is not writable")
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._max_steps = max_steps
+        self._num_steps = 0
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._is_recording = True
+
+    def begin_step(self) -> None:
+        """A step is about to be executed."""
+        if not self._is_recording:
+            return
+        if self._num_steps == self._max_steps:
+            self._end()
+        else:
+            self._profile.step()
+            self._num_steps += 1
+
+    def stop(self) -> ProfileReport:
+        """Write the trace.
+
+        Raises:
+            UtilityError: it cannot be written.
+        """
+        self._end()
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = (
+            self._directory / f"nbengine-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06}.trace.json.gz"
+        )
+        plain = path.with_suffix("")
+        try:
+            self._profile.export_chrome_trace(str(plain))
+            trace = plain.read_bytes()
+            path.write_bytes(gzip.compress(trace, _COMPRESSION))
+        except (OSError, RuntimeError) as error:
+            raise UtilityError(f"the profile cannot be written to {path}: {error}") from error
+        finally:
+            plain.unlink(missing_ok=True)
+        return ProfileReport([str(path)], self._num_steps, _summary(trace))
+
+    def _end(self) -> None:
+        if self._is_recording:
+            self._is_recording = False
+            self._profile.stop()
+
+
+def _summary(trace: bytes) -> str:
+    """A table of the operations that took longest by themselves, on the GPU where it did anything."""
+    events = [event for event in msgspec.json.decode(trace, type=_Trace).traceEvents if event.ph == "X"]
+    kernels = [event for event in events if event.cat in _ON_DEVICE]
+    times: defaultdict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for event, microseconds in _own_times(kernels or [event for event in events if event.cat == "cpu_op"]):
+        times[event.name] += microseconds
+        counts[event.name] += 1
+    total = sum(times.values())
+    lines = [f"{'operation':<44} {'calls':>9} {'ms':>10} {'share':>6}"]
+    for name in sorted(times, key=lambda name: -times[name])[:TOP_OPERATIONS]:
+        share = times[name] / total if total else 0.0
+        lines.append(f"{name[:44]:<44} {counts[name]:>9} {times[name] / 1000:>10.2f} {share:>6.1%}")
+    return "\n".join(lines)
+
+
+def _own_times(events: Iterable[_Event]) -> Iterator[tuple[_Event, float]]:
+    """Each event with the microseconds in which no event within it ran; those of a thread nest."""
+    for _, of_thread in itertools.groupby(sorted(events, key=_by_thread), key=lambda event: event.tid):
+        around: list[_Event] = []
+        own: list[float] = []
+        for event in of_thread:
+            while around and around[-1].ts + around[-1].dur <= event.ts:
+                yield around.pop(), own.pop()
+            if around:
+                own[-1] -= event.dur
+            around.append(event)
+            own.append(event.dur)
+        yield from zip(around, own, strict=True)
+
+
+def _by_thread(event: _Event) -> tuple[str, float, float]:
+    return str(event.tid), event.ts, -event.dur

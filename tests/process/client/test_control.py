@@ -1,0 +1,273 @@
+"""Pausing, sleeping, profiling: through every client, over real processes, and when these are killed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from process_support.engine_under_test import wait_for
+
+from nbengine import LLM, AsyncLLM, SamplingParams
+from nbengine.client.connection import connection_file
+from nbengine.client.processes import session_processes
+from nbengine.errors import EngineDeadError, InvalidArgumentError, NBEngineError, UtilityError
+from nbengine.frontend.control import Control
+from nbengine.sampling_params import RequestOutputKind
+
+StartAsync = Callable[..., AsyncLLM]
+StartLLM = Callable[..., LLM]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
+PROMPT = {"prompt_token_ids": [5]}
+LONG = SamplingParams(max_tokens=300, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+EXPECTED = [(5 + n) % 260 for n in range(1, 301)]
+SLOW = {"step_seconds": 0.002}
+
+
+@pytest.fixture(params=["LLM", "LLM in this process", "LLMEngine", "AsyncLLM"])
+def control(request: pytest.FixtureRequest, start_llm: StartLLM, start_async: StartAsync) -> Control:
+    """The blocking utilities of each frontend, and so of each client."""
+    if request.param == "AsyncLLM":
+        return start_async().control
+    llm = start_llm(multiprocess=request.param != "LLM in this process")
+    return llm.llm_engine if request.param == "LLMEngine" else llm
+
+
+def test_every_utility_works_through_every_client(control: Control, tmp_path: Path) -> None:
+    assert control.get_supported_tasks() == ("generate",)
+    assert control.reset_prefix_cache() is True
+    assert control.reset_prefix_cache(reset_running_requests=True) is True
+    control.pause_generation("keep", clear_cache=False)
+    assert control.is_paused()
+    control.resume_generation()
+    assert not control.is_paused()
+    control.pause()
+    control.resume()
+    control.sleep()
+    assert control.is_sleeping()
+    control.wake_up(["weights"])
+    assert control.is_sleeping()
+    control.wake_up()
+    assert not control.is_sleeping()
+    control.start_profile(str(tmp_path))
+    assert control.stop_profile().path == "trace"
+    for call in (
+        lambda: control.sleep(3),
+        lambda: control.pause("slowly"),
+        lambda: control.wake_up(["kv"]),
+        lambda: control.wake_up("kv_cache"),
+        lambda: control.start_profile(max_steps=0),
+    ):
+        with pytest.raises(InvalidArgumentError):
+            call()
+
+
+async def test_every_utility_can_be_awaited(start_async: StartAsync, tmp_path: Path) -> None:
+    llm = start_async()
+    assert await llm.get_supported_tasks() == ("generate",)
+    assert await llm.reset_prefix_cache() is True
+    await llm.pause_generation("wait")
+    assert await llm.is_paused()
+    await llm.resume_generation()
+    assert not await llm.is_paused()
+    await llm.sleep(2)
+    assert await llm.is_sleeping()
+    assert (await llm.stats()).engines[0].is_sleeping
+    await llm.wake_up()
+    assert not await llm.is_sleeping()
+    await llm.start_profile(str(tmp_path))
+    assert (await llm.stop_profile()).num_steps == 3
+
+
+def test_in_this_process_a_request_cannot_wait_for_what_nobody_would_do(start_llm: StartLLM) -> None:
+    llm = start_llm(multiprocess=False)
+    llm.sleep()
+    with pytest.raises(NBEngineError, match=r"wake_up\(\) first"):
+        llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    llm.wake_up()
+    assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == EXPECTED[:5]
+
+
+def test_in_this_process_a_pause_that_waits_runs_the_steps_it_waits_for(start_llm: StartLLM) -> None:
+    engine = start_llm(multiprocess=False).llm_engine
+    engine.add_request("r", PROMPT, GREEDY)
+    engine.step()
+    engine.pause_generation("wait")
+    tokens: list[int] = []
+    while engine.has_unfinished_requests():
+        tokens = [*tokens, *(output.outputs[0].token_ids for output in engine.step())][-1]
+    assert tokens == EXPECTED[:5]
+
+
+class Reader:
+    """A stream that is being read; `beginning` is set with its first token."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.tokens: list[int] = []
+        self.reason: str | None = None
+        self.beginning = asyncio.Event()
+        self.task = asyncio.create_task(self._read(llm))
+
+    async def _read(self, llm: AsyncLLM) -> None:
+        async for output in llm.generate(PROMPT, LONG):
+            self.tokens += output.outputs[0].token_ids
+            self.reason = output.outputs[0].finish_reason
+            self.beginning.set()
+
+
+async def soon(awaitable: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(awaitable, 20)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("how", ["pause", "sleep"])
+async def test_what_becomes_of_streams_and_of_requests_that_come_meanwhile(
+    start_async: StartAsync, how: str, mode: str
+) -> None:
+    llm = start_async(name="held", bound=False, knobs=SLOW)
+    other = AsyncLLM.attach("held")
+    try:
+        running = Reader(other)
+        await soon(running.beginning.wait())
+        await soon(llm.pause_generation(mode) if how == "pause" else llm.sleep(1, mode))
+        (stats,) = (await llm.stats()).engines
+        assert (stats.is_paused, stats.is_sleeping) == (how == "pause", how == "sleep")
+        late = Reader(llm)
+        await llm.call_utility("ping")
+        (stats,) = (await llm.stats()).engines
+        assert stats.num_running_reqs == 0
+        assert stats.num_waiting_reqs == (2 if mode == "keep" else 1)
+        assert stats.num_free_blocks == stats.num_blocks
+        if mode != "keep":
+            await soon(running.task)
+            assert running.reason == {"abort": "abort", "wait": "length"}[mode]
+        assert late.tokens == []
+        await soon(llm.resume_generation() if how == "pause" else llm.wake_up())
+        await soon(asyncio.gather(late.task, running.task))
+        assert late.tokens == EXPECTED
+        assert running.tokens == EXPECTED[: len(running.tokens)]
+        assert (running.tokens == EXPECTED) == (mode != "abort")
+    finally:
+        other.detach()
+
+
+async def test_it_does_not_sleep_over_requests_unless_told_what_to_do_with_them(
+    start_async: StartAsync,
+) -> None:
+    llm = start_async(knobs=SLOW)
+    running = Reader(llm)
+    await soon(running.beginning.wait())
+    with pytest.raises(UtilityError, match="1 unfinished requests are not paused"):
+        await llm.sleep()
+    await soon(running.task)
+    assert running.tokens == EXPECTED
+
+
+async def test_wake_up_can_fail_and_says_why(start_async: StartAsync) -> None:
+    llm = start_async(knobs={"fail_wake_up": "does not fit any more"})
+    await llm.sleep()
+    with pytest.raises(UtilityError, match="does not fit any more"):
+        await llm.wake_up()
+    assert await llm.is_sleeping()
+
+
+# Ends.
+
+
+def assert_nothing_left(llm: AsyncLLM) -> None:
+    info = llm.connection
+    wait_for(lambda: not session_processes(info), "the end of the engine's processes")
+    wait_for(lambda: not Path(info.run_dir).exists(), "the end of the run directory")
+    wait_for(lambda: not connection_file(info.name).exists(), "the end of the connection file")
+
+
+@pytest.mark.parametrize("victim", ["core", "host"])
+async def test_killed_asleep_it_is_gone_and_who_waits_is_told(start_async: StartAsync, victim: str) -> None:
+    llm = start_async(bound=False)
+    await llm.sleep(2)
+    waiting = Reader(llm)
+    await llm.call_utility("ping")
+    os.kill(llm.ready.pid if victim == "core" else llm.connection.host_pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await soon(waiting.task)
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("how", ["pause", "sleep"])
+async def test_a_held_engine_ends_when_asked_to_and_so_do_its_requests(
+    start_async: StartAsync, how: str, drain: bool
+) -> None:
+    llm = start_async(bound=False)
+    await (llm.pause_generation() if how == "pause" else llm.sleep())
+    waiting = Reader(llm)
+    await llm.call_utility("ping")
+    await soon(asyncio.to_thread(llm.shutdown, drain=drain))
+    await asyncio.wait([waiting.task], timeout=20)
+    assert waiting.reason == "abort" or isinstance(waiting.task.exception(), EngineDeadError)
+    assert_nothing_left(llm)
+
+
+# A real model.
+
+PROMPTS = ["Hello, my name is", "The capital of France is"]
+
+
+def rss(pid: int) -> int:
+    return int(psutil.Process(pid).memory_info().rss)
+
+
+def test_sleep_gives_memory_back_and_the_tokens_stay_the_same(no_leftovers: None) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+    with LLM("smollm2-135m", kv_cache_memory_bytes=256 << 20) as llm:
+        ready = llm.llm_engine.ready
+        expected = tokens(llm)
+        awake = rss(ready.pid)
+        llm.sleep()
+        lost = awake - rss(ready.pid)
+        assert lost >= 0.9 * ready.kv_cache_bytes
+        llm.sleep(2)
+        lost = awake - rss(ready.pid)
+        assert lost >= 0.9 * (ready.kv_cache_bytes + ready.weights_bytes)
+        llm.wake_up()
+        assert tokens(llm) == expected
+        assert abs(rss(ready.pid) - awake) < 0.25 * awake
+        assert llm.stats().engines[0].num_free_blocks == ready.num_blocks
+
+
+def test_a_profile_is_written_where_it_was_asked_for_and_a_kill_leaves_nothing(
+    no_leftovers: None, tmp_path: Path
+) -> None:
+    llm = AsyncLLM(
+        "random-tiny", num_gpu_blocks_override=64, bound=False, profile_dir=str(tmp_path / "default")
+    )
+    try:
+        control = llm.control
+        control.start_profile()
+        collector = llm.submit("hello", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+        wait_for(lambda: (output := collector.get_nowait()) and output.finished, "the end of the request")
+        report = control.stop_profile()
+        assert report.num_steps == 3
+        assert "aten::" in report.summary
+        assert Path(report.path).parent == tmp_path / "default"
+        with gzip.open(report.path) as file:
+            assert json.load(file)["traceEvents"]
+        control.start_profile(str(tmp_path / "other"))
+        assert (tmp_path / "other").is_dir()
+        os.kill(llm.ready.pid, signal.SIGKILL)
+        assert_nothing_left(llm)
+        assert list((tmp_path / "other").iterdir()) == []
+    finally:
+        llm.shutdown()

@@ -1,0 +1,121 @@
+"""Pooling over real processes: embeddings stream beside generation, and what ends a request ends it for its caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nbengine import LLM, AsyncLLM, PoolingParams, SamplingParams
+from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, RequestError
+
+StartAsync = Callable[..., AsyncLLM]
+TINY: dict[str, Any] = {"model": "random-tiny", "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32}
+PROMPTS = [
+    "hello",
+    "a somewhat longer prompt, so that it spans more than one block of the cache",
+    "東京 🙂",
+] * 4
+GENERATE = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(no_leftovers: None) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(name="pooling", bound=False, **TINY)
+    yield made
+    made.shutdown()
+
+
+async def generated(llm: AsyncLLM, prompt: str) -> list[int]:
+    async for output in llm.generate(prompt, GENERATE):
+        ids = output.outputs[0].token_ids
+    return ids
+
+
+async def encoded(llm: AsyncLLM, prompt: str, params: PoolingParams) -> np.ndarray:
+    outputs = [output async for output in llm.encode(prompt, params)]
+    assert len(outputs) == 1
+    assert outputs[0].finished
+    return outputs[0].outputs.data
+
+
+async def test_streams_and_vectors_share_an_engine_and_equal_those_of_one_process(llm: AsyncLLM) -> None:
+    kinds = [PoolingParams(task="embed", pooling=pooling) for pooling in ("mean", "cls", "last")]
+    asked = [(prompt, kind) for prompt in PROMPTS for kind in [*kinds, PoolingParams(task="encode")]]
+    alone = await asyncio.gather(*(generated(llm, prompt) for prompt in PROMPTS))
+    together, vectors = await asyncio.gather(
+        asyncio.gather(*(generated(llm, prompt) for prompt in PROMPTS)),
+        asyncio.gather(*(encoded(llm, prompt, kind) for prompt, kind in asked)),
+    )
+    assert together == alone
+    with LLM(multiprocess=False, **TINY) as offline:
+        outputs = offline.encode(
+            [prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False
+        )
+    for vector, output in zip(vectors, outputs, strict=True):
+        np.testing.assert_allclose(vector, output.outputs.data, rtol=0, atol=1e-5)
+    one = await llm.embed(PROMPTS[0], PoolingParams(pooling="mean"))
+    np.testing.assert_allclose(one.outputs.embedding, vectors[0], rtol=0, atol=1e-5)
+    (stats,) = (await llm.stats()).engines
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_running_reqs == stats.num_waiting_reqs == 0
+
+
+async def test_aborts_refusals_and_the_engines_end_reach_their_caller_alone(start_async: StartAsync) -> None:
+    """With the fake executor, which pools nothing: what it is asked for waits until it is ended."""
+    llm = start_async(knobs={"step_seconds": 0.02})
+    llm.input_processor.pooling.supported_tasks = ("generate", "embed")
+    # The engine, which knows its model best, refuses the task; generation beside it goes on.
+    tokens, refused = await asyncio.gather(
+        generated(llm, "abc"), llm.embed("abc", PoolingParams(pooling="mean")), return_exceptions=True
+    )
+    assert len(tokens) == 20
+    assert isinstance(refused, RequestError)
+    assert "cannot be asked to embed" in str(refused)
+
+
+async def test_an_abort_and_a_cancelled_task_end_the_request_in_the_engine(llm: AsyncLLM) -> None:
+    # Long prompts behind a busy engine: none of them is done when it is ended.
+    busy = [asyncio.create_task(generated(llm, prompt)) for prompt in PROMPTS]
+    prompt = {"prompt_token_ids": [1] * 500}
+    aborted = asyncio.create_task(llm.embed(prompt, PoolingParams(), "mine"))
+    cancelled = asyncio.create_task(llm.embed(prompt))
+    await asyncio.sleep(0)
+    await llm.abort("mine")
+    with pytest.raises(RequestError, match="request mine was aborted"):
+        await aborted
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await asyncio.gather(*busy)
+    (stats,) = (await llm.stats()).engines
+    assert stats.num_running_reqs == stats.num_waiting_reqs == 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_after_the_shutdown_a_pooling_request_fails_at_once(llm: AsyncLLM) -> None:
+    llm.shutdown()
+    with pytest.raises(EngineDeadError):
+        await llm.embed("x")
+
+
+async def test_an_encoder_answers_beside_itself_and_refuses_to_generate(no_leftovers: None) -> None:
+    llm = AsyncLLM("all-minilm-l6-v2")
+    try:
+        outputs = await asyncio.gather(*(llm.embed(prompt) for prompt in PROMPTS))
+        lengths = {round(float(np.linalg.norm(output.outputs.embedding)), 5) for output in outputs}
+        assert lengths == {1.0}
+        assert outputs[0].outputs.embedding == pytest.approx(outputs[3].outputs.embedding, abs=1e-5)
+        with pytest.raises(InvalidArgumentError, match="task must be one of embed, score, encode"):
+            llm.submit("x")
+        with pytest.raises(InvalidTypeError, match="sampling_params must be SamplingParams"):
+            llm.submit("x", PoolingParams())  # type: ignore[arg-type]
+        with pytest.raises(InvalidTypeError, match="pooling_params must be PoolingParams"):
+            llm.submit_pooling("x", SamplingParams())  # type: ignore[arg-type]
+        (stats,) = (await llm.stats()).engines
+        assert stats.num_blocks == stats.num_waiting_reqs == stats.num_running_reqs == 0
+    finally:
+        llm.shutdown()
