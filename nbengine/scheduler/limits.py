@@ -17,6 +17,7 @@ class RequestLimits:
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
     num_blocks: int
+    """0: the model has no KV cache."""
     block_size: int
     num_lookahead_tokens: int
 
@@ -49,7 +50,7 @@ class RequestLimits:
         limit = token_limit(num_prompt, request.sampling_params, self.max_model_len)
         num_slots = min(limit - 1 + self.num_lookahead_tokens, self.max_model_len)
         num_needed = -(-num_slots // self.block_size)
-        if num_needed > self.num_blocks:
+        if self.num_blocks and num_needed > self.num_blocks:
             raise RequestError(
                 f"request {request.request_id}: a prompt of {num_prompt} tokens with {limit - num_prompt} output "
                 f"tokens needs {num_needed} KV blocks, and there are {self.num_blocks}; lower max_tokens"

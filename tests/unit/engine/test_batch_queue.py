@@ -205,3 +205,23 @@ def test_nothing_is_planned_while_a_step_with_masks_waits_for_several_before_it(
     assert not core.batch_queue[-1].awaits_sampling
     answers = run(core)
     assert answers["structured"] == ([2, 3, 4], FinishReason.STOP)
+
+
+@pytest.mark.parametrize("call", [("pause_generation", ["keep"]), ("sleep", [1, "keep"])])
+def test_what_needs_the_model_to_stand_still_waits_for_the_steps_in_flight(call: tuple[str, list]) -> None:
+    core = make_core()
+    add(core, "r", [1], max_tokens=6)
+    step(core)
+    step(core)
+    assert core.num_steps_in_flight == 1
+    done = core.call_utility(*call)
+    assert not done.done()
+    (batch,) = step(core).values()
+    assert batch.outputs[0].new_token_ids == [3]
+    assert done.done()
+    assert done.exception() is None
+    assert (core.num_steps_in_flight, core.scheduler.has_unfinished_requests()) == (0, True)
+    while core.has_work():
+        assert step(core) == {}, "workers are told, and nothing is computed"
+    core.call_utility("resume_generation" if call[0] == "pause_generation" else "wake_up", [])
+    assert run(core) == {"r": ([4, 5, 6, 7], FinishReason.LENGTH)}

@@ -118,7 +118,9 @@ class FakeWorker:
         self.num_computed_tokens = 0
         self._rng = rng
 
-    def execute(self, plan: SchedulerOutput, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+    def execute(
+        self, plan: SchedulerOutput, grammar_output: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
         for req_id in plan.finished_req_ids:
             self.states.pop(req_id, None)
         for req_id in plan.preempted_req_ids:
