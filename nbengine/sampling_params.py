@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import copy
 import enum
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from nbengine.checks import (
+    check_extra_args,
+    check_logit_bias,
+    require,
+    require_choices,
+    require_int,
+    require_json_schema,
+    require_list,
+    require_number,
+    require_text,
+    require_true,
+)
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 
 MAX_LOGPROBS = 20
@@ -74,10 +85,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, 
         if not isinstance(self.disable_any_whitespace, bool):
             raise InvalidTypeError("disable_any_whitespace", self.disable_any_whitespace, "True or False")
         if self.whitespace_pattern is not None:
-            _require_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
+            require_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
             ok = kind in ("json", "json_object") and not self.disable_any_whitespace
             allowed = "None unless there is JSON that may have white space"
-            _require("structured_outputs.whitespace_pattern", self.whitespace_pattern, ok, allowed)
+            require("structured_outputs.whitespace_pattern", self.whitespace_pattern, ok, allowed)
 
     @property
     def constraint(self) -> tuple[str, Any]:
@@ -166,15 +177,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float or not math.isfinite(value):
-                _require_number(name, value)
+                require_number(name, value)
         for name in ("n", "top_k", "min_tokens"):
             value = getattr(self, name)
             if type(value) is not int:
-                _require_int(name, value)
+                require_int(name, value)
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
-                _require_int(name, value)
+                require_int(name, value)
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -187,43 +198,43 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         structured = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             raise InvalidTypeError("structured_outputs", structured, "StructuredOutputsParams, or None")
-        _require_list(self.stop, "stop", str, "a string or a list of strings")
-        _require_list(self.bad_words, "bad_words", str, "a list of strings")
-        _require_list(self.stop_token_ids, "stop_token_ids", int, "a list of token ids")
+        require_list("stop", self.stop, str, "a string or a list of strings")
+        require_list("bad_words", self.bad_words, str, "a list of strings")
+        require_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
         if self.allowed_token_ids is not None:
-            _require_list(self.allowed_token_ids, "allowed_token_ids", int, "a list of token ids")
-        _check_logit_bias(self.logit_bias)
-        _check_extra_args(self.extra_args)
+            require_list("allowed_token_ids", self.allowed_token_ids, int, "a list of token ids")
+        check_logit_bias(self.logit_bias)
+        check_extra_args(self.extra_args)
 
     def _check_ranges(self) -> None:
-        _require("n", self.n, self.n >= 1, "at least 1")
-        _require("temperature", self.temperature, self.temperature >= 0, "a finite number, 0 or greater")
-        _require("n", self.n, self.n == 1 or not self.is_greedy, "1 when using greedy sampling")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (off), or at least 1")
-        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        require("n", self.n, self.n >= 1, "at least 1")
+        require("temperature", self.temperature, self.temperature >= 0, "a finite number, 0 or greater")
+        require("n", self.n, self.n == 1 or not self.is_greedy, "1 when using greedy sampling")
+        require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (off), or at least 1")
+        require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "in [0, 2**63)")
+            require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "in [0, 2**63)")
         if self.max_tokens is not None:
-            _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1, or None")
-            _require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, "at most max_tokens")
-        _require("min_tokens", self.min_tokens, self.min_tokens >= 0, "0 or greater")
+            require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1, or None")
+            require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, "at most max_tokens")
+        require("min_tokens", self.min_tokens, self.min_tokens >= 0, "0 or greater")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _require(name, value, -2 <= value <= 2, "in [-2, 2]")
-        _require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "greater than 0")
+            require(name, value, -2 <= value <= 2, "in [-2, 2]")
+        require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "greater than 0")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _require(name, value, 0 <= value <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}], or None")
+                require(name, value, 0 <= value <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}], or None")
         if self.truncate_prompt_tokens is not None:
             value = self.truncate_prompt_tokens
-            _require("truncate_prompt_tokens", value, value == -1 or value >= 1, "-1, at least 1, or None")
-        _require("stop", self.stop, all(self.stop), "without empty strings")
-        _require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "without empty strings")
+            require("truncate_prompt_tokens", value, value == -1 or value >= 1, "-1, at least 1, or None")
+        require("stop", self.stop, all(self.stop), "without empty strings")
+        require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "without empty strings")
         if self.allowed_token_ids is not None:
             allowed = self.allowed_token_ids
-            _require("allowed_token_ids", allowed, bool(allowed), "at least one token id, or None")
+            require("allowed_token_ids", allowed, bool(allowed), "at least one token id, or None")
         if self.stop and not self.detokenize:
             raise InvalidArgumentError("stop", self.stop, "empty when detokenize=False")
 
@@ -283,22 +294,22 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, allowed in (("task", POOLING_TASKS), ("pooling", POOLING_TYPES)):
             value = getattr(self, name)
-            _require(name, value, value is None or value in allowed, f"None or one of {', '.join(allowed)}")
+            require(name, value, value is None or value in allowed, f"None or one of {', '.join(allowed)}")
         for name in ("normalize", "use_activation"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise InvalidTypeError(name, value, "True, False or None")
         for name in ("dimensions", "truncate_prompt_tokens", "second_segment_start"):
             if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name))
+                require_int(name, getattr(self, name))
         if self.dimensions is not None:
-            _require("dimensions", self.dimensions, self.dimensions >= 1, "at least 1, or None")
+            require("dimensions", self.dimensions, self.dimensions >= 1, "at least 1, or None")
         if self.truncate_prompt_tokens is not None:
             value = self.truncate_prompt_tokens
-            _require("truncate_prompt_tokens", value, value >= 1 or value == -1, "at least 1, -1 or None")
+            require("truncate_prompt_tokens", value, value >= 1 or value == -1, "at least 1, -1 or None")
         if self.second_segment_start is not None:
             value = self.second_segment_start
-            _require("second_segment_start", value, value >= 0, "0 or greater, or None")
+            require("second_segment_start", value, value >= 0, "0 or greater, or None")
 
     def clone(self) -> PoolingParams:
         """Return an independent copy."""
@@ -328,110 +339,11 @@ def _checked_output_kind(value: Any) -> RequestOutputKind:
         raise InvalidArgumentError("output_kind", value, f"one of {allowed}") from None
 
 
-def _require(name: str, value: object, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise InvalidArgumentError(name, value, allowed)
-
-
-def _require_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(name, value, "a number")
-    if not math.isfinite(value):
-        raise InvalidArgumentError(name, value, "finite")
-
-
-def _require_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(name, value, "an integer")
-
-
-def _check_logit_bias(logit_bias: object) -> None:
-    if logit_bias is None:
-        return
-    if not isinstance(logit_bias, dict):
-        raise InvalidTypeError("logit_bias", logit_bias, "a dict from token ids to numbers, or None")
-    for token_id, bias in logit_bias.items():
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidTypeError("logit_bias", token_id, "a dict whose keys are token ids")
-        _require_number(f"logit_bias[{token_id}]", bias)
-
-
-def _check_extra_args(extra_args: object) -> None:
-    if extra_args is None:
-        return
-    if not isinstance(extra_args, dict) or not all(isinstance(name, str) for name in extra_args):
-        raise InvalidTypeError("extra_args", extra_args, "a dict with names as keys, or None")
-    for name, value in extra_args.items():
-        _check_plain(f"extra_args[{name!r}]", value)
-
-
-def _check_plain(name: str, value: object) -> None:
-    if value is None or isinstance(value, (bool, float, str, bytes)):
-        return
-    if isinstance(value, int):
-        _require(name, value, -(2**63) <= value < 2**64, "an integer of 64 bits")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_plain(f"{name}[{index}]", item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidTypeError(f"{name}", key, "a dict with strings as keys")
-            _check_plain(f"{name}[{key!r}]", item)
-    else:
-        raise InvalidTypeError(name, value, "None, True, False, a number, a string, bytes, a list or a dict")
-
-
-def _require_list(value: object, name: str, kind: type, allowed: str) -> None:
-    ok = isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
-    if not ok:
-        raise InvalidTypeError(name, value, allowed)
-
-
-def _require_text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise InvalidTypeError(name, value, "a string")
-    _require(name, value, bool(value), "not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(name, value, f"text that can be written as UTF-8 ({error})") from error
-
-
-def _require_json_schema(name: str, value: object) -> None:
-    allowed = "a JSON schema: a dictionary, its text, or a pydantic model class"
-    if not isinstance(value, (str, dict)):
-        raise InvalidTypeError(name, value, allowed)
-    try:
-        if isinstance(value, str):
-            value.encode()
-            value = json.loads(value)
-        else:
-            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
-    _require(name, value, isinstance(value, dict), allowed)
-
-
-def _require_choices(name: str, value: object) -> None:
-    allowed = "a list of strings, none of them empty"
-    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
-        raise InvalidTypeError(name, value, allowed)
-    _require(name, value, bool(value) and all(value), allowed)
-    for choice in value:
-        _require_text(name, choice)
-
-
-def _require_true(name: str, value: object) -> None:
-    if value is not True:
-        raise InvalidTypeError(name, value, "True, or None")
-
-
 _CONSTRAINTS: dict[str, Callable[[str, object], None]] = {
-    "json": _require_json_schema,
-    "regex": _require_text,
-    "choice": _require_choices,
-    "grammar": _require_text,
-    "json_object": _require_true,
+    "json": require_json_schema,
+    "regex": require_text,
+    "choice": require_choices,
+    "grammar": require_text,
+    "json_object": require_true,
 }
 """The kinds of constraints, and what checks each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbengine.config.checks import require
+from nbengine.checks import require
 
 
 @dataclass(frozen=True)

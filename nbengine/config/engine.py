@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
+from nbengine.checks import one_of, require
 from nbengine.config.cache import CacheConfig
-from nbengine.config.checks import one_of, require
 from nbengine.config.model import ModelConfig
 from nbengine.config.parallel import ParallelConfig
 from nbengine.config.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbengine.config.checks import require
+from nbengine.checks import require
 
 EXECUTOR_BACKENDS = (None, "uni", "mp", "ray")
 DATA_PARALLEL_BACKENDS = ("mp", "ray")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbengine.config.checks import one_of, require
+from nbengine.checks import one_of, require
 
 POLICIES = ("fcfs", "priority")
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048

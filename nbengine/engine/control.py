@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbengine.config.checks import require
+from nbengine.checks import require
 from nbengine.errors import NBEngineError, UtilityError
 from nbengine.ipc.utilities import PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, ProfileReport
 from nbengine.metrics.stats import SchedulerStats

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from nbengine.checks import require
 from nbengine.config import EngineConfig
-from nbengine.config.checks import require
 from nbengine.ipc.utilities import (
     DEFAULT_PROFILE_STEPS,
     PAUSE_MODES,
