@@ -42,8 +42,10 @@ COORDINATOR_HWM = 1000
 """Messages on their way to the coordinator; of the statistics after them the newest are kept."""
 MAX_LARGE_BYTES = 4 << 20
 """Bytes of large messages on their way to one client before the rest is merged, too."""
+FIRST_RETRY = 0.0005
+"""Seconds until the first look at a client that did not read: after a burst there is soon room again."""
 RETRY_INTERVAL = 0.01
-"""Seconds between two looks at clients that did not read."""
+"""Seconds between two looks at clients that go on not reading; the first ones follow at twice the interval before."""
 DEAD_LINGER_MS = 500
 """How long the last messages may take to leave."""
 
@@ -104,6 +106,7 @@ class OutputThread(threading.Thread):
         self._backlog_limit = backlog_limit
         self._sinks: dict[int, _Sink] = {}
         self._behind: set[int] = set()
+        self._retry_after = FIRST_RETRY
         self._retry_at = 0.0
         self._encoder = MsgpackEncoder()
         self._reuse_buffers: list[bytearray] = []
@@ -142,7 +145,7 @@ class OutputThread(threading.Thread):
         if not self._behind:
             return self._output_queue.get()
         try:
-            return self._output_queue.get(timeout=RETRY_INTERVAL)
+            return self._output_queue.get(timeout=self._retry_after)
         except Empty:
             return None
 
@@ -157,7 +160,8 @@ class OutputThread(threading.Thread):
         self._reuse_buffers.extend(sink.reclaim())
         if not (sink.has_room() and self._send_now(sink, sink.backlog.filter(outputs))):
             self._behind.add(client_index)
-            self._retry_at = time.monotonic() + RETRY_INTERVAL
+            self._retry_after = FIRST_RETRY
+            self._retry_at = time.monotonic() + FIRST_RETRY
             self._add_to_backlog(client_index, sink, outputs)
 
     def _send_now(self, sink: _Sink, outputs: EngineCoreOutputs) -> bool:
@@ -204,7 +208,8 @@ class OutputThread(threading.Thread):
 
     def _retry(self) -> None:
         """Send to the clients that are behind as much as they take."""
-        self._retry_at = time.monotonic() + RETRY_INTERVAL
+        self._retry_after = min(2 * self._retry_after, RETRY_INTERVAL)
+        self._retry_at = time.monotonic() + self._retry_after
         for client_index in sorted(self._behind):
             if self._flush(self._sinks[client_index]):
                 self._behind.discard(client_index)
