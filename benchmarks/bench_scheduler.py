@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import random
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
@@ -34,21 +35,18 @@ PROMPT, SHARED = 1000, 800
 NEW_REQUESTS_BUDGET = 65_536
 
 
-def make_scheduler(max_num_seqs: int, budget: int) -> Scheduler:
+def make_scheduler(max_num_seqs: int, budget: int, *, ahead: bool = False) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    return Scheduler(config, CacheConfig(), NUM_BLOCKS, MAX_MODEL_LEN)
+    return Scheduler(config, CacheConfig(), NUM_BLOCKS, MAX_MODEL_LEN, async_scheduling=ahead)
 
 
 def make_request(name: str, prompt: list[int], params: SamplingParams, scheduler: Scheduler) -> Request:
     return Request(name, prompt, params, block_hasher=scheduler.kv_cache_manager.block_hasher)
 
 
-def sample(scheduler: Scheduler, plan: SchedulerOutput, rng: random.Random) -> ModelRunnerOutput:
+def sample(plan: SchedulerOutput, rng: random.Random) -> ModelRunnerOutput:
     names = list(plan.num_scheduled_tokens)
-    requests = [scheduler.requests[name] for name in names]
-    tokens = [
-        [rng.randrange(3, VOCAB_SIZE)] if r.num_computed_tokens >= r.num_tokens else [] for r in requests
-    ]
+    tokens = [[] if n in plan.incomplete_req_ids else [rng.randrange(3, VOCAB_SIZE)] for n in names]
     return ModelRunnerOutput(names, tokens)
 
 
@@ -57,25 +55,32 @@ def settle() -> None:
     gc.freeze()
 
 
-def decode(num_requests: int, num_waiting: int, steps: int, repeats: int) -> dict[str, float]:
-    """Microseconds a decoding step of `num_requests`, with `num_waiting` more that are not admitted."""
+def decode(
+    num_requests: int, num_waiting: int, steps: int, repeats: int, *, ahead: bool = False
+) -> dict[str, float]:
+    """Microseconds a decoding step of `num_requests`, with `num_waiting` more that are not admitted.
+
+    With `ahead` each step is planned before the one before it is answered.
+    """
     rng = random.Random(7)
     params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True)
     schedule, update, both = [], [], []
     for _ in range(repeats):
-        scheduler = make_scheduler(num_requests, 8192)
+        scheduler = make_scheduler(num_requests, 8192, ahead=ahead)
         for i in range(num_requests + num_waiting):
             prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(128 + i % 16)]
             scheduler.add_request(make_request(f"r{i}", prompt, params, scheduler))
         while any(request.num_output_tokens == 0 for request in scheduler.running) or not scheduler.running:
             plan = scheduler.schedule()
-            scheduler.update_from_output(plan, sample(scheduler, plan, rng))
+            scheduler.update_from_output(plan, sample(plan, rng))
         settle()
+        in_flight = deque([scheduler.schedule()] if ahead else [])
         for number in range(WARMUP_STEPS + steps):
             t0 = perf_counter_ns()
-            plan = scheduler.schedule()
+            in_flight.append(scheduler.schedule())
             t1 = perf_counter_ns()
-            output = sample(scheduler, plan, rng)
+            plan = in_flight.popleft()
+            output = sample(plan, rng)
             t2 = perf_counter_ns()
             scheduler.update_from_output(plan, output)
             scheduler.make_stats()
@@ -114,7 +119,7 @@ def new_requests(count: int, repeats: int) -> dict[str, float]:
         t1 = perf_counter_ns()
         plan = scheduler.schedule()
         t2 = perf_counter_ns()
-        output = sample(scheduler, plan, rng)
+        output = sample(plan, rng)
         t3 = perf_counter_ns()
         scheduler.update_from_output(plan, output)
         update.append((perf_counter_ns() - t3) / count)
@@ -165,15 +170,21 @@ def main() -> None:
     """One row a case; the parts of a total stand beside it."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=200)
-    options.add_argument("--only", choices=("decode", "waiting", "new"), help="this kind of row alone")
+    options.add_argument(
+        "--only", choices=("decode", "ahead", "waiting", "new"), help="this kind of row alone"
+    )
     options.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256], help="decoding ones")
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
-    kinds = (arguments.only,) if arguments.only else ("decode", "waiting", "new")
+    kinds = (arguments.only,) if arguments.only else ("decode", "ahead", "waiting", "new")
     if "decode" in kinds:
         for count in arguments.requests:
             figures = decode(count, 0, arguments.steps, arguments.rounds)
             rows.append({"µs": f"decode {count}", **figures})
+    if "ahead" in kinds:
+        for count in arguments.requests:
+            figures = decode(count, 0, arguments.steps, arguments.rounds, ahead=True)
+            rows.append({"µs": f"decode {count}, one step in flight", **figures})
     if "waiting" in kinds:
         rows.append({"µs": "decode 256, 10000 waiting", **decode(256, 10_000, arguments.steps, 1)})
     if "new" in kinds:

@@ -47,7 +47,7 @@ _HELP = {
     "enable_chunked_prefill": "let a long prompt take several steps",
     "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no limit (default)",
     "scheduling_policy": "fcfs or priority",
-    "async_scheduling": "plan a step while the one before runs: not available yet",
+    "async_scheduling": "plan a step while the one before runs: on for GPUs (default), or always, or never",
     "stream_interval": "tokens between two updates of a stream",
     "logits_processors": "classes that change the logits, as module:Class,module:Class",
     "enforce_eager": "no compilation, no CUDA graphs",

@@ -60,7 +60,7 @@ class InprocClient(BlockingClient):
             return EngineCoreOutputs(outputs=refused)
         if self._outputs:
             return self._outputs.popleft()
-        if not self.engine_core.scheduler.has_requests() and self.engine_core.control.holds_requests:
+        if not self.engine_core.has_work() and self.engine_core.control.holds_requests:
             raise NBEngineError("the engine is paused or sleeps: resume_generation() or wake_up() first")
         return self._step()
 
@@ -124,7 +124,7 @@ class InprocClient(BlockingClient):
 
     def shutdown(self, *, drain: bool = False) -> None:
         """Release the model; calling it again does nothing."""
-        while drain and self._dead is None and self.engine_core.scheduler.has_requests():
+        while drain and self._dead is None and self.engine_core.has_work():
             self.get_output()
         self._end(EngineDeadError("the engine was shut down"))
 

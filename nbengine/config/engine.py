@@ -229,8 +229,6 @@ def _refuse_unsupported(args: EngineArgs) -> None:
         raise NotSupportedError(
             f"quantization={args.quantization!r} is not available yet; GGUF files load as they are"
         )
-    if args.async_scheduling:
-        raise NotSupportedError("async_scheduling=True is not available yet")
 
 
 def _check_type(name: str, value: object, hint: Any) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import msgspec
 
 from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
 from nbengine.engine.control import EngineControl
+from nbengine.engine.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import (
@@ -30,7 +31,6 @@ from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_block
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
 from nbengine.sampling_params import PoolingParams
-from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.units import size
@@ -82,12 +82,18 @@ class EngineCore:
             self.num_blocks,
             self.max_model_len,
             engine_index,
+            async_scheduling=self.model_executor.async_scheduling,
             grammar_masks=self._structured_outputs,
         )
         self._block_hasher = self.scheduler.kv_cache_manager.block_hasher
         self.aborts_queue: SimpleQueue[tuple[int, list[str] | None]] = SimpleQueue()
         """Arguments of `abort_for_client` that arrive while a step is executed, from any thread."""
-        self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = self.step
+        self.batch_queue_size = self.model_executor.max_concurrent_batches
+        self.batch_queue: deque[StepInFlight] = deque()
+        """Steps in flight, the oldest first."""
+        self.step_fn: Callable[[], tuple[dict[int, EngineCoreOutputs], bool]] = (
+            self.step if self.batch_queue_size == 1 else self.step_with_batch_queue
+        )
         self.kv_events = KVEventStream(
             self.scheduler.kv_cache_manager.block_pool, config.cache.block_size, engine_index
         )
@@ -182,8 +188,8 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Abort requests; ids that are unknown or finished are ignored."""
-        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        """Abort requests as their client wants it; ids that are unknown or finished are ignored."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
 
     def abort_for_client(self, client_index: int, request_ids: list[str] | None) -> None:
         """Abort requests of one client, all of them if None; those of others are left alone."""
@@ -220,7 +226,11 @@ class EngineCore:
     @property
     def num_steps_in_flight(self) -> int:
         """Steps that have been planned and whose outcome has not been taken in."""
-        return 0
+        return len(self.batch_queue)
+
+    def has_work(self) -> bool:
+        """Whether `step_fn` has anything to do."""
+        return bool(self.batch_queue) or self.scheduler.has_requests()
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Schedule, execute, and make outputs, by client index; tells also whether the model was executed."""
@@ -240,6 +250,43 @@ class EngineCore:
         self._process_aborts_queue()
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
         return outputs, scheduler_output.total_num_scheduled_tokens > 0
+
+    def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Schedule and start a step, then wait for the oldest one in flight and make its outputs.
+
+        As long as there is room for further steps and none has ended, nothing is waited for: the next call
+        schedules ahead of what is in flight. A step that needs masks is executed like any other, but sampled
+        when the outputs of all earlier ones have been taken in. Tells also whether a step with tokens was started.
+        """
+        queue = self.batch_queue
+        started = False
+        if self.scheduler.has_requests() and not (queue and queue[-1].awaits_sampling):
+            plan = self.scheduler.schedule()
+            step = StepInFlight(plan, self.model_executor.execute_model(plan, non_block=True))
+            queue.append(step)
+            started = plan.total_num_scheduled_tokens > 0
+            if not (plan.has_structured_output_requests and len(queue) > 1):
+                self._sample(step)
+                if started and len(queue) < self.batch_queue_size and not queue[0].is_done:
+                    return {}, True
+        if not queue:
+            return {}, False
+        oldest = queue.popleft()
+        try:
+            model_output = oldest.result()
+        except Exception:
+            logger.error("step %s failed", describe_step(oldest.plan))
+            raise
+        self._process_aborts_queue()
+        outputs = self.scheduler.update_from_output(oldest.plan, model_output)
+        if len(queue) == 1:
+            self._sample(queue[0])
+        return outputs, started
+
+    def _sample(self, step: StepInFlight) -> None:
+        if step.awaits_sampling:
+            grammar_output = self.scheduler.get_grammar_bitmask(step.plan)
+            step.sampled = self.model_executor.sample_tokens(grammar_output, non_block=True)
 
     def post_step(self, model_executed: bool) -> None:
         """Called after each step, whoever drives the engine."""
@@ -341,17 +388,6 @@ class EngineCore:
         if spec.page_size_bytes:
             check_max_model_len(spec, self.config.cache, num_blocks, wanted)
         return wanted
-
-
-def describe_step(scheduler_output: SchedulerOutput) -> str:
-    """Return one line about a step's plan: numbers and the first request ids, no contents."""
-    scheduled = scheduler_output.num_scheduled_tokens
-    first = ", ".join(f"{request_id}: {count}" for request_id, count in list(scheduled.items())[:8])
-    more = f", and {len(scheduled) - 8} more" if len(scheduled) > 8 else ""
-    return (
-        f"{scheduler_output.step} ({scheduler_output.total_num_scheduled_tokens} tokens of {len(scheduled)} "
-        f"requests: {first}{more})"
-    )
 
 
 def _log_progress(progress: Progress) -> None:

@@ -150,7 +150,7 @@ class EngineCoreProc(EngineCore):
 
     def _process_input_queue(self) -> None:
         """Return when a step is due, having waited for work if there was none."""
-        while not self.scheduler.has_requests() and self.shutdown_state is EngineShutdownState.RUNNING:
+        while not self.has_work() and self.shutdown_state is EngineShutdownState.RUNNING:
             self._drop_aborts()
             if self._stats_are_stale:
                 self._publish_stats()
@@ -172,7 +172,7 @@ class EngineCoreProc(EngineCore):
         for item in outputs.items():
             self.output_queue.put(item)
         self.post_step(model_executed)
-        if not model_executed and self.scheduler.has_unfinished_requests():
+        if not (model_executed or outputs) and self.has_work():
             # Leave the interpreter to the other threads instead of spinning.
             time.sleep(0.001)
 

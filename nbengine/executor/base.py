@@ -11,7 +11,12 @@ from nbengine.config import EngineConfig
 from nbengine.errors import NotSupportedError
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.progress import ProgressCallback
-from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import (
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 
 class Executor(ABC):
@@ -89,11 +94,26 @@ class Executor(ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput, *, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
-        """Run the forward pass of a step. None means that sampling is left to `sample_tokens`."""
+        """Run the forward pass of a step. None means that sampling is left to `sample_tokens`.
+
+        Where `max_concurrent_batches` is more than 1 it is left so for every plan with tokens.
+        """
+
+    @overload
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None = None, *, non_block: Literal[False] = False
+    ) -> ModelRunnerOutput: ...
+
+    @overload
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None = None, *, non_block: Literal[True]
+    ) -> Future[ModelRunnerOutput | AsyncModelRunnerOutput]: ...
 
     @abstractmethod
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Sample the step that `execute_model` left waiting."""
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None = None, *, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | AsyncModelRunnerOutput]:
+        """Sample the step that `execute_model` left waiting, the latest one."""
 
     @abstractmethod
     def check_health(self) -> None:
@@ -105,8 +125,13 @@ class Executor(ABC):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be in flight at once."""
+        """Steps that may be in flight at once; calls are carried out in the order in which they are made."""
         return 1
+
+    @property
+    def async_scheduling(self) -> bool:
+        """Whether a step may need tokens that a step in flight has yet to sample: the workers fill them in."""
+        return False
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded: device, dtype (names), weights_bytes, max_position_embeddings, vocab_size."""

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.base import Executor
 from nbengine.models.progress import ProgressCallback
-from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.models.registry import resolve_device
+from nbengine.scheduler.output import AsyncModelRunnerOutput, GrammarOutput, SchedulerOutput
 from nbengine.worker.worker import Worker
 
 T = TypeVar("T")
 
 
 class UniProcExecutor(Executor):
-    """Calls its worker directly: a call is done when it returns, so that no timeout ever passes."""
+    """Calls its worker directly: a call is done when it returns, so that no timeout ever passes.
+
+    With async scheduling it is one other thread that makes the calls, in their order, while the engine core
+    prepares the next step. torch leaves the interpreter to others while it computes.
+    """
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        is_async = _schedules_asynchronously(config)
+        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=is_async))
+        self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
         self._worker: Worker | None = Worker(config, progress)
         try:
-            self._worker.init_device()
-            self._worker.load_model()
+            self._call(self._worker.init_device)
+            self._call(self._worker.load_model)
         except BaseException:
             self.shutdown()
             raise
@@ -40,33 +49,53 @@ class UniProcExecutor(Executor):
         function = None if method.startswith("_") else getattr(self._alive(), method, None)
         if not callable(function):
             raise NBEngineError(f"workers have no method {method!r}")
-
-        def call() -> list[Any]:
-            return [function(*args, **(kwargs or {}))]
-
-        return _completed(call) if non_block else call()
+        return self._call(lambda: [function(*args, **(kwargs or {}))], non_block=non_block)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *, non_block: bool = False) -> Any:
         worker = self._alive()
-        if non_block:
-            return _completed(lambda: worker.execute_model(scheduler_output))
-        return worker.execute_model(scheduler_output)
+        return self._call(lambda: worker.execute_model(scheduler_output), non_block=non_block)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
-        return self._alive().sample_tokens(grammar_output)
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None, *, non_block: bool = False) -> Any:
+        worker = self._alive()
+        output = self._call(lambda: worker.sample_tokens(grammar_output), non_block=non_block)
+        return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 
     def check_health(self) -> None:
         self._alive()
 
     def shutdown(self) -> None:
+        """End the thread, which finishes the call that it is in, and free the worker's memory."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown()
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        return 1 if self._thread is None else 2
+
+    @property
+    def async_scheduling(self) -> bool:
+        return self._thread is not None
 
     def _alive(self) -> Worker:
         if self._worker is None:
             raise EngineDeadError("the executor has been shut down")
         return self._worker
+
+    def _call(self, function: Callable[[], T], *, non_block: bool = False) -> T | Future[T]:
+        if self._thread is not None:
+            future = self._thread.submit(function)
+            return future if non_block else future.result()
+        return _completed(function) if non_block else function()
+
+
+def _schedules_asynchronously(config: EngineConfig) -> bool:
+    """On a GPU it hides what a step costs the CPU; on a CPU the model leaves no core idle to hide it on."""
+    wanted = config.scheduler.async_scheduling
+    return resolve_device(config.model).type != "cpu" if wanted is None else wanted
 
 
 def _completed(call: Callable[[], T]) -> Future[T]:

@@ -28,7 +28,7 @@ class KVCacheManager:
     """Gives blocks of `block_size` tokens to requests, and shares those that hold the same prefix.
 
     A request's block table is `request.block_ids`; only this class changes it. A full block becomes findable
-    in the step that plans its computation. A request admitted in that same step may share it, which is sound
+    when its tokens are known and their computation is planned. A request admitted in that same step may share it, which is sound
     because each layer writes the keys and values of the whole batch before any attention reads them, and
     because a plan, once made, is executed.
 
@@ -104,14 +104,14 @@ class KVCacheManager:
         return new_blocks
 
     def cache_blocks(self, request: Request) -> None:
-        """Make the request's full blocks findable, up to its `num_computed_tokens`.
+        """Make the request's full blocks findable, up to its `num_computed_tokens` as far as they are known.
 
         Sets `request.next_cache_point`, the number of computed tokens at which there is a next one.
         """
         if self.block_hasher is None:
             request.next_cache_point = sys.maxsize
             return
-        num_full = request.num_computed_tokens // self.block_size
+        num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         self.block_hasher.extend(
             request.block_hashes, request.all_token_ids, request.extra_keys, request.content_digests
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from nbengine.sampling.logits import LogitBias, TokenMask
 from nbengine.sampling.logprobs import LogprobRows
 from nbengine.sampling.penalties import PenaltyRows
-from nbengine.sampling.rows import ALL_ROWS, Rows, rows_of
+from nbengine.sampling.rows import ALL_ROWS, Rows, rows_of, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +132,4 @@ def _filters(
 
 
 def _column(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return upload(array, device)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.kernels.dispatch import select_penalties
-from nbengine.sampling.rows import Rows, rows_of, take_rows
+from nbengine.sampling.rows import Rows, rows_of, take_rows, upload
 from nbengine.sampling_params import SamplingParams
 
 _GRAIN = 16
@@ -46,7 +46,7 @@ class PenaltyRows:
     ) -> PenaltyRows:
         """Build for rows of the table, whose logits are at `positions` of `num_positions`."""
         count = len(host_rows)
-        index = torch.from_numpy(host_rows).to(device)
+        index = upload(host_rows, device)
         in_order = bool((host_rows == np.arange(count)).all())
         shift = (positions - host_rows)[:, None] * table.vocab_size
         return cls(
@@ -55,7 +55,7 @@ class PenaltyRows:
             rows=slice(0, count) if in_order else index,
             index=index,
             positions=rows_of(positions, num_positions, device),
-            shift=torch.from_numpy(shift).to(device),
+            shift=upload(shift, device),
         )
 
 
@@ -206,8 +206,8 @@ class PenaltyTable:
         self._lengths[row] = count
         self._index[row], self._counts[row] = self._starts[row], 0
         self._factors[row], self._deductions[row] = repetition if count else 1, 0
-        self._index[row, :count] += torch.from_numpy(token_ids).to(self._device)
-        self._counts[row, :count] = torch.from_numpy(counts).to(self._device)
+        self._index[row, :count] += upload(token_ids, self._device)
+        self._counts[row, :count] = upload(counts, self._device)
         generated = self._counts[row, :count]
         self._deductions[row, :count] = generated * frequency + (generated > 0) * presence
         for part in self._lists() if count else ():

@@ -25,7 +25,14 @@ def rows_of(positions: NDArray[np.int64], count: int, device: torch.device) -> R
     """Return `positions` among `count` rows as an index on the device, or a range where they are all of them."""
     if len(positions) == count and (positions == np.arange(count)).all():
         return ALL_ROWS
-    return torch.from_numpy(positions).to(device)
+    return upload(positions, device)
+
+
+def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return an array as a tensor on the device, without waiting for the device's earlier work."""
+    tensor = torch.from_numpy(array)
+    # torch keeps pinned memory until the copies out of it have ended.
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def take_rows(matrix: Tensor, rows: Rows) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,13 @@ class SchedulerOutput:
     finished_req_ids: set[str]
     """Ended since the previous step: workers forget them before anything else."""
     preempted_req_ids: set[str] = field(default_factory=set)
-    """Lost their blocks in this step; workers keep their tokens for the resumption."""
+    """Lost their blocks since the previous step; workers keep their tokens for the resumption."""
+    incomplete_req_ids: set[str] = field(default_factory=set)
+    """Have known tokens after those of this step, so that nothing is sampled for them."""
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    """Drafts that are computed after a request's last known token, and count in `num_scheduled_tokens`."""
+    has_structured_output_requests: bool = False
+    """Some request that gets a token has a grammar: a `GrammarOutput` is due before sampling."""
     step: int = 0
 
 
@@ -71,7 +78,8 @@ class GrammarOutput:
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What one step gave: `sampled_token_ids[i]` belongs to `req_ids[i]`, and is empty for a request
-    whose prompt is not completely computed yet, and for pooling requests."""
+    whose prompt is not completely computed yet, and for pooling requests. Where drafts were computed it has
+    those that are accepted, the first ones of them, and one token more."""
 
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
@@ -81,3 +89,18 @@ class ModelRunnerOutput:
     """For the requests that asked for them and whose prompt was completed in this step."""
     pooler_output: dict[str, NDArray[np.float32]] | None = None
     """For the pooling requests whose prompt was completed in this step."""
+    draft_token_ids: dict[str, list[int]] | None = None
+    """What may come after `sampled_token_ids`, for the next step to verify."""
+
+
+class AsyncModelRunnerOutput(ABC):
+    """A `ModelRunnerOutput` whose tokens are still on their way from the device."""
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether `get_output` need not wait."""
+
+    @abstractmethod
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the tokens; to be called once, on any thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class Request:
 
     A pooling request has `pooling_params` and no `sampling_params`, and ends when its prompt is computed.
     `num_computed_tokens` counts the tokens whose keys and values are computed or planned; it catches up with
-    `num_tokens`, which grows by what is sampled. The scheduler fills in `order` and `max_total_tokens` when
+    `num_tokens`, which grows by what is sampled, and passes it while sampled tokens are in flight. The scheduler fills in `order` and `max_total_tokens` when
     it takes the request; the KV cache manager owns the fields from `block_ids` on.
     """
 
@@ -54,7 +55,9 @@ class Request:
         "eos_token_id",
         "events",
         "extra_keys",
+        "first_step",
         "grammar",
+        "last_step",
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
@@ -72,6 +75,7 @@ class Request:
         "request_id",
         "sampling_params",
         "skip_reading_prefix_cache",
+        "spec_token_ids",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -108,6 +112,12 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        self.spec_token_ids: list[int] = []
+        """Drafts to be verified in the next step."""
+        self.first_step = sys.maxsize
+        """The step of its first admission."""
+        self.last_step = -1
+        """Of a preempted request: the last step in which it may have been planned."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache at the first admission; -1 before it."""
 
@@ -183,6 +193,11 @@ class Request:
         self.min_total_tokens += params.min_tokens
         # Prompt logprobs need the logits of every prompt token, so every one must be computed.
         self.skip_reading_prefix_cache = params.prompt_logprobs is not None
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Output tokens in flight: planned to be sampled, not known yet. Of a preempted request, 0."""
+        return max(0, self.num_computed_tokens - self.num_tokens + 1)
 
     @property
     def num_output_tokens(self) -> int:

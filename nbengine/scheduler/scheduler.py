@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from nbengine.config import CacheConfig, SchedulerConfig
-from nbengine.errors import InvalidArgumentError, NBEngineError, RequestError
+from nbengine.errors import NBEngineError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
-from nbengine.kv_cache.manager import KVCacheManager
-from nbengine.metrics.stats import SchedulerStats
-from nbengine.scheduler.grammar import Grammar, GrammarMaskBuilder
+from nbengine.scheduler.grammar import Grammar
 from nbengine.scheduler.output import (
     CachedRequestData,
     GrammarOutput,
@@ -22,9 +17,9 @@ from nbengine.scheduler.output import (
     SchedulerOutput,
 )
 from nbengine.scheduler.pause import PauseState
-from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from nbengine.scheduler.stop import append_tokens, follow_grammar, token_limit
+from nbengine.scheduler.state import SchedulerState
+from nbengine.scheduler.stop import append_tokens, follow_grammar
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Scheduler:
+class Scheduler(SchedulerState):
     """Decides each step which tokens of which requests are computed, and what came of it.
 
     There is one token budget and no prefill or decode phase: a request's `num_computed_tokens` catches up
@@ -42,165 +37,20 @@ class Scheduler:
     always the last running request, and never one that the step has already planned. A preempted request
     gives up its blocks and computes again what the prefix cache no longer has.
 
+    Every plan of `schedule` must be executed, in order, and answered with `update_from_output`, in order; any
+    number of them may be in flight, that is, made and not answered. Requests may be added and finished between
+    any two calls. Blocks are given up at once, even while steps in flight use them: whoever gets them next
+    writes in a later step.
+
+    A request whose known tokens are all planned has its next ones in flight. With `async_scheduling` it is
+    planned further, as if it had them, up to the most tokens that it may have; what is computed beyond its end
+    is dropped. Otherwise it waits for them.
+
     Progress: the first running request can always take the blocks of all others, and a request that would
-    not fit in the pool alone is refused, so every step with an unfinished request computes something.
-
-    Every plan of `schedule` must be executed, in order, and answered with `update_from_output`. Requests may
-    be added and finished between any two calls.
+    not fit in the pool alone is refused, so every step with an unfinished request computes something, unless
+    steps are in flight or the scheduler is paused. Among requests of one priority none is overtaken for good;
+    a steady stream of requests of higher priority holds up those of lower priority for as long as it lasts.
     """
-
-    def __init__(
-        self,
-        scheduler_config: SchedulerConfig,
-        cache_config: CacheConfig,
-        num_blocks: int,
-        max_model_len: int,
-        engine_index: int = 0,
-        *,
-        num_lookahead_tokens: int = 0,
-        grammar_masks: GrammarMaskBuilder | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`num_lookahead_tokens` slots are kept free after each request's tokens, for drafts.
-
-        Requests that have a grammar need `grammar_masks`.
-        """
-        self.max_num_seqs = scheduler_config.max_num_seqs
-        self.max_num_batched_tokens = scheduler_config.max_num_batched_tokens
-        self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
-        self.max_model_len = max_model_len
-        self.num_blocks = num_blocks
-        self.engine_index = engine_index
-        self.num_lookahead_tokens = num_lookahead_tokens
-        self.kv_cache_manager = KVCacheManager(
-            num_blocks, cache_config.block_size, max_model_len, cache_config.enable_prefix_caching
-        )
-        self.requests: dict[str, Request] = {}
-        self.waiting = RequestQueue()
-        self.running = RequestQueue()
-        self.finished_req_ids: set[str] = set()
-        self._preempted_req_ids: set[str] = set()
-        self.pause_state = PauseState.UNPAUSED
-        self.num_preemptions = 0
-        self.step_counter = 0
-        self._by_priority = scheduler_config.policy == "priority"
-        self._chunk_limit = self.max_num_batched_tokens
-        if self.enable_chunked_prefill and scheduler_config.long_prefill_token_threshold:
-            self._chunk_limit = min(self._chunk_limit, scheduler_config.long_prefill_token_threshold)
-        self._num_added = 0
-        self._grammar_masks = grammar_masks
-        self._structured: dict[str, Request] = {}
-        """The unfinished requests that have a grammar."""
-        self._clock = clock
-
-    # Requests.
-
-    def validate_request(self, request: Request) -> None:
-        """Check that the request can be run to its end. Reads nothing that changes: safe on any thread.
-
-        Raises:
-            RequestError: the message says which limit the request exceeds.
-        """
-        num_prompt = request.num_prompt_tokens
-        if not num_prompt:
-            raise RequestError(f"request {request.request_id}: the prompt has no tokens")
-        is_pooling = request.pooling_params is not None
-        if is_pooling and num_prompt > self.max_model_len:
-            raise RequestError(
-                f"request {request.request_id}: the prompt has {num_prompt} tokens, more than "
-                f"max_model_len={self.max_model_len}"
-            )
-        if not is_pooling and num_prompt >= self.max_model_len:
-            raise RequestError(
-                f"request {request.request_id}: the prompt has {num_prompt} tokens, but with "
-                f"max_model_len={self.max_model_len} at most {self.max_model_len - 1} leave room for an output"
-            )
-        if not self.enable_chunked_prefill and num_prompt > self.max_num_batched_tokens:
-            raise RequestError(
-                f"request {request.request_id}: the prompt has {num_prompt} tokens, but with "
-                f"enable_chunked_prefill=False it must fit in one step of "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}"
-            )
-        limit = token_limit(num_prompt, request.sampling_params, self.max_model_len)
-        num_slots = min(limit - 1 + self.num_lookahead_tokens, self.max_model_len)
-        num_needed = self.kv_cache_manager.num_blocks_for(num_slots)
-        if num_needed > self.num_blocks:
-            raise RequestError(
-                f"request {request.request_id}: a prompt of {num_prompt} tokens with {limit - num_prompt} output "
-                f"tokens needs {num_needed} KV blocks, and there are {self.num_blocks}; lower max_tokens"
-            )
-
-    def add_request(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            RequestError: it can never be run to its end, or its id is in use.
-        """
-        self.validate_request(request)
-        if request.request_id in self.requests:
-            raise RequestError(f"request {request.request_id}: there is an unfinished request of this id")
-        request.max_total_tokens = token_limit(
-            request.num_prompt_tokens, request.sampling_params, self.max_model_len
-        )
-        sequence = self._num_added
-        self._num_added += 1
-        if self._by_priority:
-            request.order = (request.priority, request.arrival_time, sequence)
-        else:
-            request.order = (0, 0.0, sequence)
-        request.record_event(EngineCoreEventType.QUEUED, self._clock())
-        self.requests[request.request_id] = request
-        if request.grammar is not None:
-            self._structured[request.request_id] = request
-        self.waiting.add(request)
-
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        """End requests from outside. Ids that are unknown or already finished are ignored.
-
-        No output is made for them; whatever is in flight for them is dropped.
-
-        Raises:
-            InvalidArgumentError: `status` is not a finished one.
-        """
-        if status not in FINISH_REASONS:
-            raise InvalidArgumentError("status", status, "a finished status")
-        for request_id in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
-            request = self.requests.get(request_id)
-            if request is not None:
-                queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-                queue.remove(request)
-                request.status = status
-                self._release(request)
-
-    def abort_client(self, client_index: int) -> list[str]:
-        """Abort everything that a client has asked for, and return the ids."""
-        request_ids = [r.request_id for r in self.requests.values() if r.client_index == client_index]
-        self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        return request_ids
-
-    def set_pause_state(self, state: PauseState) -> None:
-        """Pause or go on, from the next `schedule` on."""
-        self.pause_state = state
-
-    def has_requests(self) -> bool:
-        """Whether a step is due: there is something to schedule, or the workers must be told of something."""
-        if self.finished_req_ids or self._preempted_req_ids:
-            return True
-        if self.pause_state is PauseState.UNPAUSED:
-            return bool(self.requests)
-        if self.pause_state is PauseState.PAUSED_ALL:
-            return False
-        return bool(self.running) or any(r.status is RequestStatus.PREEMPTED for r in self.waiting)
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs, paused or not."""
-        return bool(self.requests)
-
-    def get_num_unfinished_requests(self) -> int:
-        """How many requests wait or run."""
-        return len(self.requests)
-
-    # A step.
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests.
@@ -218,15 +68,20 @@ class Scheduler:
         )
         self.finished_req_ids = set()
         self._preempted_req_ids = set()
+        if self.pause_state is not PauseState.PAUSED_ALL:
+            num_preemptions = self.num_preemptions
+            budget = self._schedule_running(plan, self.max_num_batched_tokens)
+            if self.waiting and self.num_preemptions == num_preemptions:
+                budget = self._schedule_waiting(plan, budget)
+            plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
         self.step_counter += 1
-        if self.pause_state is PauseState.PAUSED_ALL:
-            return plan
-        num_preemptions = self.num_preemptions
-        budget = self._schedule_running(plan, self.max_num_batched_tokens)
-        if self.waiting and self.num_preemptions == num_preemptions:
-            budget = self._schedule_waiting(plan, budget)
-        plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
+        if self._structured:
+            plan.has_structured_output_requests = any(self._gets_mask(plan, r) for r in self._structured)
         return plan
+
+    @staticmethod
+    def _gets_mask(plan: SchedulerOutput, request_id: str) -> bool:
+        return request_id in plan.num_scheduled_tokens and request_id not in plan.incomplete_req_ids
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         cached = plan.scheduled_cached_reqs
@@ -234,7 +89,16 @@ class Scheduler:
         lookahead = self.num_lookahead_tokens
         for request in self.running:
             num_computed = request.num_computed_tokens
-            num_new = min(request.num_tokens - num_computed, self._chunk_limit, budget)
+            num_known = request.num_tokens
+            num_new = num_known - num_computed
+            if num_new <= 0:
+                # All known tokens are planned, and the next is in flight.
+                if not self._schedules_ahead or num_computed + 1 >= request.max_total_tokens:
+                    continue
+                num_new = 1
+            elif request.spec_token_ids:
+                num_new += min(len(request.spec_token_ids), request.max_total_tokens - num_known - 1)
+            num_new = min(num_new, self._chunk_limit, budget)
             new_block_ids = None
             if num_computed + num_new + lookahead > request.num_slots:
                 new_block_ids = self._allocate_or_preempt(request, num_new, plan)
@@ -245,6 +109,12 @@ class Scheduler:
             cached.num_computed_tokens.append(num_computed)
             num_scheduled_tokens[request.request_id] = num_new
             request.num_computed_tokens = num_computed = num_computed + num_new
+            if num_computed < num_known:
+                plan.incomplete_req_ids.add(request.request_id)
+            elif request.spec_token_ids:
+                drafts, request.spec_token_ids = request.spec_token_ids, []
+                if num_computed > num_known:
+                    plan.scheduled_spec_decode_tokens[request.request_id] = drafts[: num_computed - num_known]
             if num_computed >= request.next_cache_point:
                 self.kv_cache_manager.cache_blocks(request)
             budget -= num_new
@@ -264,15 +134,14 @@ class Scheduler:
             )
         ) is None:
             victim = self.running.pop_last()
-            self._preempt(victim)
-            plan.preempted_req_ids.add(victim.request_id)
+            self._preempt(victim, plan.preempted_req_ids)
             if victim is request:
                 return None
         return block_ids or None
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> int:
         manager = self.kv_cache_manager
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        while budget and len(self.running) < self.max_num_seqs:
             request = self._next_waiting()
             if request is None:
                 break
@@ -291,10 +160,13 @@ class Scheduler:
         return budget
 
     def _next_waiting(self) -> Request | None:
-        """The first request that may be admitted."""
-        if self.pause_state is PauseState.UNPAUSED:
-            return self.waiting.peek()
-        return next((r for r in self.waiting if r.status is RequestStatus.PREEMPTED), None)
+        """The first request that may be admitted; one whose tokens are not all known yet lets none pass it."""
+        for request in self.waiting:
+            if request.status is RequestStatus.PREEMPTED:
+                return request if self._last_answered_step >= request.last_step else None
+            if self.pause_state is PauseState.UNPAUSED:
+                return request
+        return None
 
     def _first_chunk(self, num_uncomputed: int, budget: int) -> int:
         """How many tokens to compute of a request that is about to be admitted; 0: not in this step.
@@ -327,22 +199,17 @@ class Scheduler:
                     prompt_embeds=request.prompt_embeds,
                 )
             )
+            request.first_step = plan.step
             request.num_cached_tokens = num_computed
             self.kv_cache_manager.record_lookup(request, num_computed)
         plan.num_scheduled_tokens[request_id] = num_new
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed + num_new
+        if request.num_computed_tokens < request.num_tokens:
+            plan.incomplete_req_ids.add(request_id)
         request.record_event(EngineCoreEventType.SCHEDULED, self._clock())
         self.kv_cache_manager.cache_blocks(request)
         self.running.add(request)
-
-    def _preempt(self, request: Request) -> None:
-        self.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
-        request.status = RequestStatus.PREEMPTED
-        request.record_event(EngineCoreEventType.PREEMPTED, self._clock())
-        self.num_preemptions += 1
-        self.waiting.add(request)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the masks of the requests with a grammar that get a token in this step; None: there are none.
@@ -357,12 +224,10 @@ class Scheduler:
             return None
         if self._grammar_masks is None:
             raise NBEngineError("there are requests with a grammar, and nothing to build their masks")
-        scheduled = scheduler_output.num_scheduled_tokens
         req_ids: list[str] = []
         grammars: list[Grammar] = []
         for request_id, request in self._structured.items():
-            is_sampled = request_id in scheduled and request.num_computed_tokens >= request.num_tokens
-            if is_sampled and request.grammar is not None:
+            if self._gets_mask(scheduler_output, request_id) and request.grammar is not None:
                 req_ids.append(request_id)
                 grammars.append(request.grammar)
         return GrammarOutput(req_ids, self._grammar_masks.fill_bitmasks(grammars)) if req_ids else None
@@ -377,12 +242,15 @@ class Scheduler:
         Raises:
             NBEngineError: the model runner left out a request of the plan, or a token that was due.
         """
+        step = scheduler_output.step
+        self._last_answered_step = step
         if len(model_runner_output.req_ids) != len(scheduler_output.num_scheduled_tokens):
             raise NBEngineError(
                 f"the model runner answered for {len(model_runner_output.req_ids)} requests of "
                 f"{len(scheduler_output.num_scheduled_tokens)}"
             )
         requests = self.requests
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         pooler_output = model_runner_output.pooler_output or {}
         logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
@@ -390,40 +258,69 @@ class Scheduler:
             model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True
         ):
             request = requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            # An id may have been used again: what was planned before is not for its successor.
+            if request is None or step < request.first_step:
                 continue
             if request.pooling_params is not None:
                 if (pooled := pooler_output.get(request_id)) is not None:
                     outputs[request.client_index].append(self._finish_pooling(request, pooled))
-                elif request.num_computed_tokens >= request.num_tokens:
+                elif request_id not in scheduler_output.incomplete_req_ids:
                     raise NBEngineError(f"the model runner pooled nothing for request {request_id}")
                 continue
             if not new_token_ids:
-                if request.num_computed_tokens >= request.num_tokens:
+                if request_id not in scheduler_output.incomplete_req_ids:
                     raise NBEngineError(f"the model runner sampled no token for request {request_id}")
                 continue
+            if drafts and request_id in drafts and request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens -= len(drafts[request_id]) + 1 - len(new_token_ids)
             output = self._advance(request, new_token_ids)
             if logprobs is not None:
                 output.new_logprobs = logprobs.get(request_id)
             if prompt_logprobs is not None:
                 output.new_prompt_logprobs = prompt_logprobs.get(request_id)
             outputs[request.client_index].append(output)
+        if model_runner_output.draft_token_ids is not None:
+            self._take_drafts(model_runner_output.draft_token_ids, step)
         timestamp = self._clock()
-        return {
+        by_client = {
             client: EngineCoreOutputs(self.engine_index, client_outputs, timestamp=timestamp)
             for client, client_outputs in outputs.items()
         }
+        if self._ended_by_client:
+            self._tell_ended(by_client, timestamp)
+        return by_client
+
+    def _tell_ended(self, by_client: dict[int, EngineCoreOutputs], timestamp: float) -> None:
+        for client, request_ids in self._ended_by_client.items():
+            outputs = by_client.setdefault(client, EngineCoreOutputs(self.engine_index, timestamp=timestamp))
+            outputs.finished_requests = request_ids
+        self._ended_by_client.clear()
 
     def _advance(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
+        """Append sampled tokens to a request, which runs or was preempted since, and end it if they do."""
+        before, error = request.status, None
         new_token_ids = append_tokens(request, new_token_ids)
-        finish_reason = error = None
         if request.grammar is not None and not follow_grammar(request, new_token_ids):
             error = f"structured_outputs: {request.grammar.error}"
             logger.error("request %s: %s", request.request_id, error)
-        if request.status is not RequestStatus.RUNNING:
+        return self._make_output(request, before, new_token_ids, error)
+
+    def _finish_pooling(self, request: Request, pooled: NDArray[np.float32]) -> EngineCoreOutput:
+        before, request.status = request.status, RequestStatus.FINISHED_STOPPED
+        output = self._make_output(request, before, [])
+        output.pooling_output = pooled
+        return output
+
+    def _make_output(
+        self, request: Request, before: RequestStatus, new_token_ids: list[int], error: str | None = None
+    ) -> EngineCoreOutput:
+        """Let go of a request that has ended, and was in the state `before`; return what its client is told."""
+        finish_reason = None
+        if request.status is not before:
             finish_reason = FINISH_REASONS[request.status]
-            self.running.remove(request)
-            self._release(request)
+            self._release(request, before)
+        elif request.num_computed_tokens >= request.next_cache_point:
+            self.kv_cache_manager.cache_blocks(request)
         events = request.events
         request.events = None
         return EngineCoreOutput(
@@ -436,54 +333,14 @@ class Scheduler:
             error,
         )
 
-    def _finish_pooling(self, request: Request, pooled: NDArray[np.float32]) -> EngineCoreOutput:
-        request.status = RequestStatus.FINISHED_STOPPED
-        output = self._advance(request, [])
-        output.pooling_output = pooled
-        return output
-
-    def _release(self, request: Request) -> None:
-        self.kv_cache_manager.free(request)
-        del self.requests[request.request_id]
-        self._structured.pop(request.request_id, None)
-        self._preempted_req_ids.discard(request.request_id)
-        self.finished_req_ids.add(request.request_id)
-
-    # The KV cache, seen from outside.
-
-    def make_stats(self) -> SchedulerStats:
-        """Return the state after the latest step, in constant time."""
-        manager = self.kv_cache_manager
-        return SchedulerStats(
-            engine_index=self.engine_index,
-            num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting),
-            num_blocks=self.num_blocks,
-            num_free_blocks=manager.block_pool.num_free_blocks,
-            num_cached_blocks=manager.block_pool.num_cached_blocks,
-            prefix_cache_queries=manager.prefix_cache_stats.queries,
-            prefix_cache_hits=manager.prefix_cache_stats.hits,
-            num_preemptions=self.num_preemptions,
-            step_counter=self.step_counter,
-        )
-
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; refused (False) while any request holds blocks.
-
-        With `reset_running_requests` all running requests are preempted first, to compute their tokens again.
-        """
-        while reset_running_requests and self.running:
-            victim = self.running.pop_last()
-            self._preempt(victim)
-            self._preempted_req_ids.add(victim.request_id)
-        return self.kv_cache_manager.reset_prefix_cache()
-
-    def check_integrity(self) -> None:
-        """Check that blocks are held by running requests alone, and the pool's books; for tests and idle times.
-
-        Raises:
-            NBEngineError: they do not balance.
-        """
-        if any(request.block_ids for request in self.waiting):
-            raise NBEngineError("a waiting request holds KV blocks")
-        self.kv_cache_manager.check_integrity(self.running)
+    def _take_drafts(self, draft_token_ids: dict[str, list[int]], step: int) -> None:
+        for request_id, drafts in draft_token_ids.items():
+            request = self.requests.get(request_id)
+            if (
+                request is not None
+                and request.status is RequestStatus.RUNNING
+                and request.grammar is None
+                and step >= request.first_step
+                and request.num_computed_tokens == request.num_tokens - 1
+            ):
+                request.spec_token_ids = drafts[: self.num_lookahead_tokens]

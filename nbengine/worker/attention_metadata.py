@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from nbengine.errors import InvalidArgumentError
+from nbengine.sampling.rows import upload
 
 if TYPE_CHECKING:
     from nbengine.kernels.dispatch import Kernels
@@ -77,10 +78,10 @@ def build_attention_metadata(
     slots = slot_mapping(query_lens, seq_lens, block_table, block_size)
     several = np.append(query_lens > 1, True)
     return AttentionMetadata(
-        query_start_loc=torch.from_numpy(query_start_loc).to(device),
-        seq_lens=torch.from_numpy(seq_lens).to(device),
-        block_table=torch.from_numpy(block_table).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
+        query_start_loc=upload(query_start_loc, device),
+        seq_lens=upload(seq_lens, device),
+        block_table=upload(block_table, device),
+        slot_mapping=upload(slots, device),
         num_reqs=num_reqs,
         num_tokens=len(slots),
         max_query_len=int(query_lens.max()),

@@ -116,6 +116,20 @@ class InputBatch:
         num_tokens[rows] += 1
         self.sampling.append(rows, token_ids)
 
+    def append_unknown(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count one sampled token in each of `rows`, and return their positions, for `fill_in`."""
+        num_tokens = self.rows["num_tokens"]
+        positions: NDArray[np.int64] = num_tokens[rows]
+        num_tokens[rows] += 1
+        return positions
+
+    def fill_in(
+        self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]
+    ) -> None:
+        """Write tokens that have been counted, now that they are known."""
+        self.token_ids[rows, positions] = token_ids
+        self.sampling.append(rows, token_ids)
+
     def _add_new(self, new: NewRequestData) -> None:
         params = new.sampling_params or _NO_SAMPLING
         num_tokens = len(new.token_ids)

@@ -20,11 +20,17 @@ from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logits_processor import create_logits_processors
 from nbengine.sampling.logprobs import LogprobRows
 from nbengine.sampling.metadata import SamplingMetadata
-from nbengine.sampling.rows import ALL_ROWS, rows_of
+from nbengine.sampling.rows import ALL_ROWS, rows_of, upload
 from nbengine.sampling.sampler import Sampler, SamplerOutput
 from nbengine.sampling_params import MAX_LOGPROBS
-from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import (
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from nbengine.units import size
+from nbengine.worker.async_output import StartTransfer, TokensInFlight, fill_output
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
 from nbengine.worker.pooler import PooledStep, Pooler
@@ -47,7 +53,8 @@ class ExecuteModelState:
 class ModelRunner:
     """Owns the batch, the KV cache and the sampler, and runs the model on them.
 
-    On a GPU nothing is waited for in a step but the copy of the sampled token ids.
+    On a GPU nothing is waited for in a step but the copy of the sampled token ids, and with async scheduling
+    not even that: the step after it may come before that copy.
     """
 
     # Made by initialize_kv_cache, which knows their sizes.
@@ -59,8 +66,14 @@ class ModelRunner:
     _pooler: Pooler
 
     def __init__(
-        self, config: EngineConfig, model: DecoderForCausalLM, device: torch.device, dtype: torch.dtype
+        self,
+        config: EngineConfig,
+        model: DecoderForCausalLM,
+        device: torch.device,
+        dtype: torch.dtype,
+        start_transfer: StartTransfer | None = None,
     ) -> None:
+        """With `start_transfer`, tokens are on their way to the host when `sample_tokens` returns."""
         self._config = config
         self._model = model
         self._device = device
@@ -70,6 +83,8 @@ class ModelRunner:
         self._sampler = Sampler(self._processors)
         self._prompt_logprobs = PromptLogprobs(model.compute_logits, model.config.vocab_size, device)
         self._state: ExecuteModelState | None = None
+        self._start_transfer = start_transfer
+        self._in_flight: TokensInFlight | None = None
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Allocate `num_blocks` KV blocks, and the batch for requests of up to `max_model_len` tokens.
@@ -101,6 +116,8 @@ class ModelRunner:
             pad_single=self._device.type == "cpu" and self._dtype.itemsize == 2,
         )
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
+        if self._start_transfer is not None:
+            self._in_flight = TokensInFlight(self._batch, self._device, self._start_transfer)
         head = self._model if isinstance(self._model, DecoderForSequenceClassification) else None
         self._pooler = Pooler(scheduler.max_num_seqs, model.hidden_size, self._device, head)
 
@@ -128,12 +145,16 @@ class ModelRunner:
         """
         if self._state is not None:
             raise NBEngineError("execute_model: the step before has not been sampled")
+        if self._in_flight is not None:
+            self._in_flight.prepare(plan.finished_req_ids, plan.preempted_req_ids)
         self._batch.update(plan)
         self._pooler.update(plan)
         self._prompt_logprobs.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = self._builder.build(plan)
+        if self._in_flight is not None:
+            self._in_flight.fill(inputs)
         hidden = self._model.forward(
             inputs.input_ids,
             inputs.positions,
@@ -153,7 +174,9 @@ class ModelRunner:
         return None
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None = None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample the step that `execute_model` left waiting, and append its tokens to the batch.
 
         Raises:
@@ -163,24 +186,20 @@ class ModelRunner:
         if state is None:
             raise NBEngineError("sample_tokens: no step waits to be sampled")
         inputs = state.inputs
-        token_ids: list[list[int]] = [[] for _ in inputs.req_ids]
-        logprobs = None
-        if state.logits is not None:
-            output, wanted = self._sample(state.logits, inputs.sampled_rows, grammar_output)
-            tokens = output.token_ids.cpu().numpy()
-            self._batch.append(inputs.sampled_rows, tokens)
-            for position, token in zip(inputs.sampled.tolist(), tokens.tolist(), strict=True):
-                token_ids[position].append(token)
-            if wanted is not None and output.logprobs is not None:
-                names = [inputs.req_ids[inputs.sampled[position]] for position in wanted.positions]
-                logprobs = dict(zip(names, output.logprobs.to_lists(wanted.counts), strict=True))
-        return ModelRunnerOutput(
-            req_ids=inputs.req_ids,
-            sampled_token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=self._prompt_logprobs.take(state.prompts_done),
-            pooler_output=None if state.pooled is None else state.pooled.results(),
-        )
+        output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids])
+        output.prompt_logprobs = self._prompt_logprobs.take(state.prompts_done)
+        if state.pooled is not None:
+            output.pooler_output = state.pooled.results()
+        if state.logits is None:
+            return output
+        sampled, wanted = self._sample(state.logits, inputs.sampled_rows, grammar_output)
+        if self._in_flight is not None:
+            return self._in_flight.start(inputs, sampled, wanted, output)
+        # The one thing that is waited for on a GPU.
+        sampled = replace(sampled, token_ids=sampled.token_ids.cpu())
+        self._batch.append(inputs.sampled_rows, sampled.token_ids.numpy())
+        fill_output(output, inputs, sampled, wanted)
+        return output
 
     @torch.inference_mode()
     def profile_run(self) -> None:
@@ -267,5 +286,5 @@ class ModelRunner:
         )
         order = rows.argsort()
         positions = order[rows[order].searchsorted(wanted)]
-        bitmask = torch.from_numpy(grammar_output.bitmask).to(self._device)
+        bitmask = upload(grammar_output.bitmask, self._device)
         return TokenMask(rows_of(positions, len(rows), self._device), bitmask)

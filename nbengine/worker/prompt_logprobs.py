@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nbengine.ipc.messages import LogprobsLists
 from nbengine.sampling.logprobs import compute_logprobs
+from nbengine.sampling.rows import upload
 from nbengine.scheduler.output import NewRequestData, SchedulerOutput
 
 _PIECE_BYTES = 32 << 20
@@ -137,7 +138,7 @@ class PromptLogprobs:
         )
 
     def _compute(self, parts: Sequence[_Part], hidden: Tensor) -> None:
-        rows = torch.from_numpy(_ranges(parts)).to(self._device)
+        rows = upload(_ranges(parts), self._device)
         targets = torch.cat([p.gathering.targets[p.start : p.start + p.length] for p in parts])
         count = max(part.gathering.count for part in parts)
         size = max(1, _PIECE_BYTES // (4 * self._vocab_size))

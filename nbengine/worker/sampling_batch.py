@@ -16,7 +16,7 @@ from nbengine.sampling.logprobs import LogprobRows
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.penalties import PenaltyRows, PenaltyTable
 from nbengine.sampling.random_streams import uniforms
-from nbengine.sampling.rows import rows_of, take_rows
+from nbengine.sampling.rows import rows_of, take_rows, upload
 from nbengine.sampling.sampler import StepConstraints
 from nbengine.sampling_params import SamplingParams
 from nbengine.worker.bad_words import BadWords
@@ -225,7 +225,7 @@ class SamplingBatch:
         positions = self._positions[rows]
         there = positions >= 0
         index = positions[there] * self._vocab_size + token_ids[there]
-        return torch.from_numpy(index).to(self._device), there
+        return upload(index, self._device), there
 
     def _build(self, rows: NDArray[np.int64]) -> SamplingMetadata:
         columns = self.rows[rows]
@@ -250,7 +250,7 @@ class SamplingBatch:
         positions = np.flatnonzero(columns["has_allowed"])
         if not len(positions):
             return None
-        bitmask = torch.from_numpy(self._allowed[rows[positions]]).to(self._device)
+        bitmask = upload(self._allowed[rows[positions]], self._device)
         return TokenMask(rows_of(positions, len(rows), self._device), bitmask)
 
     def _banned_always(self) -> Tensor | None:
@@ -266,7 +266,7 @@ class SamplingBatch:
         index, there = self._logits_index(self._bias.rows, entries["token_id"])
         if not there.any():
             return None
-        return LogitBias(index, torch.from_numpy(entries["bias"][there]).to(self._device))
+        return LogitBias(index, upload(entries["bias"][there], self._device))
 
     def _penalised(self, rows: NDArray[np.int64], columns: NDArray[np.void]) -> PenaltyRows | None:
         positions = np.flatnonzero(columns["has_penalties"])

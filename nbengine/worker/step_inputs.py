@@ -19,19 +19,27 @@ from nbengine.worker.input_batch import InputBatch
 class StagingBuffer:
     """Memory that numpy fills and the device reads: one array on a CPU, else pinned memory and its copy.
 
-    A step's copies may still be under way until its results have been waited for; only then is it filled again.
+    A copy may still be under way when the next step's is filled: there are two arrays of pinned memory, filled in
+    turn. It has ended when the results of its step have been waited for, as they are before the step after next.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._host = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=dtype, pin_memory=pinned)
+        self._other = torch.zeros(size, dtype=dtype, pin_memory=True) if pinned else self._host
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
-        self.array: NDArray[Any] = self._host.numpy()
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """What the next `tensor` hands over."""
+        return self._host.numpy()
 
     def tensor(self, count: int) -> Tensor:
         """The first `count` elements, on the device."""
         if self._device is self._host:
             return self._host[:count]
-        return self._device[:count].copy_(self._host[:count], non_blocking=True)
+        filled, self._host, self._other = self._host, self._other, self._host
+        return self._device[:count].copy_(filled[:count], non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

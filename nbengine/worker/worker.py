@@ -26,7 +26,13 @@ from nbengine.models.registry import (
     resolve_dtype,
     weights_bytes_of,
 )
-from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import (
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.memory import (
     available_host_memory,
@@ -85,7 +91,10 @@ class Worker:
         else:
             decoder = load_model(config, self.device, self.dtype, self._progress)
             self.model = decoder
-            self.model_runner = ModelRunner(self.config, decoder, self.device, self.dtype)
+            overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
+            self.model_runner = ModelRunner(
+                self.config, decoder, self.device, self.dtype, CudaTransfer if overlaps else None
+            )
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded, in plain values."""
@@ -214,7 +223,9 @@ class Worker:
             self._profiler.begin_step()
         return self.model_runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None = None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """See `ModelRunner.sample_tokens`."""
         return self.model_runner.sample_tokens(grammar_output)
 

@@ -20,6 +20,7 @@ from nbengine.client.connection import connection_file
 from nbengine.client.processes import session_processes
 from nbengine.errors import EngineDeadError, InvalidArgumentError, NBEngineError, UtilityError
 from nbengine.frontend.control import Control
+from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.sampling_params import RequestOutputKind
 
 StartAsync = Callable[..., AsyncLLM]
@@ -108,16 +109,17 @@ def test_in_this_process_a_pause_that_waits_runs_the_steps_it_waits_for(start_ll
 
 
 class Reader:
-    """A stream that is being read; `beginning` is set with its first token."""
+    """A stream that is being read, its request sent when this returns; `beginning` is set with its first token."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.tokens: list[int] = []
         self.reason: str | None = None
         self.beginning = asyncio.Event()
-        self.task = asyncio.create_task(self._read(llm))
+        self.task = asyncio.create_task(self._read(llm.submit(PROMPT, LONG)))
 
-    async def _read(self, llm: AsyncLLM) -> None:
-        async for output in llm.generate(PROMPT, LONG):
+    async def _read(self, collector: RequestOutputCollector) -> None:
+        while self.reason is None:
+            output = collector.get_nowait() or await collector.get()
             self.tokens += output.outputs[0].token_ids
             self.reason = output.outputs[0].finish_reason
             self.beginning.set()

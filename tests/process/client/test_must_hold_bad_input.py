@@ -58,6 +58,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "output_kind": ["everything"],
     "structured_outputs": [{"json": 5}],
     "truncate_prompt_tokens": [0],
+    "extra_args": [5, {"x": {1, 2}}, {5: "x"}],
 }
 WRONG_PROMPTS: list[tuple[Any, str]] = [
     ("", "prompt must be at least one token long"),
@@ -129,7 +130,10 @@ def test_a_wrong_prompt_is_named_and_fails_alone(
 def test_every_sampling_argument_out_of_range_is_named_and_fails_alone(
     llm: LLM, other: AsyncLLM, neighbour: RequestOutputCollector
 ) -> None:
-    assert set(OUT_OF_RANGE) == set(SamplingParams.__struct_fields__) - {"eos_token_id"}
+    assert set(OUT_OF_RANGE) == set(SamplingParams.__struct_fields__) - {
+        "eos_token_id",
+        "bad_words_token_ids",
+    }
     for ask in ways_to_ask(llm, other):
         for name, values in OUT_OF_RANGE.items():
             for value in values:

@@ -24,15 +24,19 @@ SUPPORT_PATH = os.pathsep.join(
 )
 """PYTHONPATH of the engines' processes: this folder's parent, and what is there already."""
 FAKE_EXECUTOR = "process_support.fake_executor:FakeExecutor"
+ASYNC_FAKE_EXECUTOR = "process_support.fake_executor:AsyncFakeExecutor"
 
 
 def fake_config(knobs: dict | None = None, *, max_model_len: int | None = None, **engine) -> EngineConfig:
     """A configuration with the fake executor; unbound and quick to give clients up unless told otherwise."""
-    engine = {"bound": False, "cache": CacheConfig(num_gpu_blocks_override=64)} | engine
+    defaults = {
+        "bound": False,
+        "cache": CacheConfig(num_gpu_blocks_override=64),
+        "parallel": ParallelConfig(distributed_executor_backend=FAKE_EXECUTOR),
+    }
     return EngineConfig(
         model=ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
-        parallel=ParallelConfig(distributed_executor_backend=FAKE_EXECUTOR),
-        **engine,
+        **defaults | engine,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nbengine.errors import EngineStartError
@@ -38,7 +38,6 @@ class FakeExecutor(Executor):
         self.block_size = config.cache.block_size
         self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
         self.last_token: dict[str, int] = {}
-        self.prompt_length: dict[str, int] = {}
         self.given_back: set[str] = set()
         self.rpc_calls: list[tuple[Any, ...]] = []
         self.logprobs: dict[str, int] = {}
@@ -77,40 +76,34 @@ class FakeExecutor(Executor):
         return [answers[method]]
 
     def execute_model(self, scheduler_output, *, non_block=False):
-        if scheduler_output.total_num_scheduled_tokens:
+        future: Future[ModelRunnerOutput | None] = Future()
+        future.set_result(self.run(scheduler_output))
+        return future if non_block else future.result()
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if plan.total_num_scheduled_tokens:
             if self.given_back:
                 raise RuntimeError(f"computing without {self.given_back}")
             seconds = self.knobs.get("step_seconds", 0)
             if seconds > 60:
                 logger.warning("an endless step begins")
             time.sleep(seconds)
-        future: Future[ModelRunnerOutput | None] = Future()
-        future.set_result(self.run(scheduler_output))
-        return future if non_block else future.result()
-
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in plan.finished_req_ids:
             self.last_token.pop(request_id, None)
-            self.prompt_length.pop(request_id, None)
             self.logprobs.pop(request_id, None)
-        computed = {}
         for new in plan.scheduled_new_reqs:
             self.last_token[new.req_id] = new.token_ids[-1]
             if new.prompt_embeds is not None:
                 self.last_token[new.req_id] = int(new.prompt_embeds[-1, -1])
-            self.prompt_length[new.req_id] = len(new.token_ids)
-            computed[new.req_id] = new.num_computed_tokens
             params = new.sampling_params
             if params.logprobs is not None:
                 self.logprobs[new.req_id] = params.logprobs
             if params.prompt_logprobs is not None:
                 self.prompt_logprobs[new.req_id] = rows(new.token_ids[1:], params.prompt_logprobs)
-        cached = plan.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = []
-        for request_id, count in plan.num_scheduled_tokens.items():
-            done = computed[request_id] + count >= self.prompt_length[request_id]
-            sampled.append([self.next_token(request_id)] if done else [])
+        sampled = [
+            [] if request_id in plan.incomplete_req_ids else [self.next_token(request_id)]
+            for request_id in plan.num_scheduled_tokens
+        ]
         output = ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled)
         tokens = dict(zip(output.req_ids, sampled, strict=True))
         output.logprobs = {
@@ -135,3 +128,33 @@ class FakeExecutor(Executor):
 
     def shutdown(self):
         return
+
+
+class AsyncFakeExecutor(FakeExecutor):
+    """The same model on a thread of its own, with two steps in flight."""
+
+    max_concurrent_batches = 2
+    async_scheduling = True
+
+    def __init__(self, config, progress=None):
+        super().__init__(config, progress)
+        self.thread = ThreadPoolExecutor(1)
+        self.output: ModelRunnerOutput | None = None
+
+    def execute_model(self, scheduler_output, *, non_block=False):
+        assert non_block
+        return self.thread.submit(self.execute, scheduler_output)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        output = self.run(plan)
+        if not plan.total_num_scheduled_tokens:
+            return output
+        self.output = output
+        return None
+
+    def sample_tokens(self, grammar_output=None, *, non_block=False):
+        assert non_block
+        return self.thread.submit(lambda: self.output)
+
+    def shutdown(self):
+        self.thread.shutdown(cancel_futures=True)

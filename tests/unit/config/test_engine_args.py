@@ -48,7 +48,6 @@ NOT_YET: list[tuple[str, Any]] = [
     ("distributed_executor_backend", "ray"),
     ("data_parallel_backend", "ray"),
     ("quantization", "fp8"),
-    ("async_scheduling", True),
     ("enable_lora", True),
     ("speculative_config", {"method": "ngram"}),
 ]

@@ -17,9 +17,16 @@ from nbengine.errors import EngineStartError, InvalidArgumentError, UtilityError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.ipc.utilities import PAUSE_MODES
 from nbengine.sampling_params import SamplingParams
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.pause import PauseState
 from tests.process.process_support.fake_executor import FakeExecutor
+from tests.unit.engine.queued_executor import (
+    EagerExecutor,
+    PipelineExecutor,
+    QueuedExecutor,
+    ThreeStepExecutor,
+)
+
+EXECUTORS = [FakeExecutor, EagerExecutor, QueuedExecutor, ThreeStepExecutor, PipelineExecutor]
 
 
 def make_config(knobs: dict[str, Any] | None = None, num_blocks: int = 32, **scheduler: Any) -> EngineConfig:
@@ -30,31 +37,13 @@ def make_config(knobs: dict[str, Any] | None = None, num_blocks: int = 32, **sch
     )
 
 
-class LaggingCore(EngineCore):
-    """Takes in what came of a step only with the next one, as if its model ran beside it."""
-
-    in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
-
-    @property
-    def num_steps_in_flight(self) -> int:
-        return 0 if self.in_flight is None else 1
-
-    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        if self.in_flight is not None:
-            plan, output = self.in_flight
-            self.in_flight = None
-            return self.scheduler.update_from_output(plan, output), True
-        if self.scheduler.has_requests():
-            plan = self.scheduler.schedule()
-            self.in_flight = plan, self.model_executor.execute_model(plan)
-        return {}, False
-
-
 class Rig:
     """An engine core, what its clients have been told, and futures that are still open."""
 
-    def __init__(self, config: EngineConfig | None = None, core_class: type[EngineCore] = EngineCore) -> None:
-        self.core = core_class(config or make_config(), FakeExecutor)
+    def __init__(
+        self, config: EngineConfig | None = None, executor_class: type[FakeExecutor] = FakeExecutor
+    ) -> None:
+        self.core = EngineCore(config or make_config(), executor_class)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
 
@@ -85,7 +74,7 @@ class Rig:
 
     def run(self) -> None:
         """Step as long as the busy loop would."""
-        while self.core.scheduler.has_requests() or self.core.num_steps_in_flight:
+        while self.core.has_work():
             self.step()
 
 
@@ -93,9 +82,9 @@ def counting(first: int, count: int) -> list[int]:
     return list(range(first + 1, first + count + 1))
 
 
-@pytest.fixture(params=[EngineCore, LaggingCore], ids=["at once", "with a step in flight"])
+@pytest.fixture(params=EXECUTORS)
 def rig(request: pytest.FixtureRequest) -> Rig:
-    rig = Rig(core_class=request.param)
+    rig = Rig(executor_class=request.param)
     rig.add("a", 10)
     rig.add("b", 50)
     rig.step()
@@ -276,10 +265,9 @@ def test_a_profile_begins_and_ends_between_steps(rig: Rig) -> None:
 class ControlHistories(RuleBasedStateMachine):
     """Any order of requests, steps, pauses and sleeps; the fake executor fails if it has to compute asleep."""
 
-    @initialize(lagging=st.booleans(), num_blocks=st.integers(6, 12), seqs=st.integers(1, 4))
-    def start(self, lagging: bool, num_blocks: int, seqs: int) -> None:
-        config = make_config(num_blocks=num_blocks, max_num_seqs=seqs)
-        self.rig = Rig(config, LaggingCore if lagging else EngineCore)
+    @initialize(executor=st.sampled_from(EXECUTORS), num_blocks=st.integers(6, 12), seqs=st.integers(1, 4))
+    def start(self, executor: type[FakeExecutor], num_blocks: int, seqs: int) -> None:
+        self.rig = Rig(make_config(num_blocks=num_blocks, max_num_seqs=seqs), executor)
         self.prompts: dict[str, tuple[int, int]] = {}
         self.futures: list[Future[Any]] = []
 

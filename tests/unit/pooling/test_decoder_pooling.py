@@ -75,10 +75,10 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     seen: list[Request] = []
     original = Scheduler._preempt
 
-    def preempt(self: Scheduler, request: Request) -> None:
+    def preempt(self: Scheduler, request: Request, preempted_req_ids: set[str]) -> None:
         if request.num_computed_tokens:
             seen.append(request)
-        original(self, request)
+        original(self, request, preempted_req_ids)
 
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
     return seen

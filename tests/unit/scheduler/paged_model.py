@@ -7,11 +7,12 @@ block table. A slot that was shared, reused or left out by mistake changes every
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
-from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tests.unit.scheduler.fake_grammar import VOCAB_SIZE, allowed_tokens, tokens_of_mask
 
-VOCAB_SIZE = 24
 EOS = 0
 _MASK = (1 << 61) - 1
 
@@ -20,7 +21,7 @@ def _mix(state: int, value: int) -> int:
     return ((state ^ value) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % _MASK
 
 
-def sequential_tokens(prompt: list[int], count: int) -> list[int]:
+def sequential_tokens(prompt: list[int], count: int, *, constrained: bool = False) -> list[int]:
     """The oracle: `count` tokens after `prompt`, computed one after another without any cache."""
     first = second = 0
     tokens = list(prompt)
@@ -28,10 +29,14 @@ def sequential_tokens(prompt: list[int], count: int) -> list[int]:
         first = _mix(first, token)
         second = _mix(second, first)
     for _ in range(count):
-        tokens.append(second % VOCAB_SIZE)
+        tokens.append(_pick(second, allowed_tokens(tokens[len(prompt) :]) if constrained else None))
         first = _mix(first, tokens[-1])
         second = _mix(second, first)
     return tokens[len(prompt) :]
+
+
+def _pick(value: int, allowed: list[int] | None) -> int:
+    return value % VOCAB_SIZE if allowed is None else allowed[value % len(allowed)]
 
 
 def sequential_value(tokens: list[int]) -> int:
@@ -54,14 +59,19 @@ class PagedMemory:
         size = self.block_size
         return [table[position // size] * size + position % size for position in range(end)]
 
+    def forget(self, slots: list[int]) -> None:
+        for layer in self.layers:
+            for slot in slots:
+                layer[slot] = None
+
     def wipe(self, block_ids: list[int]) -> None:
         for layer in self.layers:
             for block_id in block_ids:
                 start = block_id * self.block_size
                 layer[start : start + self.block_size] = [None] * self.block_size
 
-    def forward(self, rows: list[Row]) -> list[int]:
-        """Compute the new tokens of all rows, layer by layer, and return each row's last value."""
+    def forward(self, rows: list[Row]) -> list[list[int]]:
+        """Compute the new tokens of all rows, layer by layer, and return each row's values."""
         tables = [self.slots(row.table, row.end) for row in rows]
         values = [list(row.tokens) for row in rows]
         for layer in self.layers:
@@ -76,12 +86,12 @@ class PagedMemory:
                     state = _mix(state, value)
                     if position >= row.start:
                         new[position - row.start] = state
-        return [new[-1] for new in values]
+        return values
 
 
 @dataclass
 class Row:
-    """One request's part of a batch: its tokens from position `start` to `end`."""
+    """One request's part of a batch: its tokens from position `start` to `end`, drafts last."""
 
     req_id: str
     table: list[int]
@@ -100,26 +110,47 @@ class _State:
 class FakeWorker:
     """Runs plans as a worker does, knowing only what the plans say, and checks each plan on the way."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, rng: random.Random | None = None) -> None:
+        """With `rng`, drafts are proposed: some of the tokens that will come, then others."""
         self.memory = PagedMemory(num_blocks, block_size)
         self.block_size = block_size
         self.states: dict[str, _State] = {}
         self.num_computed_tokens = 0
+        self._rng = rng
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(
+        self, plan: SchedulerOutput, grammar_output: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
         for req_id in plan.finished_req_ids:
             self.states.pop(req_id, None)
         for req_id in plan.preempted_req_ids:
             resumed = req_id in plan.scheduled_cached_reqs.resumed_req_ids
-            assert resumed or req_id not in plan.num_scheduled_tokens
+            assert resumed == (req_id in plan.num_scheduled_tokens)
             self.states[req_id].table = []
         self._take_new(plan)
         self._take_cached(plan)
-        rows = [self._row(req_id, count) for req_id, count in plan.num_scheduled_tokens.items()]
+        drafts = plan.scheduled_spec_decode_tokens
+        assert drafts.keys() <= plan.num_scheduled_tokens.keys()
+        rows = [
+            self._row(req_id, count, drafts.get(req_id, []))
+            for req_id, count in plan.num_scheduled_tokens.items()
+        ]
         self._check_writes(rows)
         values = self.memory.forward(rows)
-        sampled = [self._sample(row, value) for row, value in zip(rows, values, strict=True)]
-        return ModelRunnerOutput(req_ids=[row.req_id for row in rows], sampled_token_ids=sampled)
+        allowed = {}
+        if grammar_output is not None:
+            assert plan.has_structured_output_requests
+            for number, req_id in enumerate(grammar_output.req_ids):
+                allowed[req_id] = tokens_of_mask(grammar_output.bitmask, number)
+        sampled = [
+            self._sample(row, new, drafts.get(row.req_id, []), allowed.pop(row.req_id, None))
+            for row, new in zip(rows, values, strict=True)
+        ]
+        assert not allowed, "masks of requests that get no token"
+        assert {r.req_id for r, tokens in zip(rows, sampled, strict=True) if not tokens} == (
+            plan.incomplete_req_ids
+        )
+        return ModelRunnerOutput([row.req_id for row in rows], sampled, draft_token_ids=self._draft(rows))
 
     def _take_new(self, plan: SchedulerOutput) -> None:
         for new in plan.scheduled_new_reqs:
@@ -152,14 +183,15 @@ class FakeWorker:
         assert state.num_computed % self.block_size == 0
         self.memory.wipe(state.table[state.num_computed // self.block_size :])
 
-    def _row(self, req_id: str, count: int) -> Row:
+    def _row(self, req_id: str, count: int, drafts: list[int]) -> Row:
         state = self.states[req_id]
         start, end = state.num_computed, state.num_computed + count
         assert count >= 1
-        assert end <= len(state.tokens)
+        tokens = state.tokens + drafts
+        assert end == len(tokens) if drafts else end <= len(tokens)
         assert end <= len(state.table) * self.block_size, "tokens without slots"
         self.num_computed_tokens += count
-        return Row(req_id, state.table, state.tokens[start:end], start, end)
+        return Row(req_id, state.table, tokens[start:end], start, end)
 
     def _check_writes(self, rows: list[Row]) -> None:
         """No slot is written for two tokens, and no written block is in another live request's table."""
@@ -189,12 +221,33 @@ class FakeWorker:
             and state.tokens[:end] == self.states[row.req_id].tokens[:end]
         )
 
-    def _sample(self, row: Row, value: int) -> list[int]:
+    def _sample(self, row: Row, values: list[int], drafts: list[int], allowed: list[int] | None) -> list[int]:
+        """Sample after the last known token, and after each draft that is what was sampled before it."""
         state = self.states[row.req_id]
-        state.num_computed = row.end
-        assert value == sequential_value(state.tokens[: row.end]), f"{row.req_id} computed a wrong value"
-        if row.end < len(state.tokens):
+        known = len(state.tokens)
+        if row.end < known:
+            assert allowed is None
+            assert values[-1] == sequential_value(state.tokens[: row.end])
+            state.num_computed = row.end
             return []
-        token = value % VOCAB_SIZE
-        state.tokens.append(token)
-        return [token]
+        sampled: list[int] = []
+        for value, draft in zip(values[known - 1 - row.start :], [*drafts, None], strict=True):
+            assert value == sequential_value(state.tokens), f"{row.req_id} computed a wrong value"
+            state.tokens.append(_pick(value, allowed))
+            sampled.append(state.tokens[-1])
+            if draft != state.tokens[-1]:
+                break
+        state.num_computed = len(state.tokens) - 1
+        self.memory.forget(self.memory.slots(row.table, row.end)[state.num_computed :])
+        return sampled
+
+    def _draft(self, rows: list[Row]) -> dict[str, list[int]] | None:
+        rng = self._rng
+        if rng is None:
+            return None
+        proposed = {}
+        for row in rows:
+            if rng.random() < 0.8:
+                right = sequential_tokens(self.states[row.req_id].tokens, rng.randrange(4))
+                proposed[row.req_id] = right + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(3))]
+        return proposed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.pause import PauseState
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class Limits:
     policy: str = "fcfs"
     caching: bool = True
     lookahead: int = 0
+    depth: int = 1
+    """Steps that may be in flight."""
+    ahead: bool = False
+    """Whether requests are scheduled while what was sampled for them is in flight."""
 
 
 @dataclass
@@ -36,8 +41,16 @@ class ReferenceRequest:
     salt: str | None = None
     computed: int = 0
     table: list[int] = field(default_factory=list)
+    offered: int = 0
+    """Blocks that have been put into the cache."""
+    awaited: list[int] = field(default_factory=list)
+    """Steps in flight that sample for it."""
+    drafts: list[int] = field(default_factory=list)
     was_preempted: bool = False
+    resumable_after: int = -1
+    """The step that must have been answered first."""
     cached_at_first: int | None = None
+    grammar_length: int | None = None
 
 
 @dataclass
@@ -50,6 +63,8 @@ class ReferencePlan:
     resumed: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
+    incomplete: set[str] = field(default_factory=set)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
 
 
 class ReferencePool:
@@ -105,6 +120,10 @@ class ReferenceScheduler:
         self.waiting: list[ReferenceRequest] = []
         self.running: list[ReferenceRequest] = []
         self.finished: set[str] = set()
+        self.preempted: set[str] = set()
+        self.pause = PauseState.UNPAUSED
+        self.steps = 0
+        self.answered = -1
         self.queries = 0
         self.hits = 0
         self.preemptions = 0
@@ -141,10 +160,12 @@ class ReferenceScheduler:
         arrival: float,
         client: int,
         salt: str | None,
+        grammar_length: int | None,
     ) -> ReferenceRequest:
         order = (priority, arrival, self.added) if self.limits.policy == "priority" else (0, 0.0, self.added)
         self.added += 1
         request = ReferenceRequest(req_id, list(prompt), len(prompt), params, order, client, salt)
+        request.grammar_length = grammar_length
         self.waiting.append(request)
         return request
 
@@ -158,10 +179,12 @@ class ReferenceScheduler:
         self.release_blocks(request)
         (self.running if request in self.running else self.waiting).remove(request)
         self.finished.add(req_id)
+        self.preempted.discard(req_id)
 
     def release_blocks(self, request: ReferenceRequest) -> None:
         while request.table:
             self.pool.free_one(request.table.pop())
+        request.offered = 0
 
     def prefix(self, request: ReferenceRequest, index: int) -> object:
         return (request.salt, tuple(request.tokens[: (index + 1) * self.limits.block_size]))
@@ -177,20 +200,21 @@ class ReferenceScheduler:
             found.append(self.pool.contents.index(wanted))
         return found
 
-    def offer(self, request: ReferenceRequest, num_new: int) -> None:
-        """Put the blocks that the last `num_new` computed tokens completed into the cache, once each."""
+    def offer(self, request: ReferenceRequest) -> None:
+        """Put the full blocks of known, computed tokens into the cache, once each."""
         pool, size = self.pool, self.limits.block_size
         if not self.limits.caching:
             return
-        for index in range((request.computed - num_new) // size, request.computed // size):
-            content = self.prefix(request, index)
+        while (request.offered + 1) * size <= min(request.computed, len(request.tokens)):
+            content = self.prefix(request, request.offered)
             if content in pool.contents:
                 duplicate = pool.contents.index(content)
                 pool.contents[duplicate] = None
                 if pool.holders[duplicate] == 0:
                     pool.least_recent_first.remove(duplicate)
                     pool.blank.append(duplicate)
-            pool.contents[request.table[index]] = content
+            pool.contents[request.table[request.offered]] = content
+            request.offered += 1
 
     def slots_after(self, request: ReferenceRequest, computed: int, count: int) -> int:
         return min(computed + count + self.limits.lookahead, self.limits.max_model_len)
@@ -200,43 +224,79 @@ class ReferenceScheduler:
             count = min(count, self.limits.threshold)
         return min(count, budget)
 
+    def wanted(self, request: ReferenceRequest) -> int:
+        """How many tokens a running request would compute next: known ones, drafts, or one in flight."""
+        known, limit = len(request.tokens), self.total_limit(request.num_prompt, request.params)
+        if request.computed < known:
+            return known - request.computed + min(len(request.drafts), limit - known - 1)
+        ahead = self.limits.ahead and self.limits.lookahead == 0
+        return 1 if ahead and known + len(request.awaited) < limit else 0
+
     def schedule(self) -> ReferencePlan:
-        plan = ReferencePlan(finished=self.finished)
-        self.finished = set()
+        plan = ReferencePlan(finished=self.finished, preempted=self.preempted)
+        self.finished, self.preempted = set(), set()
+        if self.pause is not PauseState.PAUSED_ALL:
+            preemptions = self.preemptions
+            budget = self.continue_running(plan)
+            if self.preemptions == preemptions:
+                self.admit(plan, budget)
+        self.steps += 1
+        return plan
+
+    def continue_running(self, plan: ReferencePlan) -> int:
         budget = self.limits.budget
         self.running.sort(key=lambda r: r.order)
         for request in list(self.running):
-            if budget == 0 or request not in self.running:
+            wanted = self.wanted(request)
+            if budget == 0 or wanted == 0 or request not in self.running:
                 continue
-            count = self.chunk(len(request.tokens) - request.computed, budget)
-            if self.make_room(request, count, plan):
+            count = self.chunk(wanted, budget)
+            if self.make_room(request, count, plan.preempted):
                 self.note(plan, request, count)
                 budget -= count
-        if not plan.preempted:
-            self.admit(plan, budget)
-        return plan
+        return budget
 
-    def make_room(self, request: ReferenceRequest, count: int, plan: ReferencePlan) -> bool:
+    def make_room(self, request: ReferenceRequest, count: int, preempted: set[str]) -> bool:
         wanted = self.blocks_for(self.slots_after(request, request.computed, count))
         while wanted - len(request.table) > self.pool.num_free():
             victim = max(self.running, key=lambda r: r.order)
-            self.running.remove(victim)
-            self.waiting.append(victim)
-            self.release_blocks(victim)
-            victim.computed = 0
-            victim.was_preempted = True
-            plan.preempted.add(victim.req_id)
-            self.preemptions += 1
+            self.preempt(victim, preempted)
             if victim is request:
                 return False
         while len(request.table) < wanted:
             request.table.append(self.pool.take_one())
         return True
 
+    def preempt(self, victim: ReferenceRequest, preempted: set[str]) -> None:
+        self.running.remove(victim)
+        self.waiting.append(victim)
+        self.release_blocks(victim)
+        victim.computed = 0
+        victim.drafts = []
+        victim.was_preempted = True
+        victim.resumable_after = self.steps - 1
+        preempted.add(victim.req_id)
+        self.preemptions += 1
+
+    def preempt_all(self) -> None:
+        for victim in sorted(self.running, key=lambda r: r.order, reverse=True):
+            self.preempt(victim, self.preempted)
+
+    def candidates(self) -> list[ReferenceRequest]:
+        """Waiting requests in order, as far as nobody blocks those behind."""
+        found = []
+        for request in sorted(self.waiting, key=lambda r: r.order):
+            if request.was_preempted and self.answered < request.resumable_after:
+                break
+            if request.was_preempted or self.pause is PauseState.UNPAUSED:
+                found.append(request)
+        return found
+
     def admit(self, plan: ReferencePlan, budget: int) -> None:
         limits = self.limits
-        while self.waiting and budget > 0 and len(self.running) < limits.max_num_seqs:
-            request = min(self.waiting, key=lambda r: r.order)
+        for request in self.candidates():
+            if budget == 0 or len(self.running) == limits.max_num_seqs:
+                break
             found = self.lookup(request)
             computed = len(found) * limits.block_size
             rest = len(request.tokens) - computed
@@ -256,6 +316,7 @@ class ReferenceScheduler:
             self.waiting.remove(request)
             self.running.append(request)
             request.computed = computed
+            request.offered = len(found)
             if request.was_preempted:
                 plan.resumed.add(request.req_id)
             else:
@@ -271,7 +332,37 @@ class ReferenceScheduler:
         plan.scheduled.append((request.req_id, count))
         plan.starts[request.req_id] = request.computed
         request.computed += count
-        self.offer(request, count)
+        if request.computed < len(request.tokens):
+            plan.incomplete.add(request.req_id)
+        else:
+            num_drafts = request.computed - len(request.tokens)
+            if request.drafts and num_drafts:
+                plan.drafts[request.req_id] = request.drafts[:num_drafts]
+            request.awaited.append(self.steps)
+        request.drafts = []
+        self.offer(request)
+
+    def answer(
+        self, request: ReferenceRequest, step: int, tokens: list[int], num_drafts: int
+    ) -> tuple[list[int], str | None]:
+        """Take in what a step sampled; returns the tokens kept, and why the request ends, if it does."""
+        assert request.awaited.pop(0) == step
+        if request in self.running:
+            request.computed -= num_drafts - (len(tokens) - 1)
+        for count, token in enumerate(tokens, 1):
+            reason = self.accept(request, token)
+            if reason is not None:
+                return tokens[:count], reason
+        if request in self.running:
+            self.offer(request)
+        return tokens, None
+
+    def propose(self, req_id: str, drafts: list[int]) -> None:
+        request = self.find(req_id)
+        if request is None or request.grammar_length is not None:
+            return
+        if request in self.running and request.computed + 1 == len(request.tokens):
+            request.drafts = drafts[: self.limits.lookahead]
 
     def accept(self, request: ReferenceRequest, token: int) -> str | None:
         """Append a sampled token; return why the request ends with it, if it does."""
@@ -280,7 +371,8 @@ class ReferenceScheduler:
         num_output = len(request.tokens) - request.num_prompt
         is_eos = token == params.eos_token_id and not params.ignore_eos
         reason = None
-        if (is_eos or token in params.stop_token_ids) and num_output >= params.min_tokens:
+        is_end = (is_eos or token in params.stop_token_ids) and num_output >= params.min_tokens
+        if is_end or num_output == request.grammar_length:
             reason = "stop"
         elif len(request.tokens) >= self.total_limit(request.num_prompt, params):
             reason = "length"

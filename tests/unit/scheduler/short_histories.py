@@ -15,7 +15,12 @@ ABORTED = RequestStatus.FINISHED_ABORTED
 
 
 def make_scheduler(
-    num_blocks: int = 64, max_model_len: int = 128, caching: bool = True, lookahead: int = 0, **config: Any
+    num_blocks: int = 64,
+    max_model_len: int = 128,
+    caching: bool = True,
+    lookahead: int = 0,
+    ahead: bool = False,
+    **config: Any,
 ) -> Scheduler:
     ticks = iter(range(10**6))
     return Scheduler(
@@ -25,6 +30,7 @@ def make_scheduler(
         max_model_len,
         engine_index=3,
         num_lookahead_tokens=lookahead,
+        async_scheduling=ahead,
         clock=lambda: float(next(ticks)),
     )
 
@@ -56,12 +62,9 @@ def add(
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7) -> dict[int, EngineCoreOutputs]:
     """Report `token` for every request whose known tokens are all computed by the plan."""
-    sampled = []
-    for name in plan.num_scheduled_tokens:
-        request = scheduler.requests.get(name)
-        due = request is None or request.num_computed_tokens >= request.num_tokens
-        sampled.append([token] if due else [])
-    return scheduler.update_from_output(plan, ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled))
+    names = list(plan.num_scheduled_tokens)
+    sampled = [[] if name in plan.incomplete_req_ids else [token] for name in names]
+    return scheduler.update_from_output(plan, ModelRunnerOutput(names, sampled))
 
 
 def step(scheduler: Scheduler, token: int = 7) -> tuple[dict[str, int], dict[str, EngineCoreOutput]]:

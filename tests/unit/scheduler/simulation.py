@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,8 +13,10 @@ from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.fake_grammar import FakeGrammar, FakeMasks
 from tests.unit.scheduler.paged_model import FakeWorker, sequential_tokens
 from tests.unit.scheduler.reference import Limits, ReferencePlan, ReferenceScheduler
 
@@ -34,6 +37,8 @@ def make_scheduler(limits: Limits, **kwargs: object) -> Scheduler:
         limits.num_blocks,
         limits.max_model_len,
         num_lookahead_tokens=limits.lookahead,
+        async_scheduling=limits.ahead,
+        grammar_masks=FakeMasks(),
         **kwargs,  # type: ignore[arg-type]
     )
 
@@ -45,6 +50,7 @@ class Answer:
     prompt: list[int]
     params: SamplingParams
     client: int
+    constrained: bool
     tokens: list[int] = field(default_factory=list)
     events: list[EngineCoreEventType] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -55,6 +61,14 @@ class Answer:
         return self.aborted or self.finish_reason is not None
 
 
+@dataclass
+class InFlight:
+    """A plan, and for whom it was made."""
+
+    plan: SchedulerOutput
+    answers: dict[str, Answer]
+
+
 class Simulation:
     """One history. `answers` holds every attempt at a request, also those whose id was used again."""
 
@@ -63,10 +77,13 @@ class Simulation:
         self.now = 0.0
         self.scheduler = make_scheduler(limits, clock=self._tick)
         self.reference = ReferenceScheduler(limits)
-        self.worker = FakeWorker(limits.num_blocks, limits.block_size)
+        rng = random.Random(repr(limits)) if limits.lookahead else None
+        self.worker = FakeWorker(limits.num_blocks, limits.block_size, rng)
         self.live: dict[str, Answer] = {}
         self.answers: list[Answer] = []
-        self.in_flight: SchedulerOutput | None = None
+        self.in_flight: deque[InFlight] = deque()
+        self.to_be_told: dict[int, list[str]] = {}
+        """Requests of each client that have ended without its doing."""
         self.steps_needed = 1
 
     def _tick(self) -> float:
@@ -91,6 +108,7 @@ class Simulation:
         arrival: float = 0.0,
         client: int = 0,
         salt: str | None = None,
+        grammar_length: int | None = None,
     ) -> None:
         TOTALS["add"] += 1
         wire = EngineCoreRequest(
@@ -103,24 +121,29 @@ class Simulation:
             client_index=client,
         )
         request = Request.from_engine_core_request(wire, self.scheduler.kv_cache_manager.block_hasher)
+        if grammar_length is not None:
+            request.grammar = FakeGrammar(grammar_length)
         if req_id in self.live or self.reference.refuses(prompt, params):
             TOTALS["refused"] += 1
             with pytest.raises(RequestError, match=req_id):
                 self.scheduler.add_request(request)
         else:
             self.scheduler.add_request(request)
-            self.reference.add(req_id, prompt, params, priority, arrival, client, salt)
-            answer = Answer(list(prompt), params, client)
+            self.reference.add(req_id, prompt, params, priority, arrival, client, salt, grammar_length)
+            answer = Answer(list(prompt), params, client, grammar_length is not None)
             self.live[req_id] = answer
             self.answers.append(answer)
             self.steps_needed += self.reference.total_limit(len(prompt), params)
         self.check()
 
-    def abort(self, req_id: str) -> None:
+    def abort(self, req_id: str, *, by_client: bool = True) -> None:
         TOTALS["abort"] += 1
-        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED, tell_client=not by_client)
         self.reference.finish(req_id)
-        self._forget(req_id)
+        answer = self._forget(req_id)
+        if answer is not None and not by_client:
+            TOTALS["abort by others"] += 1
+            self.to_be_told.setdefault(answer.client, []).append(req_id)
         self.check()
 
     def abort_client(self, client: int) -> None:
@@ -132,71 +155,122 @@ class Simulation:
             self._forget(req_id)
         self.check()
 
-    def _forget(self, req_id: str) -> None:
+    def _forget(self, req_id: str) -> Answer | None:
         answer = self.live.pop(req_id, None)
         if answer is not None:
             answer.aborted = True
+        return answer
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> None:
         TOTALS["reset"] += 1
-        assert self.scheduler.reset_prefix_cache() == self.reference.pool.forget_all()
+        if reset_running_requests:
+            TOTALS["reset of running requests"] += 1
+            self.reference.preempt_all()
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        assert done == self.reference.pool.forget_all()
+        assert done or not reset_running_requests
         self.check()
 
+    def pause(self, state: PauseState) -> None:
+        TOTALS["pause or resume"] += 1
+        self.scheduler.set_pause_state(state)
+        self.reference.pause = state
+        self.check()
+
+    @property
+    def may_schedule(self) -> bool:
+        return len(self.in_flight) < self.limits.depth
+
     def schedule(self) -> SchedulerOutput:
-        assert self.in_flight is None
+        assert self.may_schedule
         TOTALS["schedule"] += 1
-        had_requests = self.scheduler.has_unfinished_requests()
+        TOTALS[f"schedule with {len(self.in_flight)} steps in flight"] += 1
+        was_due, runnable = self.scheduler.has_requests(), self._has_runnable()
+        preempted_before = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         self._check_plan(plan, self.reference.schedule())
-        assert bool(plan.num_scheduled_tokens) == had_requests, "every step makes progress"
+        progress = bool(plan.num_scheduled_tokens)
+        assert progress or not runnable or self.in_flight, "every step makes progress"
+        assert progress <= runnable
+        assert was_due == bool(runnable or plan.finished_req_ids or plan.preempted_req_ids)
+        preempts = self.scheduler.num_preemptions > preempted_before
+        assert not preempts or not (plan.scheduled_new_reqs or plan.scheduled_cached_reqs.resumed_req_ids)
         TOTALS["preempted"] += len(plan.preempted_req_ids)
         TOTALS["resumed"] += len(plan.scheduled_cached_reqs.resumed_req_ids)
-        self.in_flight = plan
+        TOTALS["drafts"] += sum(map(len, plan.scheduled_spec_decode_tokens.values()))
+        self.in_flight.append(InFlight(plan, {r: self.live[r] for r in plan.num_scheduled_tokens}))
         self.check()
         return plan
 
+    def _has_runnable(self) -> bool:
+        """Whether there are requests that the pause lets go on."""
+        reference = self.reference
+        if reference.pause is PauseState.PAUSED_ALL:
+            return False
+        if reference.pause is PauseState.PAUSED_NEW:
+            return bool(reference.running) or any(r.was_preempted for r in reference.waiting)
+        return bool(self.live)
+
     def update(self) -> dict[str, EngineCoreOutput]:
-        """Execute the plan in flight and hand back what was sampled; returns the outputs by request."""
-        assert self.in_flight is not None
+        """Execute the oldest plan in flight and hand back what was sampled; returns the outputs by request."""
         TOTALS["update"] += 1
-        plan, self.in_flight = self.in_flight, None
-        scheduled = {r: self.scheduler.requests.get(r) for r in plan.num_scheduled_tokens}
-        output = self.worker.execute(plan)
+        step = self.in_flight.popleft()
+        plan = step.plan
+        grammar_output = self.scheduler.get_grammar_bitmask(plan)
+        TOTALS["masks"] += 0 if grammar_output is None else len(grammar_output.req_ids)
+        output = self.worker.execute(plan, grammar_output)
+        sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+        for req_id, tokens in sampled.items():
+            TOTALS["tokens dropped"] += (
+                len(tokens) if self.live.get(req_id) is not step.answers[req_id] else 0
+            )
         expected = {
             req_id: tokens
-            for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
-            if tokens and (request := scheduled[req_id]) and request.status is RequestStatus.RUNNING
+            for req_id, tokens in sampled.items()
+            if tokens and self.live.get(req_id) is step.answers[req_id]
         }
         by_client = self.scheduler.update_from_output(plan, output)
         got: dict[str, EngineCoreOutput] = {}
         for client, outputs in by_client.items():
-            assert outputs.outputs
+            assert outputs.outputs or outputs.finished_requests
             for item in outputs.outputs:
                 assert item.request_id not in got
                 got[item.request_id] = item
                 assert self.live[item.request_id].client == client
+            assert outputs.finished_requests == self.to_be_told.pop(client, None)
+        assert not self.to_be_told, "clients are told with the next outputs"
         assert got.keys() == expected.keys()
-        for req_id in expected:
-            self._receive(got[req_id])
+        self.reference.answered = plan.step
+        for req_id, tokens in expected.items():
+            num_drafts = len(plan.scheduled_spec_decode_tokens.get(req_id, ()))
+            TOTALS["drafts accepted"] += len(tokens) - 1
+            self._receive(got[req_id], plan.step, tokens, num_drafts)
+        for req_id, drafts in (output.draft_token_ids or {}).items():
+            if self.live.get(req_id) is step.answers[req_id]:
+                self.reference.propose(req_id, drafts)
         self.check()
         return got
 
     def step(self) -> dict[str, EngineCoreOutput]:
-        self.schedule()
+        """Go as far as an engine does before it waits: plan what may be in flight, take in the oldest step."""
+        while self.may_schedule:
+            self.schedule()
         return self.update()
 
     def finish_everything(self) -> None:
         """Run until nothing is left, within a bound, and check that all is answered and given back."""
-        if self.in_flight is not None:
-            self.update()
-        bound = self.steps_needed * (len(self.live) + 1)
+        self.pause(PauseState.UNPAUSED)
+        bound = self.steps_needed * (len(self.live) + 1) * self.limits.depth
         steps = 0
         while self.scheduler.has_requests():
             self.step()
             steps += 1
             assert steps <= bound, "a request starves"
+        while self.in_flight:
+            self.update()
         assert not self.live
         assert all(answer.done for answer in self.answers)
+        assert not self.to_be_told
         stats = self.scheduler.make_stats()
         assert stats.num_free_blocks == stats.num_blocks == self.limits.num_blocks
         assert stats.kv_cache_usage == 0
@@ -204,23 +278,26 @@ class Simulation:
 
     # Checks.
 
-    def _receive(self, item: EngineCoreOutput) -> None:
+    def _receive(self, item: EngineCoreOutput, step: int, sampled: list[int], num_drafts: int) -> None:
         answer = self.live[item.request_id]
         request = self.reference.find(item.request_id)
         assert request is not None
-        assert len(item.new_token_ids) == 1
-        answer.tokens.extend(item.new_token_ids)
+        kept, reason = self.reference.answer(request, step, sampled, num_drafts)
+        assert item.new_token_ids == kept
+        answer.tokens.extend(kept)
         answer.events.extend(event.type for event in item.events or [])
         assert item.num_cached_tokens == request.cached_at_first
-        reason = self.reference.accept(request, item.new_token_ids[0])
         assert (str(item.finish_reason) if item.finished else None) == reason
-        is_stop_id = reason == "stop" and item.new_token_ids[0] in answer.params.stop_token_ids
-        is_eos = item.new_token_ids[0] == answer.params.eos_token_id and not answer.params.ignore_eos
-        assert item.stop_reason == (item.new_token_ids[0] if is_stop_id and not is_eos else None)
+        is_stop_id = reason == "stop" and kept[-1] in answer.params.stop_token_ids
+        is_stop_id &= len(answer.tokens) >= answer.params.min_tokens
+        is_eos = kept[-1] == answer.params.eos_token_id and not answer.params.ignore_eos
+        assert item.stop_reason == (kept[-1] if is_stop_id and not is_eos else None)
         if item.finished:
             TOTALS["finished"] += 1
             answer.finish_reason = item.finish_reason
-            assert answer.tokens == sequential_tokens(answer.prompt, len(answer.tokens))
+            assert answer.tokens == sequential_tokens(
+                answer.prompt, len(answer.tokens), constrained=answer.constrained
+            )
             _check_events(answer.events)
             del self.live[item.request_id]
 
@@ -235,7 +312,8 @@ class Simulation:
         assert cached.resumed_req_ids == expected.resumed
         assert plan.preempted_req_ids == expected.preempted
         assert plan.finished_req_ids == expected.finished
-        assert not plan.preempted_req_ids or not (new_ids or cached.resumed_req_ids)
+        assert plan.incomplete_req_ids == expected.incomplete
+        assert plan.scheduled_spec_decode_tokens == expected.drafts
         assert sorted(new_ids + cached.req_ids) == sorted(plan.num_scheduled_tokens)
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
@@ -261,6 +339,13 @@ class Simulation:
         assert [r.request_id for r in scheduler.waiting] == [
             r.req_id for r in sorted(reference.waiting, key=lambda r: r.order)
         ]
+        for request in scheduler.requests.values():
+            found = reference.find(request.request_id)
+            assert found is not None
+            assert request.all_token_ids == found.tokens
+            if request.status is RequestStatus.RUNNING:
+                assert request.num_computed_tokens == found.computed
+                assert len(found.awaited) <= self.limits.depth
         assert [pool.ref_count(b) for b in range(pool.num_blocks)] == reference.pool.holders
         stats = scheduler.make_stats()
         assert (stats.num_free_blocks, stats.num_cached_blocks) == (
@@ -275,7 +360,12 @@ class Simulation:
 
 
 def _check_events(events: list[EngineCoreEventType]) -> None:
-    """QUEUED, then SCHEDULED, then any number of times PREEMPTED and SCHEDULED."""
+    """QUEUED, then SCHEDULED, then any number of times PREEMPTED and SCHEDULED.
+
+    What was in flight may end a request that is PREEMPTED.
+    """
     kinds = EngineCoreEventType
-    assert events[:2] == [kinds.QUEUED, kinds.SCHEDULED]
-    assert events[2:] == [kinds.PREEMPTED, kinds.SCHEDULED] * (len(events[2:]) // 2)
+    assert events[0] == kinds.QUEUED
+    rest = events[1:]
+    assert rest
+    assert rest == ([kinds.SCHEDULED, kinds.PREEMPTED] * len(rest))[: len(rest)]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.pause import PauseState
 from tests.unit.scheduler.paged_model import EOS, VOCAB_SIZE
 from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.simulation import Simulation
@@ -38,6 +39,8 @@ limits_strategy = st.builds(
     policy=st.sampled_from(["fcfs", "priority"]),
     caching=st.sampled_from([True, True, False]),
     lookahead=st.sampled_from([0, 0, 1, 3]),
+    depth=st.integers(1, 3),
+    ahead=st.sampled_from([True, True, False]),
 )
 prompt_strategy = st.builds(
     lambda base, shared, own: BASES[base][:shared] + own,
@@ -73,12 +76,22 @@ class SchedulerHistories(RuleBasedStateMachine):
         arrival=st.sampled_from([0.0, 1.0, 2.0]),
         client=st.integers(0, 1),
         salt=st.sampled_from([None, None, None, "", "salt"]),
+        length=st.sampled_from([None, None, 1, 4, 30]),
         cut=st.sampled_from([True, True, True, False]),
     )
-    def add(self, req_id, prompt, params, priority, arrival, client, salt, cut) -> None:
+    def add(self, req_id, prompt, params, priority, arrival, client, salt, length, cut) -> None:
         if cut:
             prompt = self.sim.cut_to_fit(prompt)
-        self.sim.add(req_id, prompt, params, priority=priority, arrival=arrival, client=client, salt=salt)
+        self.sim.add(
+            req_id,
+            prompt,
+            params,
+            priority=priority,
+            arrival=arrival,
+            client=client,
+            salt=salt,
+            grammar_length=length,
+        )
 
     @rule(prompt=prompt_strategy, params=params_strategy, first=st.integers(0, 16), count=st.integers(2, 4))
     def add_the_same_prompt_several_times(self, prompt, params, first, count) -> None:
@@ -98,24 +111,31 @@ class SchedulerHistories(RuleBasedStateMachine):
         self.sim.abort(req_id)
         self.sim.add(req_id, self.sim.cut_to_fit(prompt), params)
 
-    @rule(kind=st.sampled_from(["first client", "second client", "cache", "cache"]))
+    @rule(kind=st.sampled_from(["first client", "second client", "cache", "cache", "cache and running"]))
     def disturb(self, kind: str) -> None:
-        if kind == "cache":
-            self.sim.reset_prefix_cache()
-        else:
+        if "client" in kind:
             self.sim.abort_client(0 if kind == "first client" else 1)
+        else:
+            self.sim.reset_prefix_cache(reset_running_requests="running" in kind)
 
-    @precondition(lambda self: self.sim.in_flight is None)
+    @rule(number=st.integers(0, 19))
+    def abort_by_others(self, number: int) -> None:
+        self.sim.abort(f"r{number}", by_client=False)
+
+    @rule(state=st.sampled_from([PauseState.UNPAUSED, *PauseState]))
+    def pause(self, state: PauseState) -> None:
+        self.sim.pause(state)
+
+    @precondition(lambda self: self.sim.may_schedule)
     @rule()
     def schedule(self) -> None:
         self.sim.schedule()
 
-    @precondition(lambda self: self.sim.in_flight is not None)
+    @precondition(lambda self: self.sim.in_flight)
     @rule()
     def update(self) -> None:
         self.sim.update()
 
-    @precondition(lambda self: self.sim.in_flight is None)
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -128,7 +148,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
 TestSchedulerHistories = SchedulerHistories.TestCase
 TestSchedulerHistories.settings = settings(
-    max_examples=4000 if THOROUGH else 300,
+    max_examples=4000 if THOROUGH else 200,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -158,31 +178,54 @@ def _random_event(sim: Simulation, rng: random.Random, number: int) -> None:
             priority=rng.randrange(3),
             client=rng.randrange(3),
             salt=salt,
+            grammar_length=rng.choice([None, None, None, 3, 20]),
         )
     elif kind < 0.25:
-        sim.abort(rng.choice([*sim.live, "unknown"]))
+        sim.abort(rng.choice([*sim.live, "unknown"]), by_client=rng.random() < 0.7)
     elif kind < 0.26:
-        sim.reset_prefix_cache()
-    elif sim.in_flight is None:
+        sim.reset_prefix_cache(reset_running_requests=rng.random() < 0.2)
+    elif kind < 0.27:
+        sim.pause(rng.choice(list(PauseState)))
+    elif kind < 0.3 and sim.scheduler.pause_state is not PauseState.UNPAUSED:
+        sim.pause(PauseState.UNPAUSED)
+    elif sim.may_schedule and (not sim.in_flight or rng.random() < 0.6):
         sim.schedule()
     else:
         sim.update()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("caching", [True, False], ids=["caching", "no-caching"])
-@pytest.mark.parametrize(("budget", "chunked"), [(3, True), (11, True), (200, True), (50, False)])
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 80), (2, 30), (4, 18), (16, 5)])
+MODES = {
+    "sync": {"depth": 1},
+    "async": {"depth": 2, "ahead": True},
+    "async-3": {"depth": 3, "ahead": True},
+    "pipeline": {"depth": 3},
+    "drafts": {"depth": 1, "lookahead": 3},
+    "drafts-in-flight": {"depth": 2, "lookahead": 2, "ahead": True},
+}
+BUDGETS = [(3, True), (11, True), (200, True), (50, False)]
+BLOCKS = [(1, 60), (2, 30), (4, 15), (16, 4)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("budget_number", range(len(BUDGETS)))
+@pytest.mark.parametrize("blocks_number", range(len(BLOCKS)))
 def test_every_request_gets_the_tokens_of_a_sequential_run_over_a_long_history(
-    caching: bool, policy: str, budget: int, chunked: bool, block_size: int, num_blocks: int
+    mode: str, budget_number: int, blocks_number: int
 ) -> None:
-    limits = Limits(block_size, num_blocks, 56, 5, budget, chunked, 0, policy, caching)
+    budget, chunked = BUDGETS[budget_number]
+    block_size, num_blocks = BLOCKS[blocks_number]
+    # Each policy meets each budget, mode and number of blocks, with and without caching.
+    policy = "fcfs" if (budget_number + blocks_number) % 2 else "priority"
+    caching = (budget_number // 2 + blocks_number) % 2 == 0
+    limits = Limits(
+        block_size, num_blocks, 56, 5, budget, chunked, policy=policy, caching=caching, **MODES[mode]
+    )
     sim = Simulation(limits)
     rng = random.Random(repr(limits))
-    for number in range(8000 if THOROUGH else 700):
+    for number in range(20000 if THOROUGH else 500):
         _random_event(sim, rng, number)
     sim.finish_everything()
     finished = [answer for answer in sim.answers if answer.finish_reason is not None]
-    assert len(finished) > 50
+    assert len(finished) > 40
     assert sim.scheduler.num_preemptions > 0
     assert (sim.scheduler.make_stats().prefix_cache_hits > 0) == caching
