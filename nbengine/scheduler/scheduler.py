@@ -227,7 +227,8 @@ class Scheduler(SchedulerState):
         req_ids: list[str] = []
         grammars: list[Grammar] = []
         for request_id, request in self._structured.items():
-            if self._gets_mask(scheduler_output, request_id) and request.grammar is not None:
+            is_planned = self._gets_mask(scheduler_output, request_id)
+            if is_planned and scheduler_output.step >= request.first_step and request.grammar is not None:
                 req_ids.append(request_id)
                 grammars.append(request.grammar)
         return GrammarOutput(req_ids, self._grammar_masks.fill_bitmasks(grammars)) if req_ids else None

@@ -7,6 +7,7 @@ from typing import Any
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.grammar import Grammar, GrammarMaskBuilder
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -20,6 +21,7 @@ def make_scheduler(
     caching: bool = True,
     lookahead: int = 0,
     ahead: bool = False,
+    grammar_masks: GrammarMaskBuilder | None = None,
     **config: Any,
 ) -> Scheduler:
     ticks = iter(range(10**6))
@@ -31,6 +33,7 @@ def make_scheduler(
         engine_index=3,
         num_lookahead_tokens=lookahead,
         async_scheduling=ahead,
+        grammar_masks=grammar_masks,
         clock=lambda: float(next(ticks)),
     )
 
@@ -44,6 +47,7 @@ def add(
     priority: int = 0,
     arrival: float = 0.0,
     client: int = 0,
+    grammar: Grammar | None = None,
     **params: Any,
 ) -> Request:
     """Add a request whose prompt is `start, start + 1, ...`; without `start`, no two names share a prompt."""
@@ -56,6 +60,7 @@ def add(
         arrival_time=arrival,
         client_index=client,
     )
+    request.grammar = grammar
     scheduler.add_request(request)
     return request
 

@@ -8,6 +8,7 @@ from nbengine.errors import NBEngineError
 from nbengine.ipc.messages import FinishReason
 from nbengine.scheduler.output import ModelRunnerOutput
 from nbengine.scheduler.request import RequestStatus
+from tests.unit.scheduler.fake_grammar import FakeGrammar, FakeMasks
 from tests.unit.scheduler.short_histories import ABORTED, add, answer, make_scheduler
 
 
@@ -142,3 +143,17 @@ def test_the_cache_can_be_reset_under_running_requests_which_start_again() -> No
     plan = scheduler.schedule()
     assert plan.num_scheduled_tokens == {"r": 11}
     assert request.output_token_ids == [1, 2]
+
+
+def test_a_step_planned_before_gets_no_mask_for_a_request_that_took_over_an_id() -> None:
+    scheduler = make_scheduler(ahead=True, grammar_masks=FakeMasks())
+    add(scheduler, "r", 4)
+    first = scheduler.schedule()
+    scheduler.finish_requests("r", ABORTED)
+    add(scheduler, "r", 6, start=500, grammar=FakeGrammar(3))
+    assert scheduler.get_grammar_bitmask(first) is None
+    second = scheduler.schedule()
+    assert (first.has_structured_output_requests, second.has_structured_output_requests) == (False, True)
+    masks = scheduler.get_grammar_bitmask(second)
+    assert masks is not None
+    assert masks.req_ids == ["r"]
