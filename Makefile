@@ -43,7 +43,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing nbengine and what it needs into $(VENV) (about a minute)"
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e ".[notebook]"
+	$(PIP) install -c constraints.txt -e ".[notebook,structured]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

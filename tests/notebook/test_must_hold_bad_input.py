@@ -38,7 +38,7 @@ REQUESTS = [
     ("--set frequency_penalty=-5\nhi", "frequency_penalty must be in [-2, 2], got -5"),
     ("--set repetition_penalty=0\nhi", "repetition_penalty must be greater than 0, got 0"),
     ("--set stop_token_ids=[258]\nhi", "stop_token_ids must be token ids in [0, 258), got 258"),
-    ("--set truncate_prompt_tokens=0\nhi", "truncate_prompt_tokens must be at least 1, or None, got 0"),
+    ("--set truncate_prompt_tokens=0\nhi", "truncate_prompt_tokens must be -1, at least 1, or None, got 0"),
     ("--set bogus=1\nhi", "no sampling parameter 'bogus'"),
 ]
 STARTS = [
