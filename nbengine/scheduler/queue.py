@@ -15,7 +15,7 @@ _order = attrgetter("order")
 class RequestQueue:
     """Requests sorted by `request.order`, which is unique: the policy is nothing but that key.
 
-    Appending in order and taking the first or the last are cheap; any other insertion or removal moves one
+    Appending in order and taking the last are cheap; any other insertion or removal moves one
     pointer for each request behind it.
     """
 
@@ -36,14 +36,6 @@ class RequestQueue:
             requests.append(request)
         else:
             requests.insert(bisect_left(requests, request.order, key=_order), request)
-
-    def peek(self) -> Request:
-        """Return the first request."""
-        return self._requests[0]
-
-    def pop_first(self) -> Request:
-        """Remove and return the first request."""
-        return self._requests.pop(0)
 
     def pop_last(self) -> Request:
         """Remove and return the last request."""

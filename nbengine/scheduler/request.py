@@ -209,11 +209,6 @@ class Request:
         """Tokens sampled so far, a copy."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the request has left the scheduler."""
-        return self.status in FINISH_REASONS
-
     def record_event(self, kind: EngineCoreEventType, timestamp: float) -> None:
         """Note a station, to be carried by the request's next output."""
         event = EngineCoreEvent(kind, timestamp)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nbengine.sampling_params import SamplingParams
-from nbengine.scheduler.request import Request, RequestStatus
+from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from nbengine.scheduler.stop import append_tokens, token_limit
 
 EOS = 2
@@ -60,5 +60,5 @@ def test_the_first_token_that_ends_a_request_is_its_last(
         assert request.num_tokens == len(request.all_token_ids) == 3 + len(kept)
         assert request.num_output_tokens == len(kept)
         assert request.status is status
-        assert request.is_finished == (status is not WAITING)
+        assert (request.status in FINISH_REASONS) == (status is not WAITING)
         assert request.stop_reason == stop_reason
