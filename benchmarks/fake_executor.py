@@ -46,7 +46,7 @@ class StepFuture(Future[ModelRunnerOutput | None]):
 class FixedRateExecutor(Executor):
     """Ends a step every so many seconds, counted from the previous step's end."""
 
-    def __init__(self, config: EngineConfig, progress: Any = None) -> None:
+    def __init__(self, config: EngineConfig, progress: Any = None, files: Any = None) -> None:
         self._block_size = config.cache.block_size
         self._async_scheduling = bool(config.scheduler.async_scheduling)
         self._step_seconds = float(os.environ.get("NBENGINE_BENCH_STEP_SECONDS", "0.005"))

@@ -118,6 +118,7 @@ class EngineArgs:
     enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
     data_parallel_backend: str = "mp"
+    distributed_init_method: str | None = None
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
     client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
@@ -200,6 +201,7 @@ class EngineArgs:
                 enable_expert_parallel=self.enable_expert_parallel,
                 distributed_executor_backend=self.distributed_executor_backend,
                 data_parallel_backend=self.data_parallel_backend,
+                distributed_init_method=self.distributed_init_method,
             ),
             keep_alive=float(self.keep_alive),
             lease=float(self.lease),
@@ -214,13 +216,12 @@ AsyncEngineArgs = EngineArgs
 
 
 def _refuse_unsupported(args: EngineArgs) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(args, name) > 1:
-            raise NotSupportedError(f"{name}={getattr(args, name)} is not available yet; only 1 is")
-    if args.distributed_executor_backend in ("mp", "ray"):
+    if args.data_parallel_size > 1:
         raise NotSupportedError(
-            f"distributed_executor_backend={args.distributed_executor_backend!r} is not available yet; only 'uni' is"
+            f"data_parallel_size={args.data_parallel_size} is not available yet; only 1 is"
         )
+    if args.distributed_executor_backend == "ray":
+        raise NotSupportedError("distributed_executor_backend='ray' is not available yet; 'uni' and 'mp' are")
     if args.data_parallel_backend == "ray":
         raise NotSupportedError("data_parallel_backend='ray' is not available yet; only 'mp' is")
     if args.enable_expert_parallel:

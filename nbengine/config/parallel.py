@@ -15,6 +15,8 @@ class ParallelConfig:
     """Sizes of the tensor-, pipeline- and data-parallel groups.
 
     `distributed_executor_backend` may also name an `Executor` of one's own, as "module:Class".
+    `distributed_init_method` is where the workers find each other, "tcp://127.0.0.1:29500" for instance; None is a
+    file in the engine's own directory, which nobody else can take or reach.
     """
 
     tensor_parallel_size: int = 1
@@ -23,6 +25,7 @@ class ParallelConfig:
     enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
     data_parallel_backend: str = "mp"
+    distributed_init_method: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
@@ -36,6 +39,17 @@ class ParallelConfig:
         )
         backend = self.data_parallel_backend
         require("data_parallel_backend", backend, backend in DATA_PARALLEL_BACKENDS, "'mp' or 'ray'")
+        executor = self.distributed_executor_backend
+        is_alone = executor == "uni" and self.world_size > 1
+        require(
+            "distributed_executor_backend",
+            executor,
+            not is_alone,
+            f"None or 'mp' for {self.world_size} workers",
+        )
+        method = self.distributed_init_method
+        is_url = method is None or method.startswith(("tcp://", "file://"))
+        require("distributed_init_method", method, is_url, "None, 'tcp://HOST:PORT' or 'file://PATH'")
 
     @property
     def world_size(self) -> int:

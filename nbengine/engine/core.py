@@ -37,6 +37,7 @@ from nbengine.units import size
 
 if TYPE_CHECKING:
     from nbengine.executor.base import Executor
+    from nbengine.executor.files import ExecutorFiles
     from nbengine.models.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,13 @@ class EngineCore:
         executor_class: type[Executor],
         progress: ProgressCallback | None = None,
         engine_index: int = 0,
+        files: ExecutorFiles | None = None,
     ) -> None:
         self.config = config
         self.engine_index = engine_index
         self._report = progress or _log_progress
         self._logits_processors = load_logits_processors(config.model.logits_processors)
-        self.model_executor = executor_class(config, progress)
+        self.model_executor = executor_class(config, progress, files)
         try:
             self.model_info = self.model_executor.model_info()
             self._kv_cache_spec = self.model_executor.get_kv_cache_spec()

@@ -39,6 +39,7 @@ from nbengine.engine.work import (
 )
 from nbengine.errors import EngineStartError, NBEngineError, RequestError
 from nbengine.executor.base import Executor
+from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.handshake import encode_control, say_hello
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
@@ -86,10 +87,11 @@ class EngineCoreProc(EngineCore):
         context: zmq.Context[zmq.Socket[bytes]],
         control: zmq.Socket[bytes],
         handshake: EngineHandshakeMetadata,
+        files: ExecutorFiles | None = None,
     ) -> None:
         self._control = control
         self._control_lock = threading.Lock()
-        super().__init__(config, executor_class, self._send_progress, engine_index=rank)
+        super().__init__(config, executor_class, self._send_progress, engine_index=rank, files=files)
         self.shutdown_state = EngineShutdownState.RUNNING
         self.terminated = False
         """SIGTERM has asked for the end."""
@@ -306,7 +308,10 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: HostLifeline) -> 
     engine: EngineCoreProc | None = None
     try:
         handshake = say_hello(control, rank, os.getpid())
-        engine = EngineCoreProc(info.config, executor_class(info.config), rank, context, control, handshake)
+        files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path)
+        engine = EngineCoreProc(
+            info.config, executor_class(info.config), rank, context, control, handshake, files
+        )
         signal.signal(signal.SIGTERM, engine.on_sigterm)
         lifeline.notify(engine.on_host_gone)
         engine.start()

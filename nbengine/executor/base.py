@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 from nbengine.config import EngineConfig
 from nbengine.errors import NotSupportedError
+from nbengine.executor.files import ExecutorFiles
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.progress import ProgressCallback
 from nbengine.scheduler.output import (
@@ -26,8 +27,15 @@ class Executor(ABC):
     """
 
     @abstractmethod
-    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ProgressCallback | None = None,
+        files: ExecutorFiles | None = None,
+    ) -> None:
         """Start the workers and have them load the model.
+
+        `files` is where they may leave files; without it an executor that needs some makes a directory of its own.
 
         Raises:
             EngineStartError: the device is missing, or the model does not fit.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.base import Executor
+from nbengine.executor.files import ExecutorFiles
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.registry import resolve_device
 from nbengine.scheduler.output import AsyncModelRunnerOutput, GrammarOutput, SchedulerOutput
@@ -25,7 +26,12 @@ class UniProcExecutor(Executor):
     prepares the next step. torch leaves the interpreter to others while it computes.
     """
 
-    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ProgressCallback | None = None,
+        files: ExecutorFiles | None = None,  # noqa: ARG002
+    ) -> None:
         is_async = _schedules_asynchronously(config)
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling=is_async))
         self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None

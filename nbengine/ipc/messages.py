@@ -208,6 +208,23 @@ class Progress(msgspec.Struct, tag="progress"):
     seconds: float = 0.0
     """Since the start of the stage."""
     rank: int = 0
+    """Of the engine core."""
+    worker: int | None = None
+    """Rank of the worker that reports, where there are several."""
+
+
+class WorkerInfo(msgspec.Struct, array_like=True):
+    """A worker of an engine core, as it is once the engine takes requests."""
+
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    pid: int
+    device: str
+    weights_bytes: int
+    kv_cache_bytes: int
+    first_layer: int
+    num_layers: int
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
@@ -223,6 +240,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     dtype: str
     supported_tasks: list[str]
     pid: int
+    workers: list[WorkerInfo] = []
+    """By rank."""
 
 
 class EngineDead(msgspec.Struct, tag="dead"):

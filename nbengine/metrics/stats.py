@@ -5,6 +5,18 @@ from __future__ import annotations
 import msgspec
 
 
+class WorkerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One worker of an engine core."""
+
+    rank: int = 0
+    memory_bytes: int = 0
+    """What the worker holds: on a GPU what torch has allocated there, on a CPU the resident set of its process."""
+    num_steps: int = 0
+    """Steps with tokens since the start."""
+    step_seconds: float = 0.0
+    """Time that its part of the latest step took, waiting for other workers included."""
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """State of one engine's scheduler and KV cache after a step; counters never go down."""
 
@@ -27,6 +39,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """New requests wait until the engine is resumed."""
     sleep_level: int = 0
     """0: awake; 1: without KV cache, weights in host memory; 2: without either."""
+    workers: list[WorkerStats] = []
+    """By rank."""
 
     @property
     def is_sleeping(self) -> bool:

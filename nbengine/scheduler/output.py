@@ -36,13 +36,15 @@ class CachedRequestData:
     """Requests that the workers know, in struct-of-arrays form: only what changed since they last ran.
 
     For requests in `resumed_req_ids` (preempted earlier) `new_block_ids` replaces the block table, otherwise it
-    extends it. `new_token_ids` is empty unless the sampled tokens are not known to the worker (pipeline parallel).
+    extends it. `new_token_ids` has the tokens that were sampled since a request was last planned, for pipeline stages
+    that do not sample; it is empty without pipeline parallelism.
     """
 
     req_ids: list[str] = field(default_factory=list)
     resumed_req_ids: set[str] = field(default_factory=set)
     new_block_ids: list[list[int] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
+    new_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

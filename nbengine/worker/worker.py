@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from nbengine.config import EngineConfig
+from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import EngineStartError, UtilityError
+from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
@@ -55,8 +57,16 @@ class Worker:
     model: DecoderForCausalLM | BertModel
     model_runner: ModelRunner | EncoderRunner
 
-    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ProgressCallback | None = None,
+        layout: RankLayout = ALONE,
+        files: ExecutorFiles | None = None,
+    ) -> None:
         self.config = config
+        self.layout = layout
+        self._files = files
         self._progress = progress
         self._threads = TorchThreads()
         self._num_blocks = 0

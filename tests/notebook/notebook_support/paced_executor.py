@@ -19,7 +19,7 @@ FIRST_TOKEN, LAST_TOKEN = 32, 57
 
 
 class PacedExecutor(Executor):
-    def __init__(self, config, progress=None):
+    def __init__(self, config, progress=None, files=None):
         knobs = config.model.hf_overrides
         self.interval = 1 / knobs.get("tokens_per_second", 100)
         self.next_step = 0.0

@@ -33,7 +33,7 @@ def rows(token_ids: list[int], count: int) -> LogprobsLists:
 
 
 class FakeExecutor(Executor):
-    def __init__(self, config, progress=None):
+    def __init__(self, config, progress=None, files=None):
         self.knobs: dict[str, Any] = config.model.hf_overrides
         self.block_size = config.cache.block_size
         self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
@@ -136,7 +136,7 @@ class AsyncFakeExecutor(FakeExecutor):
     max_concurrent_batches = 2
     async_scheduling = True
 
-    def __init__(self, config, progress=None):
+    def __init__(self, config, progress=None, files=None):
         super().__init__(config, progress)
         self.thread = ThreadPoolExecutor(1)
         self.output: ModelRunnerOutput | None = None

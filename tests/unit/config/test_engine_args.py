@@ -40,11 +40,8 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("tokenizer_mode", "mistral"),
 ]
 NOT_YET: list[tuple[str, Any]] = [
-    ("tensor_parallel_size", 2),
-    ("pipeline_parallel_size", 2),
     ("data_parallel_size", 2),
     ("enable_expert_parallel", True),
-    ("distributed_executor_backend", "mp"),
     ("distributed_executor_backend", "ray"),
     ("data_parallel_backend", "ray"),
     ("quantization", "fp8"),

@@ -38,7 +38,7 @@ class QueuedExecutor(FakeExecutor):
     max_concurrent_batches = 2
     eager = False
 
-    def __init__(self, config: Any, progress: Any = None) -> None:
+    def __init__(self, config: Any, progress: Any = None, files: Any = None) -> None:
         super().__init__(config, progress)
         self.calls: deque[tuple[LateFuture, Callable[[], Any]]] = deque()
         self.log: list[tuple[str, int]] = []

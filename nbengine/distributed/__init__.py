@@ -1,0 +1,1 @@
+"""Where a worker stands among the others, and how they exchange tensors."""

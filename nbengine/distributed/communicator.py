@@ -1,0 +1,88 @@
+"""What workers exchange tensors through, and what a worker on its own has in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nbengine.distributed.layout import ALONE, RankLayout
+
+
+class Communicator(Protocol):
+    """One rank's end of a group. Every rank makes the same calls in the same order, with equal shapes and dtypes.
+
+    All ranks get the same bits: sums are taken in rank order.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`; may be `x` itself, overwritten."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, concatenated along the last dimension in rank order."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+
+    def close(self) -> None:
+        """Leave the group; without waiting for the others."""
+
+
+class PipelineLink(Protocol):
+    """One end of a line of tensors from a stage to the next, in order."""
+
+    def send(self, x: Tensor) -> None:
+        """Send; returns when `x` may be overwritten, which is before it has been received."""
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor, in memory that is the caller's until the next call."""
+
+    def close(self) -> None:
+        """Let go of it; without waiting for the other end."""
+
+
+class SingleRank:
+    """The group of a worker without others."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x`."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x`."""
+        return x
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """A worker's place, its tensor-parallel group, and its lines from the stage before and to the next one."""
+
+    layout: RankLayout = ALONE
+    tp: Communicator = field(default_factory=SingleRank)
+    previous: PipelineLink | None = None
+    next: PipelineLink | None = None
+
+    def close(self) -> None:
+        """Leave the group and let go of the lines."""
+        for end in (self.tp, self.previous, self.next):
+            if end is not None:
+                end.close()
+
+
+SINGLE = ParallelState()
+"""Of a worker on its own."""

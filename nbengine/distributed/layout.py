@@ -1,0 +1,64 @@
+"""Ranks of an engine's workers, free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nbengine.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Where one worker stands. Tensor-parallel neighbours have neighbouring ranks: rank = pp_rank * tp_size + tp_rank."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @classmethod
+    def of(cls, rank: int, parallel: ParallelConfig) -> RankLayout:
+        """The place of a worker of one engine core, 0 <= rank < parallel.world_size."""
+        tp_size = parallel.tensor_parallel_size
+        return cls(rank % tp_size, tp_size, rank // tp_size, parallel.pipeline_parallel_size)
+
+    @property
+    def rank(self) -> int:
+        """Number of the worker."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the engine core."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the worker embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the worker makes logits and samples."""
+        return self.pp_rank == self.pp_size - 1
+
+    def stage_layers(self, num_layers: int) -> range:
+        """The decoder layers of this worker's stage; the first stages have one more where they cannot be even."""
+        each, more = divmod(num_layers, self.pp_size)
+        start = self.pp_rank * each + min(self.pp_rank, more)
+        return range(start, start + each + (self.pp_rank < more))
+
+    def __str__(self) -> str:
+        parts = [f"TP{self.tp_rank}"] if self.tp_size > 1 else []
+        parts += [f"PP{self.pp_rank}"] if self.pp_size > 1 else []
+        return " ".join(parts) or "rank 0"
+
+
+def layouts(parallel: ParallelConfig) -> Iterator[RankLayout]:
+    """The places of all workers of one engine core, by rank."""
+    return (RankLayout.of(rank, parallel) for rank in range(parallel.world_size))
+
+
+ALONE = RankLayout()
+"""The place of a worker without others."""
