@@ -11,7 +11,6 @@ from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
-from nbengine.executor.worker_board import WorkerBoard
 from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.registry import resolve_device
@@ -37,8 +36,8 @@ class UniProcExecutor(Executor):
         is_async = _schedules_asynchronously(config)
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling=is_async))
         self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
-        self._board = WorkerBoard.private(1)
-        self._worker: Worker | None = Worker(config, progress, board=self._board)
+        self._worker: Worker | None = Worker(config, progress)
+        self._board = self._worker.board
         try:
             self._call(self._worker.init_device)
             self._call(self._worker.load_model)

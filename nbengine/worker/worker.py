@@ -68,12 +68,11 @@ class Worker:
         progress: ProgressCallback | None = None,
         layout: RankLayout = ALONE,
         files: ExecutorFiles | None = None,
-        board: WorkerBoard | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self._files = files
-        self._board = board or WorkerBoard.private(layout.world_size)
+        self.board = _board(layout, files)
         self._progress = progress
         self._threads = TorchThreads()
         self._num_blocks = 0
@@ -89,7 +88,7 @@ class Worker:
         self.hf_config = load_hf_config(self.config.model)
         self.device = resolve_device(self.config.model)
         self.dtype = resolve_dtype(self.config.model, self.hf_config, self.device)
-        self._meter = WorkerMeter(self._board.row(self.layout.rank), self.device)
+        self._meter = WorkerMeter(self.board.row(self.layout.rank), self.device)
 
     def load_model(self) -> None:
         """Load the weights.
@@ -317,3 +316,10 @@ class Worker:
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         return gpu_kv_budget(total, self.config.cache.gpu_memory_utilization, peak, others)
+
+
+def _board(layout: RankLayout, files: ExecutorFiles | None) -> WorkerBoard:
+    """The board that the executor has made, else one for this worker to be asked for."""
+    if files is None or files.board is None:
+        return WorkerBoard.private(layout.world_size)
+    return WorkerBoard.attach(files.board, layout.world_size)
