@@ -33,7 +33,9 @@ class PipelineShares:
         Of those that would get a token, an equal share, the ones that have been in no step for the longest time.
         """
         limit = self._chunk_limit
-        due = [request for request in running if 0 < request.num_tokens - request.num_computed_tokens <= limit]
+        due = [
+            request for request in running if 0 < request.num_tokens - request.num_computed_tokens <= limit
+        ]
         share = self._share(num_running)
         if len(due) <= share:
             return running

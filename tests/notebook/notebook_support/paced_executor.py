@@ -43,6 +43,7 @@ class PacedExecutor(Executor):
             },
             "determine_available_memory": 1 << 20,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
         }
         return [answers[method]]

@@ -69,8 +69,8 @@ def test_backends_that_are_missing_are_named(
 
 
 def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> None:
-    spec = executor.get_kv_cache_spec()
-    assert executor.determine_available_memory() == 8 * spec.page_size_bytes
+    (spec,) = executor.get_kv_cache_specs()
+    assert executor.determine_available_memory() == [8 * spec.page_size_bytes]
     executor.initialize_kv_cache(8)
     assert executor.max_concurrent_batches == 1
     assert executor.execute_model(one_request([1, 2, 3])) is None
