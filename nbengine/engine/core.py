@@ -68,15 +68,14 @@ class EngineCore:
         self.model_executor = executor_class(config, progress, files)
         try:
             self.model_info = self.model_executor.model_info()
-            specs = self.model_executor.get_kv_cache_specs()
             self.num_blocks, self.max_model_len = initialize_kv_cache(
-                config, self.model_executor, specs, self.model_info, self._report
+                config, self.model_executor, self.model_info, self._report
             )
+            self.workers = self.model_executor.worker_info()
             self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
             self.model_executor.shutdown()
             raise
-        self._kv_cache_bytes = self.num_blocks * sum(spec.page_size_bytes for spec in specs)
         self._vocab_size: int = self.model_info["vocab_size"]
         self._structured_outputs = StructuredOutputManager(
             config.model, self._vocab_size, config.scheduler.max_num_seqs
@@ -319,8 +318,10 @@ class EngineCore:
         return function(*args)
 
     def stats(self) -> SchedulerStats:
-        """Return the state of scheduler and KV cache."""
-        return self.control.describe(self.scheduler.make_stats())
+        """Return the state of scheduler, KV cache and workers."""
+        stats = self.control.describe(self.scheduler.make_stats())
+        stats.workers = self.model_executor.worker_stats()
+        return stats
 
     def ready_message(self, rank: int) -> EngineReady:
         """Return what the frontends are told once the engine takes requests."""
@@ -329,12 +330,13 @@ class EngineCore:
             num_blocks=self.num_blocks,
             block_size=self.config.cache.block_size,
             max_model_len=self.max_model_len,
-            kv_cache_bytes=self._kv_cache_bytes,
-            weights_bytes=self.model_info["weights_bytes"],
+            kv_cache_bytes=sum(worker.kv_cache_bytes for worker in self.workers),
+            weights_bytes=sum(worker.weights_bytes for worker in self.workers),
             device=self.model_info["device"],
             dtype=self.model_info["dtype"],
             supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
+            workers=self.workers,
         )
 
     def shutdown(self) -> None:

@@ -23,11 +23,10 @@ logger = logging.getLogger(__name__)
 def initialize_kv_cache(
     config: EngineConfig,
     executor: Executor,
-    specs: Sequence[KVCacheSpec],
     model_info: Mapping[str, Any],
     report: ProgressCallback,
 ) -> tuple[int, int]:
-    """Have every worker allocate as many blocks as the one with the least room for them can; `specs` are by rank.
+    """Have every worker allocate as many blocks as the one with the least room for them can.
 
     Returns:
         The number of blocks, 0 for a model without a KV cache, and the most tokens of a request.
@@ -35,7 +34,7 @@ def initialize_kv_cache(
     Raises:
         EngineStartError: there is no room for what was asked.
     """
-    cache = config.cache
+    cache, specs = config.cache, executor.get_kv_cache_specs()
     start = time.monotonic()
     available = executor.determine_available_memory()
     found = f"{size(sum(available))} for the KV cache"

@@ -40,6 +40,12 @@ def log_tail(path: str | Path, lines: int = TAIL_LINES) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
+def worker_log_path(log_path: str | Path, rank: int) -> Path:
+    """Where a worker with a process of its own writes its output: beside its engine's log `log_path`."""
+    path = Path(log_path)
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
 def describe_exception(error: BaseException) -> str:
     """Return one line about an exception and what caused it, root cause last."""
     parts: list[str] = []

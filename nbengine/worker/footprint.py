@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ class Footprint:
         self._dtype = dtype
         self._block_size = config.cache.block_size
         sharing = list(layouts(config.parallel)) if device.type == "cpu" else [layout]
-        self.weights_bytes = self._weights_bytes([layout])
-        self.shared_weights_bytes = self._weights_bytes(sharing)
+        weights_bytes = {rank: weights_bytes_of(hf_config, dtype, rank) for rank in sharing}
+        self.weights_bytes = weights_bytes[layout]
+        self.shared_weights_bytes = sum(weights_bytes.values())
         self.kv_cache_spec = self._kv_cache_spec(layout)
         self.shared_page_size_bytes = sum(self._kv_cache_spec(rank).page_size_bytes for rank in sharing)
         """Bytes of a block in the KV caches of all of them."""
@@ -42,9 +43,6 @@ class Footprint:
     def own_part(self, kv_cache_bytes: int) -> int:
         """This rank's part of KV caches of so many bytes altogether."""
         return kv_cache_bytes * self.kv_cache_spec.page_size_bytes // self.shared_page_size_bytes
-
-    def _weights_bytes(self, ranks: Sequence[RankLayout]) -> int:
-        return sum(weights_bytes_of(self._hf_config, self._dtype, rank) for rank in ranks)
 
     def _kv_cache_spec(self, rank: RankLayout) -> KVCacheSpec:
         """An encoder's has no layers."""

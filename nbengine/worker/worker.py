@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import EngineStartError, NBEngineError, UtilityError
 from nbengine.executor.files import ExecutorFiles
+from nbengine.executor.worker_board import WorkerBoard
+from nbengine.ipc.messages import WorkerInfo
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
@@ -47,6 +51,7 @@ from nbengine.worker.memory import (
     gpu_kv_budget,
     return_freed_memory,
 )
+from nbengine.worker.meter import WorkerMeter
 from nbengine.worker.model_runner import ModelRunner
 from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.profiler import WorkerProfiler
@@ -75,6 +80,7 @@ class Worker:
         self.config = config
         self.layout = layout
         self._files = files
+        self.board = _board(layout, files)
         self._progress = progress
         self._parallel = SINGLE
         self._threads = TorchThreads()
@@ -97,6 +103,7 @@ class Worker:
         # All ranks are here now, and none of them has loaded anything.
         self._free_at_start = self._free_memory()
         self._footprint = Footprint(self.config, self.hf_config, self.device, self.dtype, self.layout)
+        self._meter = WorkerMeter(self.board.row(self.layout.rank), self.device)
 
     def load_model(self) -> None:
         """Load this rank's weights.
@@ -121,6 +128,22 @@ class Worker:
             self.model_runner = ModelRunner(
                 self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
+        self._meter.measure_memory()
+
+    def worker_info(self) -> WorkerInfo:
+        """Who this worker is and what it holds."""
+        layout, layers = self.layout, self.layout.stage_layers(self.model.config.num_layers)
+        return WorkerInfo(
+            rank=layout.rank,
+            tp_rank=layout.tp_rank,
+            pp_rank=layout.pp_rank,
+            pid=os.getpid(),
+            device=str(self.device),
+            weights_bytes=self.model.weights_bytes,
+            kv_cache_bytes=self._num_blocks * self.get_kv_cache_spec().page_size_bytes,
+            first_layer=layers.start,
+            num_layers=len(layers),
+        )
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded, in plain values."""
@@ -186,6 +209,7 @@ class Worker:
             max_model_len = min(max_model_len, num_blocks * self.config.cache.block_size)
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
         self._num_blocks = num_blocks
+        self._meter.measure_memory()
 
     def sleep(self, level: int) -> None:
         """Free the KV cache and move the weights to host memory (level 1; a CPU's are there), or free both (level 2).
@@ -204,6 +228,7 @@ class Worker:
         self.model_runner.release_kv_cache()
         return_freed_memory()
         torch.cuda.empty_cache()
+        self._meter.measure_memory()
 
     def check_wake_up(self, tag: str) -> None:
         """Check that there is memory for what `wake_up` restores.
@@ -232,6 +257,7 @@ class Worker:
                 paths = tuple(map(Path, self.config.model.weights))
                 reload_weights(self.model, paths, Reporter(None, "load"))
             self._offload = None
+        self._meter.measure_memory()
 
     def start_profile(self, directory: str, max_steps: int) -> None:
         """Record what is computed, in at most `max_steps` steps.
@@ -256,15 +282,23 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See `ModelRunner.execute_model`."""
-        if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
+        if not scheduler_output.total_num_scheduled_tokens:
+            return self.model_runner.execute_model(scheduler_output)
+        if self._profiler is not None:
             self._profiler.begin_step()
-        return self.model_runner.execute_model(scheduler_output)
+        began = time.perf_counter()
+        output = self.model_runner.execute_model(scheduler_output)
+        self._meter.ran(began, is_over=output is not None)
+        return output
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None = None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """See `ModelRunner.sample_tokens`."""
-        return self.model_runner.sample_tokens(grammar_output)
+        began = time.perf_counter()
+        output = self.model_runner.sample_tokens(grammar_output)
+        self._meter.ran(began, is_over=True)
+        return output
 
     def shutdown(self) -> None:
         """Free what has been loaded and allocated, and leave the other ranks. It takes no calls afterwards."""
@@ -347,3 +381,10 @@ class Worker:
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         return gpu_kv_budget(total, self.config.cache.gpu_memory_utilization, peak, others)
+
+
+def _board(layout: RankLayout, files: ExecutorFiles | None) -> WorkerBoard:
+    """The board that the executor has made, else one for this worker to be asked for."""
+    if files is None or files.board is None:
+        return WorkerBoard.private(layout.world_size)
+    return WorkerBoard.attach(files.board, layout.world_size)
