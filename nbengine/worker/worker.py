@@ -201,7 +201,7 @@ class Worker:
         Raises:
             RuntimeError: there is not enough host memory for the weights; nothing has changed.
         """
-        offload = self._offload or WeightsOffload(self.model.weight_slots().values())
+        offload = self._offload or WeightsOffload(self.model.parameters())
         if level == 2:
             offload.drop()
         elif self.device.type != "cpu":

@@ -113,7 +113,7 @@ def test_shutdown_frees_model_and_cache_and_may_be_repeated(config: EngineConfig
     executor.sample_tokens()
     executor.check_health()
     runner = executor._worker.model_runner
-    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens)]
+    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens.weight)]
     del runner
     executor.shutdown()
     executor.shutdown()
