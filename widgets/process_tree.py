@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
@@ -36,6 +36,8 @@ class Link:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     channels: tuple[str, ...]
+    is_intact: bool = True
+    """Whether a process at each end still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,14 @@ class ProcessTree:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """What connects the processes."""
-        return tuple(_links(self))
+        """What connects the processes, or has connected those that are gone."""
+        running = {process.pid for process in self.processes if process.is_running}
+        return tuple(
+            replace(
+                link, is_intact=not running.isdisjoint(link.sources) and not running.isdisjoint(link.targets)
+            )
+            for link in _links(self)
+        )
 
     def svg(self) -> str:
         """A picture of its own, for a file: with a background, light or dark as the reader's system is."""
