@@ -18,7 +18,7 @@ from nbengine.client.processes import session_processes
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.ipc.messages import EngineReady, WorkerInfo
 
-CLIENT_TO_HOST = ("host.sock: DEALER ↔ ROUTER", "stats.sock: SUB ← XPUB")
+CLIENT_TO_HOST = ("host.sock: DEALER ↔ ROUTER", "stats.sock: SUB (on demand) ← XPUB")
 CLIENT_TO_CORE = ("c-<id>.in: ROUTER → DEALER", "c-<id>.out: PULL ← PUSH")
 HOST_TO_CORE = ("core.sock: ROUTER ↔ DEALER", "back-out.sock: PULL ← PUSH", "pipe: each sees the other's end")
 
@@ -128,28 +128,24 @@ class ProcessTree:
         )
 
     def svg(self) -> str:
-        """A picture of its own, for a file: with a background, light or dark as the reader's system is."""
+        """A picture that stands by itself, as in a file: on a ground of its own, dark where the reader's system is."""
         from nbengine.widgets.process_tree_svg import draw
 
         return draw(self, standalone=True)
+
+    def html(self) -> str:
+        """The picture in the colours of the page that it is put in, and the text, folded."""
+        from nbengine.widgets.process_tree_svg import page_part
+
+        return page_part(self)
 
     def __str__(self) -> str:
         from nbengine.widgets.process_tree_text import text_tree
 
         return text_tree(self)
 
-    def _repr_mimebundle_(
-        self, include: object = None, exclude: object = None
-    ) -> dict[str, str]:  # the display protocol's arguments: all of the bundle is made anyway
-        del include, exclude
-        from nbengine.widgets.process_tree_svg import draw, html
-
-        plain = str(self)
-        return {
-            "text/plain": plain,
-            "text/html": html(self, plain),
-            "image/svg+xml": draw(self, standalone=True),
-        }
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.html(), "image/svg+xml": self.svg()}
 
 
 def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> ProcessTree:
@@ -188,17 +184,12 @@ def _core_nodes(ready: Sequence[EngineReady], session: int) -> tuple[CoreNode, .
     cores = []
     for engine in ready:
         process = usage_of(engine.pid, session)
-        infos = engine.workers or [_worker_inside(engine)]
         workers = [
             WorkerNode(process if worker.pid == engine.pid else usage_of(worker.pid, session), worker)
-            for worker in infos
+            for worker in engine.workers
         ]
         cores.append(CoreNode(process, engine.rank, tuple(workers)))
     return tuple(cores)
-
-
-def _worker_inside(engine: EngineReady) -> WorkerInfo:
-    return WorkerInfo(0, 0, 0, engine.pid, engine.device, engine.weights_bytes, engine.kv_cache_bytes, 0, 0)
 
 
 def _processes_of(core: CoreNode) -> list[ProcessUsage]:

@@ -61,12 +61,12 @@ def draw(tree: ProcessTree, *, standalone: bool = False) -> str:
     return _Picture(tree).render(_STANDALONE if standalone else "")
 
 
-def html(tree: ProcessTree, plain: str) -> str:
+def page_part(tree: ProcessTree) -> str:
     """The picture for a page, and below it the text for whoever cannot see it or wants to copy it."""
     # Where a page's SVG is taken out, as in a notebook that is not trusted, its words stay: without size, unseen.
     return (
         f'<div style="font-size:0">{draw(tree)}</div><details><summary>as text</summary>'
-        f'<pre style="margin:0;overflow-x:auto">{escape(plain)}</pre></details>'
+        f'<pre style="margin:0;overflow-x:auto">{escape(str(tree))}</pre></details>'
     )
 
 
