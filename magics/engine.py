@@ -36,7 +36,7 @@ from nbengine.magics.reports import (
     status_table,
 )
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
-from nbengine.widgets.live import publish
+from nbengine.widgets.live import publish, publish_bundle
 from nbengine.widgets.process_tree import read_process_tree
 from nbengine.widgets.progress import StartProgress
 
@@ -193,8 +193,7 @@ class EngineMagics(Magics):
         name = parser.parse_words(words).name
         engine = self._session.find(name) if name else self._session.get()
         info = find_engine(name or "") if engine is None else engine.client.connection
-        tree = read_process_tree(info, attached=engine is not None)
-        publish(self.shell, str(tree), tree.html())
+        publish_bundle(self.shell, read_process_tree(info, attached=engine is not None).bundle())
 
     def _attach(self, words: Sequence[str]) -> None:
         parser = _parser(

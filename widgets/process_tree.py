@@ -37,7 +37,7 @@ class Link:
     targets: tuple[int, ...]
     channels: tuple[str, ...]
     is_intact: bool = True
-    """Whether a process at each end still runs."""
+    """Whether there still is a process at each end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,7 @@ class ProcessTree:
     def links(self) -> tuple[Link, ...]:
         """What connects the processes, or has connected those that are gone."""
         running = {process.pid for process in self.processes if process.is_running}
-        return tuple(
-            replace(
-                link, is_intact=not running.isdisjoint(link.sources) and not running.isdisjoint(link.targets)
-            )
-            for link in _links(self)
-        )
+        return tuple(replace(link, is_intact=_is_intact(link, running)) for link in _links(self))
 
     def svg(self) -> str:
         """A picture that stands by itself, as in a file: on a ground of its own, dark where the reader's system is."""
@@ -144,8 +139,12 @@ class ProcessTree:
 
         return text_tree(self)
 
-    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+    def bundle(self) -> dict[str, str]:
+        """All its forms, by MIME type."""
         return {"text/plain": str(self), "text/html": self.html(), "image/svg+xml": self.svg()}
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return self.bundle()
 
 
 def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> ProcessTree:
@@ -210,6 +209,12 @@ def _links(tree: ProcessTree) -> Iterator[Link]:
             workers = tuple(worker.process.pid for worker in core.outside)
             yield Link("queues", pid, workers, _queues(len(workers)))
         yield from _links_between_workers(core)
+
+
+def _is_intact(link: Link, running: set[int]) -> bool:
+    if link.kind == "tensor":
+        return len(running.intersection(link.sources)) > 1
+    return not running.isdisjoint(link.sources) and not running.isdisjoint(link.targets)
 
 
 def _queues(readers: int) -> tuple[str, ...]:

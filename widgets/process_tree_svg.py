@@ -98,6 +98,7 @@ class _Picture:
 
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
+        self._links = tree.links
         self._drawing = Drawing()
         self._y = _EDGE
         self._right = WIDTH - (_LANE if len(tree.cores) > 1 else _EDGE)
@@ -213,19 +214,25 @@ class _Picture:
     def _worker_row(self, workers: Sequence[WorkerNode], x: float, box_width: float) -> None:
         labels = [_worker_label(worker) for worker in workers]
         height = max(label.height for label in labels)
+        before = workers[0].process
         for worker, label in zip(workers, labels, strict=True):
             rect = Rect(x, self._y, box_width, height)
             self._box(rect, label)
             if worker is not workers[0]:
-                link = self._link("tensor", *_pids(workers))
+                link = self._link("tensor", worker.process.pid)
+                both = before.is_running and worker.process.is_running
+                link = replace(link, is_intact=both)
                 self._wire(link, (x - _BETWEEN + 1, rect.middle), (x - 1, rect.middle), start=True)
             x += box_width + _BETWEEN
+            before = worker.process
         self._y += height + _GAP
 
     # Lines. Those whose other end is gone are broken, and nothing is said about them.
 
     def _link(self, kind: str, *pids: int) -> Link:
-        return next(link for link in self._tree.links if link.kind == kind and link.targets[0] in pids)
+        return next(
+            link for link in self._links if link.kind == kind and not set(pids).isdisjoint(link.targets)
+        )
 
     def _wire(self, link: Link, *points: tuple[float, float], start: bool = False, end: bool = True) -> None:
         self._drawing.line(*points, start=start, end=end, dashed=not link.is_intact)
