@@ -316,7 +316,7 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     engine: EngineCoreProc | None = None
     try:
         handshake = say_hello(control, rank, os.getpid())
-        files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path, info.name)
+        files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path, engine=info.name)
         engine = EngineCoreProc(
             info.config, executor_class(info.config), rank, context, control, handshake, files
         )

@@ -11,12 +11,14 @@ class ExecutorFiles:
     """Directories of one engine (0700), which its host removes with all that is in them, its log and its name.
 
     `sockets` has a path short enough for Unix sockets; `shared_memory` lies in memory where there is such a place.
-    `log` is None where nobody keeps one.
+    `log` is None where nobody keeps one. `board` is the path of the workers' `WorkerBoard`, once an executor has made
+    one for them.
     """
 
     sockets: str
     shared_memory: str
     log: str | None = None
+    board: str | None = None
     engine: str = ""
 
 
@@ -43,5 +45,5 @@ def make_own_files() -> tuple[ExecutorFiles, OwnDirectories]:
 
     sockets = new_run_dir()
     shared_memory = new_tensor_dir(sockets)
-    files = ExecutorFiles(str(sockets), str(shared_memory), str(sockets / "engine.log"), "in this process")
+    files = ExecutorFiles(str(sockets), str(shared_memory), str(sockets / "engine.log"), engine="in this process")
     return files, OwnDirectories((str(shared_memory), str(sockets)))

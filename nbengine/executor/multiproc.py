@@ -23,8 +23,10 @@ from nbengine.executor.calls import FAILURE, Answer, PendingCalls
 from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure, WorkerReport
 from nbengine.executor.files import ExecutorFiles, OwnDirectories, make_own_files
 from nbengine.executor.watch import Watched, WorkerReady, WorkerWatch
+from nbengine.executor.worker_board import WorkerBoard
 from nbengine.executor.worker_proc import NOBODY, READY_TIMEOUT, WorkerSpec
 from nbengine.ipc.message_queue import MessageQueue
+from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.scheduler.output import GrammarOutput, SchedulerOutput
 
@@ -78,6 +80,7 @@ class MultiprocExecutor(Executor):
         self._has_failed = threading.Event()
         self._failure_callbacks: list[FailureCallback] = []
         self._closed = False
+        self._board = WorkerBoard.create(files.shared_memory, len(self._layouts))
         self._watch: WorkerWatch | None = None
         self._monitor: threading.Thread | None = None
         try:
@@ -104,17 +107,17 @@ class MultiprocExecutor(Executor):
             )
         )
         handle = self._rpc_broadcast_mq.export_handle()
+        files = replace(self._files, board=str(self._board.path))
         for layout in self._layouts:
             worker = Watched.of(layout, start_worker(self._log_path(layout)))
             self._workers.append(worker)
-            spec = WorkerSpec(
-                config, layout.rank, self.worker_class, handle, self._files, self._own_directories
-            )
+            spec = WorkerSpec(config, layout.rank, self.worker_class, handle, files, self._own_directories)
             # A worker that has ended already is heard of below.
             with contextlib.suppress(OSError):
                 worker.connection.send(spec)
         self._watch = WorkerWatch(self._workers)
         ready = self._wait_for_ready(self._watch, progress)
+        self._board.unlink()
         self._async_scheduling = ready[0].async_scheduling
         self._response_mqs = [
             self._add_queue(MessageQueue.create_from_handle(ready[layout.rank].response_handle, 0))
@@ -228,6 +231,9 @@ class MultiprocExecutor(Executor):
         self._fail(WorkerFailure(worker.layout, worker.process.pid, report))
         return self._dead()
 
+    def worker_stats(self) -> list[WorkerStats]:
+        return self._board.read()
+
     # Failures.
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
@@ -317,6 +323,7 @@ class MultiprocExecutor(Executor):
             worker.close()
         for queue in self._queues:
             queue.close()
+        self._board.unlink()
         self._calls.fail(self._dead())
         self._own_directories.remove()
 

@@ -38,7 +38,7 @@ def support_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def files(tmp_path: Path) -> ExecutorFiles:
     for name in ("s", "m"):
         (tmp_path / name).mkdir(mode=0o700)
-    return ExecutorFiles(str(tmp_path / "s"), str(tmp_path / "m"), str(tmp_path / "engine.log"), "tested")
+    return ExecutorFiles(str(tmp_path / "s"), str(tmp_path / "m"), str(tmp_path / "engine.log"), engine="tested")
 
 
 @pytest.fixture
