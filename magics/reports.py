@@ -69,7 +69,9 @@ def started_sentence(engine: AttachedEngine, took: float) -> str:
 def capacity(ready: EngineReady) -> str:
     """Where an engine runs and how much it holds."""
     cache = f"{count(ready.num_blocks, 'block')} of {count(ready.block_size, 'token')} ({size(ready.kv_cache_bytes)})"
-    return f"{ready.device} {ready.dtype}, KV cache {cache}, context {count(ready.max_model_len, 'token')}"
+    workers = f"{len(ready.workers)} workers on " if len(ready.workers) > 1 else ""
+    where = f"{workers}{ready.device} {ready.dtype}"
+    return f"{where}, KV cache {cache}, context {count(ready.max_model_len, 'token')}"
 
 
 def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool) -> tuple[str, str]:

@@ -39,7 +39,7 @@ def kill_all(info: ConnectionInfo) -> None:
         process.send_signal(signal.SIGSTOP)
     for process in processes:
         process.kill()
-    wait_for(lambda: not session_processes(info), "the end of the killed processes")
+    wait_for(lambda: not (info.host_alive or session_processes(info)), "the end of the killed processes")
 
 
 def unwatched(start_async: StartAsync, name: str, **options: object) -> ConnectionInfo:
