@@ -41,8 +41,8 @@ def step_time(worker: WorkerStats) -> str:
 def _row(worker: WorkerStats, info: WorkerInfo | None, parallel: ParallelConfig) -> list[str]:
     known = ["", "", "", "", ""]
     if info is not None:
-        layers = f"{info.first_layer}–{info.first_layer + info.num_layers - 1}" if info.num_layers else "none"
-        known = [str(info.pid), info.device, layers, size(info.weights_bytes), size(info.kv_cache_bytes)]
+        held = size(info.weights_bytes), size(info.kv_cache_bytes)
+        known = [str(info.pid), info.device, _layers(info), *held]
     return [
         str(worker.rank),
         str(RankLayout.of(worker.rank, parallel)),
@@ -51,3 +51,11 @@ def _row(worker: WorkerStats, info: WorkerInfo | None, parallel: ParallelConfig)
         f"{worker.num_steps:,}",
         step_time(worker),
     ]
+
+
+def _layers(info: WorkerInfo) -> str:
+    """`0–14`, `3`, or `none`."""
+    last = info.first_layer + info.num_layers - 1
+    return (
+        "none" if not info.num_layers else f"{info.first_layer}–{last}" if info.num_layers > 1 else str(last)
+    )
