@@ -81,7 +81,9 @@ class Program:
     def label(self, name: str) -> None:
         self.labels[name] = len(self.steps)
 
-    def add(self, name: str, kind: str, cell: tuple[Cell, ...] = (), value: int | None = 0, **more: object) -> None:
+    def add(
+        self, name: str, kind: str, cell: tuple[Cell, ...] = (), value: int | None = 0, **more: object
+    ) -> None:
         if name not in self.faults:
             self.steps.append(Step(name, kind, cell, value, **more))
 
