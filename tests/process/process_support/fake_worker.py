@@ -26,6 +26,19 @@ from nbengine.scheduler.output import AsyncModelRunnerOutput
 
 FAKE_WORKERS_EXECUTOR = "process_support.fake_worker:FakeWorkersExecutor"
 
+ANSWERED_BY_THE_MODEL = (
+    "model_info",
+    "determine_available_memory",
+    "get_kv_cache_spec",
+    "check_kv_cache_fits",
+    "initialize_kv_cache",
+    "sleep",
+    "check_wake_up",
+    "wake_up",
+    "start_profile",
+    "stop_profile",
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -104,12 +117,7 @@ class FakeWorker:
             trouble(self.knobs["start_by"])
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "model_info",
-            "determine_available_memory",
-            "get_kv_cache_spec",
-            "initialize_kv_cache",
-        ) or (name in ("sleep", "wake_up", "start_profile", "stop_profile")):
+        if name in ANSWERED_BY_THE_MODEL:
             return lambda *args: self.model.collective_rpc(name, args)[0]
         raise AttributeError(name)
 
