@@ -169,7 +169,9 @@ def test_one_answer_is_waited_for_in_one_wait(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("ask", [FutureWrapper.result, FutureWrapper.exception, FutureWrapper.done])
-def test_when_the_workers_are_gone_every_call_says_so_after_the_answers_that_came(answers: Answers, ask) -> None:
+def test_when_the_workers_are_gone_every_call_says_so_after_the_answers_that_came(
+    answers: Answers, ask
+) -> None:
     answered, lost, lost_too = (answers.calls.add((0,), unique=True) for _ in range(3))
     answers.come(0, "in time")
     answers.broken = EngineDeadError("worker 0 was killed")
