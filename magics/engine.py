@@ -36,7 +36,8 @@ from nbengine.magics.reports import (
     status_table,
 )
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
-from nbengine.widgets.live import publish
+from nbengine.widgets.live import publish, publish_bundle
+from nbengine.widgets.process_tree import read_process_tree
 from nbengine.widgets.progress import StartProgress
 
 _LATER = ("load", "fit")
@@ -59,6 +60,7 @@ class EngineMagics(Magics):
             "restart": self._restart,
             "status": self._status,
             "ps": self._ps,
+            "tree": self._tree,
             "attach": self._attach,
             "detach": self._detach,
             "logs": self._logs,
@@ -109,11 +111,11 @@ class EngineMagics(Magics):
         self._launch(options)
 
     def _launch(self, options: StartOptions) -> None:
-        EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
+        config = EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
         began = time.monotonic()
         session = self._session
         session.bury()
-        with StartProgress(self.shell, f"starting {options.arguments['model']}") as progress:
+        with StartProgress(self.shell, f"starting {config.model.model}", config.parallel) as progress:
             progress.update(Progress("fetch"))
             try:
                 client = session.backend.start(
@@ -185,6 +187,14 @@ class EngineMagics(Magics):
         else:
             print("no engine runs on this machine; `%engine start` starts one")
 
+    def _tree(self, words: Sequence[str]) -> None:
+        parser = _parser("tree", "Show an engine's processes as they are now, and what connects them.")
+        parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
+        name = parser.parse_words(words).name
+        engine = self._session.find(name) if name else self._session.get()
+        info = find_engine(name or "") if engine is None else engine.client.connection
+        publish_bundle(self.shell, read_process_tree(info, attached=engine is not None).bundle())
+
     def _attach(self, words: Sequence[str]) -> None:
         parser = _parser(
             "attach",
@@ -255,7 +265,8 @@ class EngineMagics(Magics):
 
     def _join(self, name: str) -> AttachedEngine:
         session = self._session
-        with StartProgress(self.shell, f"attaching to {name}") as progress:
+        parallel = find_engine(name).config.parallel
+        with StartProgress(self.shell, f"attaching to {name}", parallel) as progress:
             client = session.backend.attach(name, session=session.key, progress=progress.update)
             engine = AttachedEngine(client, arguments_of(client.config))
             progress.conclusion = f"attached to engine {engine.name!r}: {capacity(client.ready)}"
