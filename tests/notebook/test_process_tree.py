@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from notebook_support.kernel import Kernel
 from notebook_support.lab import jupyter_lab, notebook_page, run_command, wait_for_prompt, write_notebook
 from playwright.sync_api import Page
 

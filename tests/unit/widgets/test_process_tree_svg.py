@@ -172,6 +172,14 @@ def test_a_process_that_is_gone_is_crossed_out_in_red_and_its_lines_are_dashed()
 HOSTILE = """</text></svg><script>alert("1")</script>&amp;<!-- ' " -->]]>"""
 
 
+@pytest.mark.parametrize("name", ["two by two", "eight by two", "two engine cores", "a pipeline"])
+def test_what_connects_processes_is_not_cut(name: str) -> None:
+    texts = [text.text for text in ElementTree.fromstring(TREES[name].svg()).findall(f"{SVG}text")]
+    for link in TREES[name].links:
+        for channel in link.channels:
+            assert any(channel in (text or "") for text in texts)
+
+
 def test_hostile_names_stay_text() -> None:
     tree = make_tree(2, 1, name=HOSTILE, others=1)
     tree = replace(tree, others=(usage(7, HOSTILE),), frontends=(usage(8, HOSTILE),))
