@@ -202,6 +202,7 @@ def test_it_can_be_read_aloud_and_takes_the_colours_of_its_place() -> None:
     assert description.text == str(tree)
     assert {text.get("fill") for text in root.iter(f"{SVG}text")} == {"currentColor"}
     assert "prefers-color-scheme:dark" in tree.svg()
+    assert "color:" not in root.get("style", "")
     assert "prefers-color-scheme" not in tree.html()
     assert "http" not in tree.html().replace("http://www.w3.org/2000/svg", "")
 
