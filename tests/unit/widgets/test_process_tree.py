@@ -44,6 +44,9 @@ def test_a_process_that_is_gone_is_shown_as_gone_and_its_links_are_not() -> None
     assert lines[0].endswith("3 processes, 1 gone")
     (line,) = (line for line in lines if "pid 1002" in line)
     assert line.endswith("✗ gone")
+    # Two are no group without the other; the engine core still has the queues of one.
+    assert not any(line.startswith("workers 0, 1  ") for line in lines)
+    assert any(line.startswith("engine core 0 ↔ workers 0, 1  ") for line in lines)
     everything = {HOST, FIRST_CORE, FIRST_CORE + 1, FIRST_CORE + 2}
     ended = make_tree(2, 1, gone=everything)
     assert {process.pid for process in ended.processes if not process.is_running} == everything
