@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
-from nbengine.client.connection import ConnectionInfo, list_connections, log_dir
+from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine, list_engines, reap, stop_engine
+from nbengine.client.logs import find_log, find_worker_log
 from nbengine.config import EngineArgs
 from nbengine.engine.logs import log_tail
 from nbengine.errors import EngineDeadError, NBEngineError
@@ -222,20 +223,20 @@ class EngineMagics(Magics):
         parser = _parser("logs", "Show the last lines of an engine's log, also after its end.")
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
         parser.add_argument("-n", type=int, default=_DEFAULT_LOG_LINES, metavar="N", help="how many lines")
+        parser.add_argument("--rank", type=int, metavar="R", help="of the worker of this rank instead")
         parsed = parser.parse_words(words)
-        print(log_tail(self._log_path(parsed.name), max(1, parsed.n)) or "the log is empty")
+        path = self._log_path(parsed.name)
+        if parsed.rank is not None:
+            path = find_worker_log(path, parsed.rank)
+        print(log_tail(path, max(1, parsed.n)) or "the log is empty")
 
-    def _log_path(self, name: str | None) -> str:
+    def _log_path(self, name: str | None) -> Path:
         if name is None:
-            return self._session.get().client.connection.log_path
-        for info in list_connections():
-            if info.name == name:
-                return info.log_path
-        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}-\d+\.log")
-        logs = [path for path in log_dir().glob("*.log") if pattern.fullmatch(path.name)]
-        if not logs:
-            raise UsageError(f"%engine logs: there is no engine {name!r} and no log of one")
-        return str(max(logs, key=lambda path: path.stat().st_mtime))
+            return Path(self._session.get().client.connection.log_path)
+        try:
+            return find_log(name)[0]
+        except NBEngineError as error:
+            raise UsageError(f"%engine logs: {error}") from None
 
     def _reap(self, words: Sequence[str]) -> None:
         parser = _parser("reap", "Clean up after engines that have died.")

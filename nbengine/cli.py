@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     logs = commands.add_parser("logs", help="show an engine's log")
     logs.add_argument("name")
     logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="how many lines (default 50)")
+    logs.add_argument("--rank", type=int, metavar="R", help="of the worker of this rank instead")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the engine ends")
     logs.set_defaults(run=_logs)
     return parser
@@ -123,10 +124,12 @@ def _reap(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from nbengine.client.logs import find_log, follow_log
+    from nbengine.client.logs import find_log, find_worker_log, follow_log
     from nbengine.engine.logs import log_tail
 
     path, info = find_log(options.name)
+    if options.rank is not None:
+        path = find_worker_log(path, options.rank)
     tail = log_tail(path, options.lines)
     if tail:
         print(tail, flush=True)

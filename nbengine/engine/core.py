@@ -71,6 +71,7 @@ class EngineCore:
             self.model_info = self.model_executor.model_info()
             self._kv_cache_spec = self.model_executor.get_kv_cache_spec()
             self.num_blocks, self.max_model_len = self._initialize_kv_cache(self._kv_cache_spec)
+            self.workers = self.model_executor.worker_info()
             self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
             self.model_executor.shutdown()
@@ -316,8 +317,10 @@ class EngineCore:
         return function(*args)
 
     def stats(self) -> SchedulerStats:
-        """Return the state of scheduler and KV cache."""
-        return self.control.describe(self.scheduler.make_stats())
+        """Return the state of scheduler, KV cache and workers."""
+        stats = self.control.describe(self.scheduler.make_stats())
+        stats.workers = self.model_executor.worker_stats()
+        return stats
 
     def ready_message(self, rank: int) -> EngineReady:
         """Return what the frontends are told once the engine takes requests."""
@@ -326,12 +329,13 @@ class EngineCore:
             num_blocks=self.num_blocks,
             block_size=self.config.cache.block_size,
             max_model_len=self.max_model_len,
-            kv_cache_bytes=self.num_blocks * self._kv_cache_spec.page_size_bytes,
-            weights_bytes=self.model_info["weights_bytes"],
+            kv_cache_bytes=sum(worker.kv_cache_bytes for worker in self.workers),
+            weights_bytes=sum(worker.weights_bytes for worker in self.workers),
             device=self.model_info["device"],
             dtype=self.model_info["dtype"],
             supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
+            workers=self.workers,
         )
 
     def shutdown(self) -> None:

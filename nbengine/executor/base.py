@@ -10,7 +10,9 @@ from typing import Any, Literal, overload
 from nbengine.config import EngineConfig
 from nbengine.errors import NotSupportedError
 from nbengine.executor.files import ExecutorFiles
+from nbengine.ipc.messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.scheduler.output import (
     AsyncModelRunnerOutput,
@@ -145,6 +147,18 @@ class Executor(ABC):
         """What was loaded: device, dtype (names), weights_bytes, max_position_embeddings, vocab_size."""
         info: dict[str, Any] = self.collective_rpc("model_info")[0]
         return info
+
+    def worker_info(self) -> list[WorkerInfo]:
+        """The workers, by rank; what they hold is complete once they have a KV cache."""
+        workers: list[WorkerInfo] = self.collective_rpc("worker_info")
+        return workers
+
+    def worker_stats(self) -> list[WorkerStats]:
+        """What the workers have measured of themselves, by rank, read without a call to them.
+
+        Empty if they measure nothing.
+        """
+        return []
 
     def determine_available_memory(self) -> int:
         """Bytes that the KV cache may take on every worker."""

@@ -11,6 +11,7 @@ from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
+from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.registry import resolve_device
 from nbengine.scheduler.output import AsyncModelRunnerOutput, GrammarOutput, SchedulerOutput
@@ -36,6 +37,7 @@ class UniProcExecutor(Executor):
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling=is_async))
         self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
         self._worker: Worker | None = Worker(config, progress)
+        self._board = self._worker.board
         try:
             self._call(self._worker.init_device)
             self._call(self._worker.load_model)
@@ -65,6 +67,9 @@ class UniProcExecutor(Executor):
         worker = self._alive()
         output = self._call(lambda: worker.sample_tokens(grammar_output), non_block=non_block)
         return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
+
+    def worker_stats(self) -> list[WorkerStats]:
+        return self._board.read()
 
     def check_health(self) -> None:
         self._alive()

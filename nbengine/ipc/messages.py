@@ -228,7 +228,10 @@ class WorkerInfo(msgspec.Struct, array_like=True):
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
-    """Engine core to host (READY of the handshake), host to client: the engine takes requests."""
+    """Engine core to host (READY of the handshake), host to client: the engine takes requests.
+
+    `kv_cache_bytes` and `weights_bytes` are those of all its workers together; `device` is that of the first.
+    """
 
     rank: int
     num_blocks: int

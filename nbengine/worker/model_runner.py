@@ -215,6 +215,8 @@ class ModelRunner:
         attention = self._dummy_attention(counts)
         tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         hidden = self._model.forward(tokens, tokens, self._new_kv_caches(1), attention)
+        if self._model.lm_head is None:
+            return
         logits = self._model.compute_logits(hidden[:num_reqs])
         metadata = SamplingMetadata.build(
             temperature=np.ones(num_reqs, np.float32),

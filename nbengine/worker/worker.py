@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from nbengine.config import EngineConfig
 from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import EngineStartError, UtilityError
 from nbengine.executor.files import ExecutorFiles
+from nbengine.executor.worker_board import WorkerBoard
+from nbengine.ipc.messages import WorkerInfo
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
@@ -44,6 +48,7 @@ from nbengine.worker.memory import (
     gpu_kv_budget,
     return_freed_memory,
 )
+from nbengine.worker.meter import WorkerMeter
 from nbengine.worker.model_runner import ModelRunner
 from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.profiler import WorkerProfiler
@@ -67,6 +72,7 @@ class Worker:
         self.config = config
         self.layout = layout
         self._files = files
+        self.board = _board(layout, files)
         self._progress = progress
         self._threads = TorchThreads()
         self._num_blocks = 0
@@ -82,6 +88,7 @@ class Worker:
         self.hf_config = load_hf_config(self.config.model)
         self.device = resolve_device(self.config.model)
         self.dtype = resolve_dtype(self.config.model, self.hf_config, self.device)
+        self._meter = WorkerMeter(self.board.row(self.layout.rank), self.device)
 
     def load_model(self) -> None:
         """Load the weights.
@@ -105,6 +112,22 @@ class Worker:
             self.model_runner = ModelRunner(
                 self.config, decoder, self.device, self.dtype, CudaTransfer if overlaps else None
             )
+        self._meter.measure_memory()
+
+    def worker_info(self) -> WorkerInfo:
+        """Who this worker is and what it holds."""
+        layout, layers = self.layout, self.layout.stage_layers(self.model.config.num_layers)
+        return WorkerInfo(
+            rank=layout.rank,
+            tp_rank=layout.tp_rank,
+            pp_rank=layout.pp_rank,
+            pid=os.getpid(),
+            device=str(self.device),
+            weights_bytes=self.model.weights_bytes,
+            kv_cache_bytes=self._num_blocks * self.get_kv_cache_spec().page_size_bytes,
+            first_layer=layers.start,
+            num_layers=len(layers),
+        )
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded, in plain values."""
@@ -168,6 +191,7 @@ class Worker:
             max_model_len = min(max_model_len, num_blocks * self.config.cache.block_size)
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
         self._num_blocks = num_blocks
+        self._meter.measure_memory()
 
     def sleep(self, level: int) -> None:
         """Free the KV cache and move the weights to host memory (level 1; a CPU's are there), or free both (level 2).
@@ -177,7 +201,7 @@ class Worker:
         Raises:
             RuntimeError: there is not enough host memory for the weights; nothing has changed.
         """
-        offload = self._offload or WeightsOffload(self.model.weight_slots().values())
+        offload = self._offload or WeightsOffload(self.model.parameters())
         if level == 2:
             offload.drop()
         elif self.device.type != "cpu":
@@ -186,6 +210,7 @@ class Worker:
         self.model_runner.release_kv_cache()
         return_freed_memory()
         torch.cuda.empty_cache()
+        self._meter.measure_memory()
 
     def wake_up(self, tag: str) -> None:
         """Restore the "weights" or the "kv_cache", which is empty then; weights first.
@@ -205,6 +230,7 @@ class Worker:
             if not self._offload.restore():
                 reload_weights(self.model, tuple(map(Path, model.weights)), Reporter(None, "load"))
             self._offload = None
+        self._meter.measure_memory()
 
     def start_profile(self, directory: str, max_steps: int) -> None:
         """Record what is computed, in at most `max_steps` steps.
@@ -229,15 +255,23 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See `ModelRunner.execute_model`."""
-        if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
+        if not scheduler_output.total_num_scheduled_tokens:
+            return self.model_runner.execute_model(scheduler_output)
+        if self._profiler is not None:
             self._profiler.begin_step()
-        return self.model_runner.execute_model(scheduler_output)
+        began = time.perf_counter()
+        output = self.model_runner.execute_model(scheduler_output)
+        self._meter.ran(began, is_over=output is not None)
+        return output
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None = None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """See `ModelRunner.sample_tokens`."""
-        return self.model_runner.sample_tokens(grammar_output)
+        began = time.perf_counter()
+        output = self.model_runner.sample_tokens(grammar_output)
+        self._meter.ran(began, is_over=True)
+        return output
 
     def shutdown(self) -> None:
         """Free what has been loaded and allocated. The worker takes no calls afterwards."""
@@ -282,3 +316,10 @@ class Worker:
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         return gpu_kv_budget(total, self.config.cache.gpu_memory_utilization, peak, others)
+
+
+def _board(layout: RankLayout, files: ExecutorFiles | None) -> WorkerBoard:
+    """The board that the executor has made, else one for this worker to be asked for."""
+    if files is None or files.board is None:
+        return WorkerBoard.private(layout.world_size)
+    return WorkerBoard.attach(files.board, layout.world_size)

@@ -18,6 +18,7 @@ from nbengine.cli import main
 from nbengine.client.connection import ConnectionInfo, connection_file, new_run_dir, write_connection
 from nbengine.client.directory import count_clients, list_engines, reap, stop_engine
 from nbengine.client.processes import session_processes
+from nbengine.engine.logs import worker_log_path
 
 pytestmark = pytest.mark.usefixtures("short_grace")
 
@@ -186,6 +187,23 @@ def test_logs_show_the_end_of_the_log_and_follow_it(
     assert "the engine was shut down" in capsys.readouterr().out
     assert main(["logs", "logged"]) == 0
     assert "the engine was shut down" in capsys.readouterr().out
+
+
+def test_logs_show_and_follow_the_log_of_a_worker(
+    start_async: StartAsync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = unwatched(start_async, "logged")
+    worker_log_path(info.log_path, 0).write_text("one\ntwo\nthree\n")
+    assert main(["logs", "logged", "--rank", "0", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "two\nthree\n"
+    assert main(["logs", "logged", "--rank", "1"]) == 1
+    assert "rank must be 0, got 1" in capsys.readouterr().err
+    follower = threading.Thread(target=main, args=(["logs", "-f", "logged", "--rank", "0"],))
+    follower.start()
+    stop_engine(info)
+    follower.join(10)
+    assert not follower.is_alive()
+    assert "the engine was shut down" not in capsys.readouterr().out
 
 
 def test_fetch_puts_a_model_into_the_cache(

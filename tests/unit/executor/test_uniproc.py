@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -112,7 +113,7 @@ def test_shutdown_frees_model_and_cache_and_may_be_repeated(config: EngineConfig
     executor.sample_tokens()
     executor.check_health()
     runner = executor._worker.model_runner
-    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens)]
+    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens.weight)]
     del runner
     executor.shutdown()
     executor.shutdown()
@@ -135,3 +136,25 @@ def test_reports_progress_of_loading(config: EngineConfig) -> None:
     UniProcExecutor(config, messages.append).shutdown()
     assert [message.stage for message in messages] == ["load"] * len(messages)
     assert messages[-1].fraction == 1
+
+
+def test_its_worker_is_seen_without_a_call_to_it(
+    executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.initialize_kv_cache(8)
+    executor.execute_model(SchedulerOutput([], CachedRequestData(), {}, 0, set()))
+    executor.execute_model(one_request([1, 2, 3]))
+    executor.sample_tokens()
+    (info,) = executor.worker_info()
+    page_size = executor.get_kv_cache_spec().page_size_bytes
+    assert (info.rank, info.tp_rank, info.pp_rank, info.pid) == (0, 0, 0, os.getpid())
+    assert (info.device, info.first_layer, info.num_layers) == ("cpu", 0, 2)
+    assert (info.weights_bytes, info.kv_cache_bytes) == (
+        executor.model_info()["weights_bytes"],
+        8 * page_size,
+    )
+    monkeypatch.setattr(executor, "collective_rpc", None)
+    (stats,) = executor.worker_stats()
+    assert (stats.rank, stats.num_steps) == (0, 1)
+    assert 0 < stats.step_seconds < 60
+    assert stats.memory_bytes > info.weights_bytes

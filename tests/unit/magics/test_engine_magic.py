@@ -10,6 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import log_dir
 from nbengine.client.directory import ReapReport
+from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineDeadError, EngineStartError
 from nbengine.magics.ledger import Ledger
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
@@ -105,7 +106,7 @@ def test_the_name_of_somebody_elses_engine_is_refused(
         ("%engine detach", "no engine is running here"),
         ("%engine attach", "no engine runs on this machine"),
         ("%engine attach nobody", "no engine is called 'nobody'"),
-        ("%engine logs nobody", "no engine 'nobody' and no log of one"),
+        ("%engine logs nobody", "no engine called 'nobody' has left a log"),
         ("%engine ps now", "unexpected 'now'"),
         ("%engine help strat", "no command 'strat'; did you mean start?"),
     ],
@@ -288,6 +289,19 @@ def test_logs_show_the_last_lines(shell: InteractiveShell, engine: FakeClient, c
     (log_dir() / "gone-2-20270101-000000-1.log").write_text("another engine's")
     shell.run_cell("%engine logs gone").raise_error()
     assert capsys.readouterr().out == "old\n"
+
+
+def test_logs_of_a_worker_are_asked_for_by_its_rank(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%engine logs --rank 0 -n 1").raise_error()
+    assert capsys.readouterr().out == "line three\n"
+    for rank in range(2):
+        worker_log_path(engine.connection.log_path, rank).write_text(f"first\nworker {rank}\n")
+    shell.run_cell("%engine logs random-tiny --rank 1 -n 1").raise_error()
+    assert capsys.readouterr().out == "worker 1\n"
+    with pytest.raises(UsageError, match="%engine logs: rank must be one of 0, 1, got 2"):
+        shell.run_cell("%engine logs --rank 2").raise_error()
 
 
 def test_reap_says_what_it_did(

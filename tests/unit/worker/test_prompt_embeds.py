@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers_in_chunks_mixed_and_preempted(
 
 def test_the_models_own_embeddings_give_the_tokens_that_the_token_ids_give(driver, new_runner) -> None:
     runner = new_runner()
-    table = runner._model.embed_tokens
+    table = runner._model.embed_tokens.weight
     prompts = [[Random(i).randrange(256) for _ in range(5 * i + 1)] for i in range(6)]
     outputs = {}
     for kind in ("tokens", "embeds"):

@@ -1,0 +1,247 @@
+"""The processes of a running engine and what connects them: one structure, shown as text and as a picture.
+
+Made from what the engine has told about itself (`ConnectionInfo`, `EngineReady`) and from the processes as the
+system has them now.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from nbengine.client.connection import ConnectionInfo
+from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
+from nbengine.client.processes import session_processes
+from nbengine.config import EngineConfig, ParallelConfig
+from nbengine.ipc.messages import EngineReady, WorkerInfo
+
+CLIENT_TO_HOST = ("host.sock: DEALER ↔ ROUTER", "stats.sock: SUB ← XPUB")
+CLIENT_TO_CORE = ("c-<id>.in: ROUTER → DEALER", "c-<id>.out: PULL ← PUSH")
+HOST_TO_CORE = ("core.sock: ROUTER ↔ DEALER", "back-out.sock: PULL ← PUSH", "pipe: each sees the other's end")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects processes, given by their pids: every source with every target.
+
+    `kind` is "host" or "requests" (of a frontend), "control" (host and engine core), "queues" (engine core and
+    workers), "tensor" (the tensor-parallel group of a stage: sources and targets are the same) or "pipeline"
+    (a rank of a stage and the same of the next). `channels` has a line of text for each connection.
+    """
+
+    kind: str
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    channels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNode:
+    """A worker. `process` is its engine core's where it has none of its own."""
+
+    process: ProcessUsage
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CoreNode:
+    """An engine core and its workers by rank."""
+
+    process: ProcessUsage
+    rank: int
+    workers: tuple[WorkerNode, ...] = ()
+
+    @property
+    def outside(self) -> tuple[WorkerNode, ...]:
+        """The workers in processes of their own."""
+        return tuple(worker for worker in self.workers if worker.process.pid != self.process.pid)
+
+    @property
+    def stages(self) -> tuple[tuple[WorkerNode, ...], ...]:
+        """The workers in processes of their own: a tensor-parallel group for each stage of the pipeline."""
+        ranks = sorted({worker.info.pp_rank for worker in self.outside})
+        return tuple(
+            tuple(worker for worker in self.outside if worker.info.pp_rank == rank) for rank in ranks
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTree:
+    """An engine's processes at one moment. Those that are known and gone are there, with `is_running` False.
+
+    `str(tree)` is a tree of text, `tree.svg()` a picture; a notebook shows the picture.
+    """
+
+    engine: str
+    model: str
+    parallel: ParallelConfig
+    frontends: tuple[ProcessUsage, ...]
+    """Processes with a client of the engine, this one first if it is one."""
+    host: ProcessUsage | None
+    """None: the engine core is in the frontend's process."""
+    cores: tuple[CoreNode, ...]
+    others: tuple[ProcessUsage, ...] = ()
+    """Further processes of the engine."""
+    own_pid: int = field(default_factory=os.getpid)
+    """Of the process that has taken the picture."""
+    taken_at: float = field(default_factory=time.time)
+    """`time.time()`."""
+
+    @property
+    def workers(self) -> tuple[WorkerNode, ...]:
+        """The workers of all engine cores, by rank."""
+        return tuple(worker for core in self.cores for worker in core.workers)
+
+    @property
+    def processes(self) -> tuple[ProcessUsage, ...]:
+        """Every process once: frontends, host, engine cores and workers, others."""
+        found: dict[int, ProcessUsage] = {process.pid: process for process in self.frontends}
+        if self.host is not None:
+            found[self.host.pid] = self.host
+        for core in self.cores:
+            found.setdefault(core.process.pid, core.process)
+            for worker in core.workers:
+                found.setdefault(worker.process.pid, worker.process)
+        found.update((process.pid, process) for process in self.others)
+        return tuple(found.values())
+
+    @property
+    def engine_processes(self) -> tuple[ProcessUsage, ...]:
+        """The processes that are the engine's own."""
+        frontends = {process.pid for process in self.frontends}
+        return tuple(process for process in self.processes if process.pid not in frontends)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """What connects the processes."""
+        return tuple(_links(self))
+
+    def svg(self) -> str:
+        """A picture of its own, for a file: with a background, light or dark as the reader's system is."""
+        from nbengine.widgets.process_tree_svg import draw
+
+        return draw(self, standalone=True)
+
+    def __str__(self) -> str:
+        from nbengine.widgets.process_tree_text import text_tree
+
+        return text_tree(self)
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:  # the display protocol's arguments: all of the bundle is made anyway
+        del include, exclude
+        from nbengine.widgets.process_tree_svg import draw, html
+
+        plain = str(self)
+        return {
+            "text/plain": plain,
+            "text/html": html(self, plain),
+            "image/svg+xml": draw(self, standalone=True),
+        }
+
+
+def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> ProcessTree:
+    """Look at the processes of an engine; `attached`: this process has a client of it."""
+    session = info.host_pid
+    own = os.getpid()
+    clients = [own] if attached else []
+    clients += [pid for pid in client_pids(info) if pid not in clients]
+    cores = _core_nodes(info.ready, session)
+    known = {session, *(process.pid for core in cores for process in _processes_of(core))}
+    others = [process.pid for process in session_processes(info) if process.pid not in known]
+    return ProcessTree(
+        engine=printable(info.name),
+        model=printable(info.config.model.model),
+        parallel=info.config.parallel,
+        frontends=tuple(map(usage_of, clients)),
+        host=usage_of(session, session) if info.host_alive else ProcessUsage(session),
+        cores=cores,
+        others=tuple(process for pid in others if (process := usage_of(pid, session)).is_running),
+    )
+
+
+def read_own_process_tree(config: EngineConfig, ready: EngineReady) -> ProcessTree:
+    """Look at an engine whose core is in this process, and at its workers."""
+    return ProcessTree(
+        engine="in this process",
+        model=printable(config.model.model),
+        parallel=config.parallel,
+        frontends=(usage_of(os.getpid()),),
+        host=None,
+        cores=_core_nodes([ready], os.getsid(0)),
+    )
+
+
+def _core_nodes(ready: Sequence[EngineReady], session: int) -> tuple[CoreNode, ...]:
+    cores = []
+    for engine in ready:
+        process = usage_of(engine.pid, session)
+        infos = engine.workers or [_worker_inside(engine)]
+        workers = [
+            WorkerNode(process if worker.pid == engine.pid else usage_of(worker.pid, session), worker)
+            for worker in infos
+        ]
+        cores.append(CoreNode(process, engine.rank, tuple(workers)))
+    return tuple(cores)
+
+
+def _worker_inside(engine: EngineReady) -> WorkerInfo:
+    return WorkerInfo(0, 0, 0, engine.pid, engine.device, engine.weights_bytes, engine.kv_cache_bytes, 0, 0)
+
+
+def _processes_of(core: CoreNode) -> list[ProcessUsage]:
+    return [core.process, *(worker.process for worker in core.workers)]
+
+
+def _links(tree: ProcessTree) -> Iterator[Link]:
+    clients = tuple(process.pid for process in tree.frontends)
+    if tree.host is not None and clients:
+        yield Link("host", clients, (tree.host.pid,), CLIENT_TO_HOST)
+    for core in tree.cores:
+        pid = (core.process.pid,)
+        if tree.host is not None:
+            if clients:
+                yield Link("requests", clients, pid, CLIENT_TO_CORE)
+            yield Link("control", (tree.host.pid,), pid, HOST_TO_CORE)
+        if core.outside:
+            workers = tuple(worker.process.pid for worker in core.outside)
+            yield Link("queues", pid, workers, _queues(len(workers)))
+        yield from _links_between_workers(core)
+
+
+def _queues(readers: int) -> tuple[str, ...]:
+    rings = "a ring" if readers == 1 else "a ring each"
+    return (
+        f"rpc_broadcast_mq: shared-memory ring, 1 writer → {readers}",
+        f"worker_response_mq: {rings}",
+    )
+
+
+def _links_between_workers(core: CoreNode) -> Iterator[Link]:
+    stages = core.stages
+    for group in stages:
+        if len(group) > 1:
+            pids = tuple(worker.process.pid for worker in group)
+            yield Link("tensor", pids, pids, (all_reduce_channel(group[0].info.device),))
+    for stage, following in itertools.pairwise(stages):
+        for sender, receiver in zip(stage, following, strict=False):
+            yield Link(
+                "pipeline",
+                (sender.process.pid,),
+                (receiver.process.pid,),
+                (pipeline_channel(sender.info.device),),
+            )
+
+
+def all_reduce_channel(device: str) -> str:
+    """What a tensor-parallel group sums its partial results through."""
+    return "torch.distributed, gloo" if device == "cpu" else "torch.distributed, NCCL"
+
+
+def pipeline_channel(device: str) -> str:
+    """What a stage sends its hidden states to the next one through."""
+    return "hidden states, gloo" if device == "cpu" else "hidden states, NCCL"
