@@ -57,7 +57,7 @@ def test_greedy_tokens_are_those_of_transformers(sizes: dict[str, Any], assert_g
 @pytest.mark.parametrize("size", [2, 4, 27])
 @pytest.mark.parametrize("frontend", [LLM, AsyncLLM])
 def test_sizes_that_do_not_divide_its_heads_are_refused_before_anything_is_started(
-    frontend: type[LLM] | type[AsyncLLM], size: int, monkeypatch: pytest.MonkeyPatch
+    frontend: type[LLM | AsyncLLM], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("a process was started")
