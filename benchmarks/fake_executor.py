@@ -74,6 +74,7 @@ class FixedRateExecutor(Executor):
             },
             "get_kv_cache_spec": KVCacheSpec(1, 1, 1, 4, self._block_size),
             "determine_available_memory": 1 << 24,
+            "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
             "worker_info": WorkerInfo(0, 0, 0, os.getpid(), "cpu", 4, 1 << 20, 0, 1),
         }

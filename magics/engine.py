@@ -109,11 +109,11 @@ class EngineMagics(Magics):
         self._launch(options)
 
     def _launch(self, options: StartOptions) -> None:
-        EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
+        config = EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
         began = time.monotonic()
         session = self._session
         session.bury()
-        with StartProgress(self.shell, f"starting {options.arguments['model']}") as progress:
+        with StartProgress(self.shell, f"starting {config.model.model}", config.parallel) as progress:
             progress.update(Progress("fetch"))
             try:
                 client = session.backend.start(
@@ -255,7 +255,8 @@ class EngineMagics(Magics):
 
     def _join(self, name: str) -> AttachedEngine:
         session = self._session
-        with StartProgress(self.shell, f"attaching to {name}") as progress:
+        parallel = find_engine(name).config.parallel
+        with StartProgress(self.shell, f"attaching to {name}", parallel) as progress:
             client = session.backend.attach(name, session=session.key, progress=progress.update)
             engine = AttachedEngine(client, arguments_of(client.config))
             progress.conclusion = f"attached to engine {engine.name!r}: {capacity(client.ready)}"

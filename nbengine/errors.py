@@ -55,6 +55,18 @@ class WireError(NBEngineError):
     """A message between processes cannot be encoded, or what came cannot be decoded."""
 
 
+class QueueClosedError(NBEngineError):
+    """This end of a message queue has shut down, or the other end has and there is nothing left to read."""
+
+
+class QueueTimeoutError(NBEngineError, TimeoutError):
+    """A message queue did not get ready, or a message did not come or find room, within the time allowed."""
+
+
+class PeerDiedError(NBEngineError):
+    """A process at another end of a message queue has ended without shutting down; the message names it."""
+
+
 class EngineEndError(NBEngineError):
     """An engine ended, or never started; `log_tail` holds its last log lines, root cause last."""
 

@@ -160,15 +160,15 @@ class Executor(ABC):
         """
         return []
 
-    def determine_available_memory(self) -> int:
-        """Bytes that the KV cache may take on every worker."""
+    def determine_available_memory(self) -> list[int]:
+        """Bytes that the KV cache of each worker may take, by rank."""
         available: list[int] = self.collective_rpc("determine_available_memory")
-        return min(available)
+        return available
 
-    def get_kv_cache_spec(self) -> KVCacheSpec:
-        """What a token leaves in the KV cache of one worker."""
-        spec: KVCacheSpec = self.collective_rpc("get_kv_cache_spec")[0]
-        return spec
+    def get_kv_cache_specs(self) -> list[KVCacheSpec]:
+        """What a token leaves in the KV cache of each worker, by rank."""
+        specs: list[KVCacheSpec] = self.collective_rpc("get_kv_cache_spec")
+        return specs
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache on every worker.
@@ -176,4 +176,6 @@ class Executor(ABC):
         Raises:
             EngineStartError: it does not fit.
         """
+        # Workers that share a memory look at it before any of them takes some.
+        self.collective_rpc("check_kv_cache_fits", (num_blocks,))
         self.collective_rpc("initialize_kv_cache", (num_blocks,))

@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from nbengine.errors import NBEngineError, WireError
+from nbengine.errors import WireError
+from nbengine.ipc.private import check_private
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class ShmTensorSender:
         threshold: int = OOB_SIZE_THRESHOLD,
         capacity: int = ARENA_BYTES,
     ) -> None:
-        _check_private(directory)
+        check_private(directory, "the tensor directory")
         self._name = f"{client_index}-{secrets.token_hex(16)}"
         self._path = os.path.join(directory, self._name)
         self._threshold = threshold
@@ -275,12 +276,3 @@ def _checked(handle: dict[str, Any]) -> TensorHandle:
 
 def _refuse(place: TensorHandle, reason: str) -> NoReturn:
     raise WireError(f"the out-of-band tensor {place.ticket} in {place.name[:40]} cannot be read: {reason}")
-
-
-def _check_private(directory: str | Path) -> None:
-    try:
-        status = os.lstat(directory)
-    except OSError as error:
-        raise NBEngineError(f"the tensor directory {directory} is not here: {error}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise NBEngineError(f"the tensor directory {directory} is not this user's alone")

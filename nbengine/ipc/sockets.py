@@ -10,6 +10,9 @@ from nbengine.errors import NBEngineError
 
 IPC_PREFIX = "ipc://"
 
+SocketOptions = dict[int, int | bytes]
+"""Values of `zmq.SocketOption`s."""
+
 
 def make_socket(
     context: zmq.Context[zmq.Socket[bytes]],
@@ -21,12 +24,14 @@ def make_socket(
     linger: int = 0,
     send_hwm: int = 0,
     receive_hwm: int = 0,
+    options: SocketOptions | None = None,
 ) -> zmq.Socket[bytes]:
     """Create a socket of `kind` (a `zmq.SocketType`) and bind or connect it.
 
     The queues are unbounded unless `send_hwm` or `receive_hwm` (messages) say otherwise: a ROUTER silently drops what exceeds
     its bound, and what a client may have outstanding is bounded by its lease. `linger` is how many
-    milliseconds `close` leaves for unsent messages. The file of a bound `ipc://` socket is its owner's alone.
+    milliseconds `close` leaves for unsent messages. `options` are set before the socket is used.
+    The file of a bound `ipc://` socket is its owner's alone.
 
     Raises:
         NBEngineError: the address cannot be bound or connected.
@@ -41,6 +46,8 @@ def make_socket(
             socket.rcvhwm = receive_hwm
         if identity is not None:
             socket.routing_id = identity
+        for option, value in (options or {}).items():
+            socket.set(option, value)
         if bind:
             socket.bind(address)
             _make_private(address)

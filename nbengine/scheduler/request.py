@@ -61,6 +61,7 @@ class Request:
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
+        "num_announced_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -68,6 +69,7 @@ class Request:
         "num_slots",
         "num_tokens",
         "order",
+        "planned_step",
         "pooling_params",
         "priority",
         "prompt_embeds",
@@ -118,6 +120,10 @@ class Request:
         """The step of its first admission."""
         self.last_step = -1
         """Of a preempted request: the last step in which it may have been planned."""
+        self.planned_step = -1
+        """With pipeline parallelism: the last step in which it was planned."""
+        self.num_announced_tokens = self.num_prompt_tokens
+        """With pipeline parallelism: the tokens that the stages which do not sample have been told."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache at the first admission; -1 before it."""
 

@@ -1,4 +1,4 @@
-"""One device: its model, its KV cache, and what is computed on them."""
+"""One rank: its device, its part of the model and of the KV cache, and what is computed on them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from nbengine.config import EngineConfig
+from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.distributed.layout import ALONE, RankLayout
-from nbengine.errors import EngineStartError, UtilityError
+from nbengine.errors import EngineStartError, NBEngineError, UtilityError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.messages import WorkerInfo
@@ -20,6 +21,7 @@ from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_config import decoder_config
 from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
 from nbengine.models.loader import reload_weights
@@ -30,8 +32,8 @@ from nbengine.models.registry import (
     load_model,
     resolve_device,
     resolve_dtype,
-    weights_bytes_of,
 )
+from nbengine.models.sharding import check_parallel
 from nbengine.scheduler.output import (
     AsyncModelRunnerOutput,
     GrammarOutput,
@@ -40,6 +42,7 @@ from nbengine.scheduler.output import (
 )
 from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.encoder_runner import EncoderRunner
+from nbengine.worker.footprint import Footprint
 from nbengine.worker.memory import (
     available_host_memory,
     check_kv_cache_fits,
@@ -56,8 +59,13 @@ from nbengine.worker.threads import TorchThreads
 
 
 class Worker:
-    """Owns a device. Calls come in this order: `init_device`, `load_model`, `determine_available_memory`,
-    `initialize_kv_cache`, then `execute_model` and `sample_tokens` in turn."""
+    """Owns a device, or with the other ranks a CPU. Calls come in this order: `init_device`, `load_model`,
+    `determine_available_memory`, `check_kv_cache_fits`, `initialize_kv_cache`, then `execute_model` and `sample_tokens`
+    in turn. Every rank gets the same calls.
+
+    Ranks on a CPU have one memory among them. What they are about to take they check together, each for all, while none
+    takes any yet: that is why checking and allocating are two calls.
+    """
 
     model: DecoderForCausalLM | BertModel
     model_runner: ModelRunner | EncoderRunner
@@ -74,43 +82,51 @@ class Worker:
         self._files = files
         self.board = _board(layout, files)
         self._progress = progress
+        self._parallel = SINGLE
         self._threads = TorchThreads()
         self._num_blocks = 0
         self._offload: WeightsOffload | None = None
         self._profiler: WorkerProfiler | None = None
 
     def init_device(self) -> None:
-        """Choose device and dtype.
+        """Choose device and dtype, and join the other ranks.
 
         Raises:
-            InvalidArgumentError: the device that was asked for is not there.
+            EngineStartError: there are too few devices, or the other ranks cannot be reached.
+            InvalidArgumentError: the device that was asked for is not there, or so many ranks cannot divide the model.
         """
         self.hf_config = load_hf_config(self.config.model)
-        self.device = resolve_device(self.config.model)
+        check_parallel(self.hf_config, self.config.parallel)
+        self.device = self._choose_device()
         self.dtype = resolve_dtype(self.config.model, self.hf_config, self.device)
+        self._parallel = self._join()
+        # All ranks are here now, and none of them has loaded anything.
+        self._free_at_start = self._free_memory()
+        self._footprint = Footprint(self.config, self.hf_config, self.device, self.dtype, self.layout)
         self._meter = WorkerMeter(self.board.row(self.layout.rank), self.device)
 
     def load_model(self) -> None:
-        """Load the weights.
+        """Load this rank's weights.
 
         Raises:
             EngineStartError: they do not fit; nothing has been loaded then.
             ModelLoadError: the files cannot be used.
         """
         config = self.config.model
-        weights_bytes = weights_bytes_of(self.hf_config, self.dtype)
-        check_weights_fit(config.model, weights_bytes, self._free_memory(), str(self.device))
-        if self.device.type == "cpu":
-            self._threads.limit(weights_bytes)
+        footprint, num_ranks = self._footprint, self.layout.world_size
+        check_weights_fit(config.model, footprint.shared_weights_bytes, self._free_at_start, footprint.place)
+        if self.device.type == "cpu" or num_ranks > 1:
+            self._threads.limit(footprint.weights_bytes, num_ranks)
         if is_encoder(self.hf_config):
             encoder = load_encoder_model(config, self.device, self.dtype, self._progress)
             self.model, self.model_runner = encoder, EncoderRunner(self.config, encoder, self.device)
         else:
-            decoder = load_model(config, self.device, self.dtype, self._progress)
+            decoder = load_model(config, self.device, self.dtype, self._progress, self._parallel)
             self.model = decoder
             overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
+            transfer = CudaTransfer if overlaps else None
             self.model_runner = ModelRunner(
-                self.config, decoder, self.device, self.dtype, CudaTransfer if overlaps else None
+                self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
         self._meter.measure_memory()
 
@@ -143,51 +159,53 @@ class Worker:
         }
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
-        """What a token leaves in the KV cache; an encoder's has no layers."""
-        if isinstance(self.model, BertModel):
-            return KVCacheSpec(0, 0, 0, self.dtype.itemsize, self.config.cache.block_size)
-        model = self.model.config
-        return KVCacheSpec(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype_bytes=self.dtype.itemsize,
-            block_size=self.config.cache.block_size,
-        )
+        """What a token leaves in this rank's KV cache; an encoder's has no layers."""
+        return self._footprint.kv_cache_spec
 
     def determine_available_memory(self) -> int:
-        """Bytes that the KV cache may take; on a GPU found by running the largest step there can be.
+        """Bytes that this rank's KV cache may take; on a GPU found by running the largest step there can be.
+
+        On a CPU it is the rank's share of what all of them may take together.
 
         Raises:
             EngineStartError: nothing is left.
         """
         if isinstance(self.model_runner, EncoderRunner):
             return 0
-        cache = self.config.cache
-        page_size = self.get_kv_cache_spec().page_size_bytes
+        cache, footprint = self.config.cache, self._footprint
         if cache.num_gpu_blocks_override is not None:
-            return cache.num_gpu_blocks_override * page_size
+            return cache.num_gpu_blocks_override * footprint.kv_cache_spec.page_size_bytes
         if cache.kv_cache_memory_bytes is not None:
-            return cache.kv_cache_memory_bytes
+            return footprint.own_part(cache.kv_cache_memory_bytes)
         if self.device.type == "cuda":
             return self._profile_gpu(self.model_runner)
-        sequence = -(-self._max_model_len() // cache.block_size) * page_size
-        return cpu_kv_budget(
+        sequence = -(-self._max_model_len() // cache.block_size) * footprint.shared_page_size_bytes
+        budget = cpu_kv_budget(
             self._free_memory(),
             asked_sequence=0 if self.config.model.max_model_len is None else sequence,
             all_sequences=sequence * self.config.scheduler.max_num_seqs,
         )
+        return footprint.own_part(budget)
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, all of it now: nothing grows while requests run.
+    def check_kv_cache_fits(self, num_blocks: int) -> None:
+        """Check that the KV cache can be allocated.
 
         Raises:
             EngineStartError: it does not fit; the message has the numbers and what to change.
         """
-        page_size = self.get_kv_cache_spec().page_size_bytes
-        check_kv_cache_fits(num_blocks, page_size, self._free_memory(), str(self.device))
+        footprint = self._footprint
+        check_kv_cache_fits(
+            num_blocks, footprint.shared_page_size_bytes, self._free_memory(), footprint.place
+        )
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate this rank's KV cache, all of it now: nothing grows while requests run.
+
+        Raises:
+            EngineStartError: the allocation failed.
+        """
         max_model_len = self._max_model_len()
-        if page_size:
+        if self.get_kv_cache_spec().page_size_bytes:
             max_model_len = min(max_model_len, num_blocks * self.config.cache.block_size)
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
         self._num_blocks = num_blocks
@@ -212,23 +230,32 @@ class Worker:
         torch.cuda.empty_cache()
         self._meter.measure_memory()
 
+    def check_wake_up(self, tag: str) -> None:
+        """Check that there is memory for what `wake_up` restores.
+
+        Raises:
+            EngineStartError: there is not enough any more.
+        """
+        if tag == "kv_cache":
+            self.check_kv_cache_fits(self._num_blocks)
+        elif self._offload is not None and (missing := self._offload.num_missing_bytes):
+            footprint = self._footprint
+            missing += footprint.shared_weights_bytes - footprint.weights_bytes
+            check_weights_fit(self.config.model.model, missing, self._free_memory(), footprint.place)
+
     def wake_up(self, tag: str) -> None:
         """Restore the "weights" or the "kv_cache", which is empty then; weights first.
 
         Raises:
-            EngineStartError: there is not enough memory any more; nothing has changed.
+            EngineStartError: the KV cache cannot be allocated any more.
             ModelLoadError: weights that were freed cannot be read again.
         """
         if tag == "kv_cache":
-            page_size = self.get_kv_cache_spec().page_size_bytes
-            check_kv_cache_fits(self._num_blocks, page_size, self._free_memory(), str(self.device))
             self.model_runner.restore_kv_cache()
         elif self._offload is not None:
-            model = self.config.model
-            missing = self._offload.num_missing_bytes
-            check_weights_fit(model.model, missing, self._free_memory(), str(self.device))
             if not self._offload.restore():
-                reload_weights(self.model, tuple(map(Path, model.weights)), Reporter(None, "load"))
+                paths = tuple(map(Path, self.config.model.weights))
+                reload_weights(self.model, paths, Reporter(None, "load"))
             self._offload = None
         self._meter.measure_memory()
 
@@ -274,12 +301,50 @@ class Worker:
         return output
 
     def shutdown(self) -> None:
-        """Free what has been loaded and allocated. The worker takes no calls afterwards."""
+        """Free what has been loaded and allocated, and leave the other ranks. It takes no calls afterwards."""
         for name in ("model", "model_runner"):
             vars(self).pop(name, None)
+        parallel, self._parallel = self._parallel, SINGLE
+        parallel.close()
         self._threads.restore()
         gc.collect()
         torch.cuda.empty_cache()
+
+    def _choose_device(self) -> torch.device:
+        device = resolve_device(self.config.model)
+        num_ranks = self.layout.world_size
+        if device.type == "cpu" or num_ranks == 1:
+            return device
+        num_devices = torch.cuda.device_count()
+        if num_devices < num_ranks:
+            parallel = self.config.parallel
+            raise EngineStartError(
+                f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
+                f"{parallel.pipeline_parallel_size} needs {num_ranks} GPUs, and there are {num_devices}; "
+                f"lower them, or set device='cpu'"
+            )
+        device = torch.device("cuda", self.layout.rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def _join(self) -> ParallelState:
+        method = self.config.parallel.distributed_init_method
+        if is_encoder(self.hf_config) or (self.layout.world_size == 1 and method is None):
+            return SINGLE
+        if method is None or self._files is None:
+            raise NBEngineError(f"{self.layout}: a worker among others needs a place to meet them at")
+        from nbengine.distributed.init import init_parallel
+
+        # A step of one token may be padded to two.
+        num_rows = max(self.config.scheduler.max_num_batched_tokens, 2)
+        hidden_size = decoder_config(self.hf_config).hidden_size
+        return init_parallel(
+            self.layout,
+            self.device,
+            init_method=method,
+            directory=self._files.shared_memory,
+            max_tensor_bytes=num_rows * hidden_size * self.dtype.itemsize,
+        )
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
@@ -307,7 +372,7 @@ class Worker:
             model_runner.profile_run()
         except torch.OutOfMemoryError as error:
             raise EngineStartError(
-                f"{self.device} has too little memory for a step of max_num_batched_tokens="
+                f"{self._footprint.place} has too little memory for a step of max_num_batched_tokens="
                 f"{self.config.scheduler.max_num_batched_tokens} tokens and max_num_seqs="
                 f"{self.config.scheduler.max_num_seqs} requests; lower them: {error}"
             ) from error

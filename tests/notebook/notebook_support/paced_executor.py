@@ -44,6 +44,7 @@ class PacedExecutor(Executor):
             },
             "determine_available_memory": 1 << 20,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
             "worker_info": WorkerInfo(0, 0, 0, os.getpid(), "cpu", 4, 1 << 20, 0, 1),
         }

@@ -41,6 +41,7 @@ class FakeExecutor(Executor):
         self.knobs: dict[str, Any] = config.model.hf_overrides
         self.block_size = config.cache.block_size
         self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
+        self.available_bytes = config.cache.kv_cache_memory_bytes or 1 << 20
         self.last_token: dict[str, int] = {}
         self.given_back: set[str] = set()
         self.rpc_calls: list[tuple[Any, ...]] = []
@@ -94,10 +95,12 @@ class FakeExecutor(Executor):
                 "vocab_size": self.vocab_size,
                 "hidden_size": self.knobs.get("hidden_size", 4),
             },
-            "determine_available_memory": 1 << 20,
+            "determine_available_memory": self.available_bytes,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
             "sleep": None,
+            "check_wake_up": None,
             "wake_up": None,
             "start_profile": None,
             "stop_profile": ProfileReport(["trace"], 3, "summary"),

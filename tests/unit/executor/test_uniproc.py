@@ -70,8 +70,8 @@ def test_backends_that_are_missing_are_named(
 
 
 def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> None:
-    spec = executor.get_kv_cache_spec()
-    assert executor.determine_available_memory() == 8 * spec.page_size_bytes
+    (spec,) = executor.get_kv_cache_specs()
+    assert executor.determine_available_memory() == [8 * spec.page_size_bytes]
     executor.initialize_kv_cache(8)
     assert executor.max_concurrent_batches == 1
     assert executor.execute_model(one_request([1, 2, 3])) is None
@@ -146,7 +146,7 @@ def test_its_worker_is_seen_without_a_call_to_it(
     executor.execute_model(one_request([1, 2, 3]))
     executor.sample_tokens()
     (info,) = executor.worker_info()
-    page_size = executor.get_kv_cache_spec().page_size_bytes
+    page_size = executor.get_kv_cache_specs()[0].page_size_bytes
     assert (info.rank, info.tp_rank, info.pp_rank, info.pid) == (0, 0, 0, os.getpid())
     assert (info.device, info.first_layer, info.num_layers) == ("cpu", 0, 2)
     assert (info.weights_bytes, info.kv_cache_bytes) == (

@@ -121,7 +121,7 @@ def test_embeddings_are_forgotten_with_their_request_and_not_changed_before(driv
 
 def test_only_steps_that_compute_a_prompt_of_embeddings_build_any(driver) -> None:
     run = driver()
-    run.runner._model = spy = _Spy(run.runner._model)
+    run.runner._stage._model = spy = _Spy(run.runner._model)
     run.add_embeds("embeds", random_embeds(1)[0], GREEDY)
     run.add("tokens", [1, 2, 3], GREEDY)
     run.run()

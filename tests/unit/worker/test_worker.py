@@ -98,7 +98,7 @@ def test_a_cache_that_does_not_fit_is_refused_instead_of_allocated(
     worker = loaded(tiny_config)
     free_memory[0] = 10 * 2048 - 1
     with pytest.raises(EngineStartError, match=r"10 blocks of 2 KiB .* lower kv_cache_memory_bytes"):
-        worker.initialize_kv_cache(10)
+        worker.check_kv_cache_fits(10)
 
 
 def test_a_failing_allocation_names_the_numbers(

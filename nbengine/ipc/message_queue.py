@@ -1,0 +1,226 @@
+"""Objects from one process to several others: over shared memory on one machine, over a socket to other machines.
+
+The writer makes a `MessageQueue` and gives its handle to each reader through a private channel, such as an inherited pipe. Each makes
+its end with `create_from_handle`; then all of them call `wait_until_ready`, after which no file is left that could outlive them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+from nbengine.checks import require, require_int
+from nbengine.errors import NBEngineError
+from nbengine.ipc.overflow import CurveKeys, Publisher, Subscriber, make_curve_keys
+from nbengine.ipc.private import check_private
+from nbengine.ipc.queue_ends import LocalReader, QueueReader, QueueWriter, RemoteReader
+from nbengine.ipc.shm_ring import MAX_CHUNK_BYTES, MAX_CHUNKS, RingHandle, RingReader, RingWriter
+from nbengine.ipc.sockets import IPC_PREFIX
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHandle:
+    """What readers on the writer's machine need."""
+
+    ring: RingHandle
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteHandle:
+    """What readers on other machines need."""
+
+    address: str
+    keys: CurveKeys = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What the readers need. It carries keys: for the readers alone, through a channel where nobody else can see it."""
+
+    num_readers: int
+    num_local_readers: int
+    local: LocalHandle | None
+    remote: RemoteHandle | None
+
+
+class MessageQueue:
+    """An end of a queue with one writer and `num_readers` readers, each of which gets every message, in order.
+
+    The constructor makes the writer's end. The first `num_local_readers` (default: all) read from shared memory, the others over
+    TCP from `remote_address`, such as `tcp://10.0.0.1:*`, encrypted and authenticated.
+
+    An end takes calls from any thread, one at a time: `shutdown` ends one that waits, `close` waits for it. An interrupted or failed
+    call leaves the queue usable: a message is sent to all readers on this machine or to none, and received once.
+
+    Args:
+        num_readers: How many readers there are.
+        num_local_readers: How many of them, the first ones, run on this machine.
+        directory: A private directory (0700) in memory, for the ring until all readers have attached.
+        socket_directory: A private directory with a short path, for a socket until all readers have connected.
+        remote_address: Where the readers on other machines connect to; needed if there are any.
+        max_chunk_bytes: Pickled size, in bytes, up to which a message goes through shared memory.
+        max_chunks: How many messages the writer may be ahead of the slowest reader.
+
+    Raises:
+        InvalidArgumentError: a number or the address is not allowed.
+        NBEngineError: a directory is not private or has no room, or the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        num_readers: int,
+        num_local_readers: int | None = None,
+        *,
+        directory: str | Path,
+        socket_directory: str | Path,
+        remote_address: str | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+    ) -> None:
+        num_local = num_readers if num_local_readers is None else num_local_readers
+        _check_readers(num_readers, num_local, remote_address)
+        context: Context = zmq.Context()
+        ring = publisher = remote = None
+        local_handle = remote_handle = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(context.term)
+            if num_local:
+                check_private(socket_directory, "the socket directory of message queues")
+                ring = RingWriter(
+                    directory, num_local, max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks
+                )
+                undo.callback(ring.close)
+                address = IPC_PREFIX + os.path.join(socket_directory, f"q-{secrets.token_hex(8)}")
+                publisher = Publisher(context, address, range(num_local))
+                undo.callback(publisher.close)
+                local_handle = LocalHandle(ring.handle, address)
+            if remote_address is not None and num_local < num_readers:
+                keys, secret = make_curve_keys()
+                remote = Publisher(context, remote_address, range(num_local, num_readers), secret)
+                remote_handle = RemoteHandle(remote.address, keys)
+            undo.pop_all()
+        self._handle = Handle(num_readers, num_local, local_handle, remote_handle)
+        self._set(context, QueueWriter(ring, publisher, remote))
+
+    @classmethod
+    def create_from_handle(cls, handle: Handle, reader_rank: int) -> Self:
+        """The end of reader `reader_rank`.
+
+        Raises:
+            InvalidArgumentError: the queue has no such reader.
+            NBEngineError: the writer is gone, or that reader has its end already.
+        """
+        require_int("reader_rank", reader_rank)
+        ok = 0 <= reader_rank < handle.num_readers
+        require("reader_rank", reader_rank, ok, f"from 0 to {handle.num_readers - 1}")
+        queue = cls.__new__(cls)
+        queue._handle = handle
+        context: Context = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(context.term)
+            queue._set(context, _make_reader(context, handle, reader_rank))
+            undo.pop_all()
+        return queue
+
+    def export_handle(self) -> Handle:
+        """What the readers need; it can be pickled."""
+        return self._handle
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until all ends have called this; to be called once, before anything else.
+
+        Raises:
+            QueueTimeoutError: some end did not within `timeout` seconds.
+            QueueClosedError: this end or another has shut down.
+            PeerDiedError: a process at another end is gone.
+        """
+        with self._busy:
+            self._end.wait_until_ready(timeout)
+
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """Send `obj` to all readers, waiting for room for `timeout` seconds at most.
+
+        Raises:
+            QueueTimeoutError: some reader lags behind by `max_chunks` messages; nothing was sent.
+            QueueClosedError: this end or a reader has shut down.
+            PeerDiedError: a reader is gone; on this machine, noticed when its room is needed.
+            WireError: `obj` cannot be pickled; nothing was sent.
+        """
+        writer = self._end
+        if not isinstance(writer, QueueWriter):
+            raise NBEngineError("this is a reading end of a message queue")
+        with self._busy:
+            writer.enqueue(obj, timeout)
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """The next message, waiting for it for `timeout` seconds at most (0: not at all).
+
+        Raises:
+            QueueTimeoutError: none came.
+            QueueClosedError: this end has shut down; or the writer has, and all its messages were received.
+            PeerDiedError: the writer is gone, and all its messages were received.
+            WireError: a message that cannot be unpickled here; it counts as received.
+        """
+        reader = self._end
+        if not isinstance(reader, QueueReader):
+            raise NBEngineError("this is the writing end of a message queue")
+        with self._busy:
+            reader.take(timeout)
+        # No call from here on, and so no signal handler that could lose the message.
+        taken, reader.taken = reader.taken, None
+        return None if taken is None else taken.obj
+
+    def shutdown(self) -> None:
+        """End the queue, from any thread: who waits at any end on this machine is woken. Again does nothing.
+
+        Ends on other machines learn of it from `close`.
+        """
+        self._end.shutdown()
+
+    def close(self) -> None:
+        """Shut down, wait for a call that is under way to end, and let go of everything. Again does nothing."""
+        self.shutdown()
+        with self._busy:
+            if not self._context.closed:
+                self._end.close()
+                self._context.term()
+
+    def _set(self, context: Context, end: QueueWriter | QueueReader) -> None:
+        self._context = context
+        self._end = end
+        self._busy = threading.Lock()
+
+
+def _make_reader(context: Context, handle: Handle, rank: int) -> QueueReader:
+    if handle.local is not None and rank < handle.num_local_readers:
+        ring = RingReader(handle.local.ring, rank)
+        try:
+            return LocalReader(ring, Subscriber(context, handle.local.address, rank))
+        except BaseException:
+            ring.close()
+            raise
+    if handle.remote is None:
+        raise NBEngineError(f"the handle of a message queue has nothing for reader {rank}")
+    return RemoteReader(Subscriber(context, handle.remote.address, rank, handle.remote.keys))
+
+
+def _check_readers(num_readers: int, num_local: int, remote_address: str | None) -> None:
+    require_int("num_readers", num_readers)
+    require("num_readers", num_readers, num_readers > 0, "above 0")
+    require_int("num_local_readers", num_local)
+    require("num_local_readers", num_local, 0 <= num_local <= num_readers, f"from 0 to {num_readers}")
+    if num_local < num_readers:
+        ok = remote_address is not None and remote_address.startswith("tcp://")
+        require(
+            "remote_address", remote_address, ok, "a tcp:// address when some readers are on other machines"
+        )

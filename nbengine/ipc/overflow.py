@@ -1,0 +1,189 @@
+"""The sockets beside a ring: for messages that do not fit into a chunk, and for readers on other machines.
+
+The writer binds an XPUB socket, each reader connects a SUB socket. Each message is one frame: its number (8 bytes, little-endian),
+then what `nbengine/ipc/frames.py` makes. A reader says who it is by the topics it subscribes to, which no number begins with.
+
+On one machine the socket is a file in a private directory. Pickle travels to other machines only over connections with
+CURVE keys (RFC 26/CurveZMQ): a reader takes messages from nobody but who has the writer's secret key, and only who knows the writer's
+public key, which is never sent over the connection, can connect at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import zmq
+
+from nbengine.errors import NBEngineError
+from nbengine.ipc.sockets import IPC_PREFIX, SocketOptions, make_socket
+
+READY = 0
+"""Number of the frame that says that all readers are connected; messages are numbered from 1."""
+CLOSED = 2**64 - 1
+"""Number of the frame that says that the writer has shut down."""
+NUMBER_BYTES = 8
+LINGER = 1000
+"""Milliseconds that closing leaves for messages on their way to readers that are still there."""
+HEARTBEAT = 5000
+"""Milliseconds between two signs of life on a connection to another machine; three missed ones end it."""
+
+_ENDS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_HEARTBEATS: SocketOptions = {zmq.HEARTBEAT_IVL: HEARTBEAT, zmq.HEARTBEAT_TIMEOUT: 3 * HEARTBEAT}
+_READER, _LEAVES = "reader", "leaves"
+_SIGN = re.compile(rb"([\0\1])(reader|leaves) ([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """Keys of the connections to readers on other machines. The secret keys are nobody else's business."""
+
+    server_public: bytes
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+
+def make_curve_keys() -> tuple[CurveKeys, bytes]:
+    """Keys for the readers, and the writer's secret key.
+
+    Raises:
+        NBEngineError: this ZeroMQ was built without CURVE.
+    """
+    if not zmq.has("curve"):
+        raise NBEngineError(
+            "readers on other machines need a ZeroMQ with CURVE; this one was built without it"
+        )
+    server_public, server_secret = zmq.curve_keypair()
+    return CurveKeys(server_public, *zmq.curve_keypair()), server_secret
+
+
+class Publisher:
+    """The writer's socket for the readers `ranks`. One thread at a time."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        ranks: Collection[int],
+        curve_secret: bytes | None = None,
+    ) -> None:
+        options: SocketOptions = {zmq.XPUB_VERBOSER: 1}
+        if curve_secret is not None:
+            options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: curve_secret, **_HEARTBEATS}
+        self._socket = make_socket(context, address, zmq.XPUB, bind=True, linger=LINGER, options=options)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        """Where the readers connect to, with the port that was chosen."""
+        self.missing = set(ranks)
+        """Readers that have not connected yet."""
+        self.left: set[int] = set()
+        """Readers that have shut down."""
+        self.lost: set[int] = set()
+        """Readers that are gone without having shut down."""
+
+    def look(self, timeout_ms: int = 0) -> None:
+        """Take in who has come and gone; waits up to `timeout_ms` for the first such event."""
+        if timeout_ms and not self._socket.poll(timeout_ms):
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._note(self._socket.recv(zmq.NOBLOCK))
+
+    def _note(self, event: bytes) -> None:
+        sign = _SIGN.fullmatch(event)
+        if sign is None:
+            return
+        came, topic, rank = sign[1] == b"\1", sign[2].decode(), int(sign[3])
+        if topic == _LEAVES and came:
+            self.left.add(rank)
+        elif topic == _READER and came:
+            self.missing.discard(rank)
+        elif topic == _READER and rank not in self.left:
+            self.lost.add(rank)
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame for all readers; does not wait."""
+        self._socket.send(frame)
+
+    def unlink(self) -> None:
+        """Remove the socket's file, if it has one; connections stay. Again does nothing."""
+        if self.address.startswith(IPC_PREFIX):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address.removeprefix(IPC_PREFIX))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self.unlink()
+
+
+class Subscriber:
+    """The socket of reader `rank`. One thread at a time."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        rank: int,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        # Whoever listens there after the writer would be somebody else.
+        options: SocketOptions = {zmq.RECONNECT_IVL: -1}
+        if keys is not None:
+            options |= {
+                zmq.CURVE_SERVERKEY: keys.server_public,
+                zmq.CURVE_PUBLICKEY: keys.client_public,
+                zmq.CURVE_SECRETKEY: keys.client_secret,
+                **_HEARTBEATS,
+            }
+        self.frames: list[bytes] = []
+        """Received and not yet used, oldest first."""
+        self._rank = rank
+        self._socket = make_socket(context, address, zmq.SUB, bind=False, linger=LINGER, options=options)
+        self._monitor = self._socket.get_monitor_socket(_ENDS) if keys is not None else None
+        self._socket.subscribe(b"")
+        self._socket.subscribe(f"{_READER} {rank}".encode())
+
+    def receive(self, timeout_ms: int) -> bool:
+        """Append the next frame to `frames`; False if none comes within `timeout_ms`."""
+        if not self._socket.poll(timeout_ms):
+            return False
+        with contextlib.suppress(zmq.Again):
+            # From C to C: no signal handler runs between receiving the frame and keeping it.
+            self.frames.extend(map(self._socket.recv, itertools.repeat(zmq.NOBLOCK, 1)))
+        return True
+
+    def drop(self, before: int) -> None:
+        """Forget the frames with numbers below `before`."""
+        while self.frames and number_of(self.frames[0]) < before:
+            del self.frames[0]
+
+    def disconnected(self) -> bool:
+        """Whether the connection to another machine has ended; what came over it before can still be received."""
+        return self._monitor is not None and bool(self._monitor.poll(0))
+
+    def close(self) -> None:
+        """Tell the writer, and close the socket."""
+        self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+        self._socket.close()
+
+
+def number_of(frame: bytes) -> int:
+    """The number that `frame` begins with."""
+    return int.from_bytes(frame[:NUMBER_BYTES], "little")
+
+
+def numbered(number: int, *parts: bytes | memoryview) -> bytes:
+    """A frame."""
+    return b"".join((number.to_bytes(NUMBER_BYTES, "little"), *parts))
