@@ -33,7 +33,7 @@ from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.models.files import resolve_model
 
 LIMIT = 1.6
-NUM_REQUESTS = 64
+NUM_REQUESTS = 128
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 24
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 512, 1408, 12, 8, 4, 64, 256
 CONFIG = {
@@ -95,8 +95,8 @@ def pipeline_config(directory: Path) -> EngineConfig:
         str(directory),
         dtype="float32",
         pipeline_parallel_size=2,
-        num_gpu_blocks_override=512,
-        max_model_len=256,
+        num_gpu_blocks_override=1024,
+        max_model_len=128,
         max_num_seqs=NUM_REQUESTS,
         max_num_batched_tokens=2048,
         enable_prefix_caching=False,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from process_support.parallel_engines import Case
-from process_support.tiny_models import VOCAB_SIZE, check_greedy, check_greedy_output
+from process_support.tiny_models import VOCAB_SIZE, check_greedy, check_greedy_output, logits_of
 
 from nbengine import AsyncLLM, PoolingParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from nbengine.sampling_params import RequestOutputKind
@@ -145,6 +145,19 @@ async def test_log_probabilities_are_those_of_one_worker(case: Case) -> None:
                 found = {token: entry.logprob for token, entry in (row or {}).items()}
                 wanted = {token: entry.logprob for token, entry in (expected_row or {}).items()}
                 assert found == pytest.approx(wanted, abs=TOLERANCE)
+
+
+async def test_workers_draw_alike_without_a_seed_too(case: Case) -> None:
+    """If each had drawn its own token, they would go on from different ones, and the sums over workers be of nothing."""
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
+    asked = [{"prompt_token_ids": ids} for ids in prompts(8, seed=8)]
+    ours = await answers(case.engine, asked, [params] * len(asked))
+    for ids, output in zip(prompts(8, seed=8), ours, strict=True):
+        (completion,) = output.outputs
+        expected = logits_of(case.oracle, ids, completion.token_ids).log_softmax(-1)
+        assert completion.logprobs is not None
+        for entry, token, row in zip(completion.logprobs, completion.token_ids, expected, strict=True):
+            assert entry[token].logprob == pytest.approx(float(row[token]), abs=TOLERANCE)
 
 
 async def test_structured_outputs_are_those_of_one_worker(case: Case) -> None:
