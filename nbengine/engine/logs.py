@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from nbengine.errors import EngineStartError, NBEngineError
+from nbengine.errors import EngineEndError, NBEngineError
 
 TAIL_LINES = 30
 _TAIL_BYTES = 32 * 1024
@@ -59,6 +59,6 @@ def describe_exception(error: BaseException) -> str:
 
 
 def _describe_one(error: BaseException) -> str:
-    if isinstance(error, EngineStartError):
+    if isinstance(error, EngineEndError):
         return error.cause
     return str(error) if isinstance(error, NBEngineError) else f"{type(error).__name__}: {error}"

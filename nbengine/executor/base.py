@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from nbengine.config import EngineConfig
-from nbengine.errors import NotSupportedError
+from nbengine.errors import EngineDeadError, NotSupportedError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
@@ -20,6 +20,8 @@ from nbengine.scheduler.output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+
+FailureCallback = Callable[[EngineDeadError], None]
 
 
 class Executor(ABC):
@@ -51,19 +53,18 @@ class Executor(ABC):
         Raises:
             NotSupportedError: it is one that this version does not offer yet.
         """
-        from nbengine.executor.uniproc import UniProcExecutor
-
         parallel = config.parallel
         backend = parallel.distributed_executor_backend
-        if backend in ("mp", "ray"):
+        if backend == "ray":
             raise NotSupportedError(
-                f"distributed_executor_backend={backend!r} is not available yet; only 'uni' is"
+                "distributed_executor_backend='ray' is not available yet; 'uni' and 'mp' are"
             )
-        if parallel.world_size > 1:
-            raise NotSupportedError(
-                f"tensor_parallel_size={parallel.tensor_parallel_size} with "
-                f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not available yet; only 1 is"
-            )
+        if backend == "mp" or parallel.world_size > 1:
+            from nbengine.executor.multiproc import MultiprocExecutor
+
+            return MultiprocExecutor
+        from nbengine.executor.uniproc import UniProcExecutor
+
         return UniProcExecutor
 
     @abstractmethod
@@ -128,6 +129,12 @@ class Executor(ABC):
     @abstractmethod
     def check_health(self) -> None:
         """Raise `EngineDeadError` unless all workers can take calls."""
+
+    def register_failure_callback(self, callback: FailureCallback) -> None:  # noqa: B027
+        """Have `callback` called, on any thread, when workers have ended by themselves, also between two calls.
+
+        Of workers in this process there is nothing to tell.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:
