@@ -36,7 +36,8 @@ from nbengine.magics.reports import (
     status_table,
 )
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
-from nbengine.widgets.live import publish
+from nbengine.widgets.live import publish, publish_bundle
+from nbengine.widgets.process_tree import read_process_tree
 from nbengine.widgets.progress import StartProgress
 
 _LATER = ("load", "fit")
@@ -59,6 +60,7 @@ class EngineMagics(Magics):
             "restart": self._restart,
             "status": self._status,
             "ps": self._ps,
+            "tree": self._tree,
             "attach": self._attach,
             "detach": self._detach,
             "logs": self._logs,
@@ -184,6 +186,14 @@ class EngineMagics(Magics):
             publish(self.shell, *engines_table(engines, here))
         else:
             print("no engine runs on this machine; `%engine start` starts one")
+
+    def _tree(self, words: Sequence[str]) -> None:
+        parser = _parser("tree", "Show an engine's processes as they are now, and what connects them.")
+        parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
+        name = parser.parse_words(words).name
+        engine = self._session.find(name) if name else self._session.get()
+        info = find_engine(name or "") if engine is None else engine.client.connection
+        publish_bundle(self.shell, read_process_tree(info, attached=engine is not None).bundle())
 
     def _attach(self, words: Sequence[str]) -> None:
         parser = _parser(

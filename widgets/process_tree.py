@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
@@ -18,7 +18,7 @@ from nbengine.client.processes import session_processes
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.ipc.messages import EngineReady, WorkerInfo
 
-CLIENT_TO_HOST = ("host.sock: DEALER ↔ ROUTER", "stats.sock: SUB ← XPUB")
+CLIENT_TO_HOST = ("host.sock: DEALER ↔ ROUTER", "stats.sock: SUB (on demand) ← XPUB")
 CLIENT_TO_CORE = ("c-<id>.in: ROUTER → DEALER", "c-<id>.out: PULL ← PUSH")
 HOST_TO_CORE = ("core.sock: ROUTER ↔ DEALER", "back-out.sock: PULL ← PUSH", "pipe: each sees the other's end")
 
@@ -36,6 +36,8 @@ class Link:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     channels: tuple[str, ...]
+    is_intact: bool = True
+    """Whether there still is a process at each end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +118,33 @@ class ProcessTree:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """What connects the processes."""
-        return tuple(_links(self))
+        """What connects the processes, or has connected those that are gone."""
+        running = {process.pid for process in self.processes if process.is_running}
+        return tuple(replace(link, is_intact=_is_intact(link, running)) for link in _links(self))
 
     def svg(self) -> str:
-        """A picture of its own, for a file: with a background, light or dark as the reader's system is."""
+        """A picture that stands by itself, as in a file: on a ground of its own, dark where the reader's system is."""
         from nbengine.widgets.process_tree_svg import draw
 
         return draw(self, standalone=True)
+
+    def html(self) -> str:
+        """The picture in the colours of the page that it is put in, and the text, folded."""
+        from nbengine.widgets.process_tree_svg import page_part
+
+        return page_part(self)
 
     def __str__(self) -> str:
         from nbengine.widgets.process_tree_text import text_tree
 
         return text_tree(self)
 
-    def _repr_mimebundle_(
-        self, include: object = None, exclude: object = None
-    ) -> dict[str, str]:  # the display protocol's arguments: all of the bundle is made anyway
-        del include, exclude
-        from nbengine.widgets.process_tree_svg import draw, html
+    def bundle(self) -> dict[str, str]:
+        """All its forms, by MIME type."""
+        return {"text/plain": str(self), "text/html": self.html(), "image/svg+xml": self.svg()}
 
-        plain = str(self)
-        return {
-            "text/plain": plain,
-            "text/html": html(self, plain),
-            "image/svg+xml": draw(self, standalone=True),
-        }
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return self.bundle()
 
 
 def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> ProcessTree:
@@ -180,17 +183,12 @@ def _core_nodes(ready: Sequence[EngineReady], session: int) -> tuple[CoreNode, .
     cores = []
     for engine in ready:
         process = usage_of(engine.pid, session)
-        infos = engine.workers or [_worker_inside(engine)]
         workers = [
             WorkerNode(process if worker.pid == engine.pid else usage_of(worker.pid, session), worker)
-            for worker in infos
+            for worker in engine.workers
         ]
         cores.append(CoreNode(process, engine.rank, tuple(workers)))
     return tuple(cores)
-
-
-def _worker_inside(engine: EngineReady) -> WorkerInfo:
-    return WorkerInfo(0, 0, 0, engine.pid, engine.device, engine.weights_bytes, engine.kv_cache_bytes, 0, 0)
 
 
 def _processes_of(core: CoreNode) -> list[ProcessUsage]:
@@ -211,6 +209,12 @@ def _links(tree: ProcessTree) -> Iterator[Link]:
             workers = tuple(worker.process.pid for worker in core.outside)
             yield Link("queues", pid, workers, _queues(len(workers)))
         yield from _links_between_workers(core)
+
+
+def _is_intact(link: Link, running: set[int]) -> bool:
+    if link.kind == "tensor":
+        return len(running.intersection(link.sources)) > 1
+    return not running.isdisjoint(link.sources) and not running.isdisjoint(link.targets)
 
 
 def _queues(readers: int) -> tuple[str, ...]:

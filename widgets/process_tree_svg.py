@@ -6,7 +6,7 @@ Text takes the colour of what is around it, boxes take colours that show on ligh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from nbengine.client.process_usage import ProcessUsage
@@ -39,7 +39,7 @@ _BLUE, _PURPLE, _ORANGE, _GREEN, _GREY, _RED = (
 _EDGE = 1.0
 _PAD = 9.0
 _GAP = 18.0
-_NEIGHBOURS = 26.0
+_BETWEEN = 26.0
 """Between the boxes of a tensor-parallel group."""
 _BOX_WIDTH = 236.0
 _BOXES_A_ROW = 3
@@ -61,12 +61,12 @@ def draw(tree: ProcessTree, *, standalone: bool = False) -> str:
     return _Picture(tree).render(_STANDALONE if standalone else "")
 
 
-def html(tree: ProcessTree, plain: str) -> str:
+def page_part(tree: ProcessTree) -> str:
     """The picture for a page, and below it the text for whoever cannot see it or wants to copy it."""
     # Where a page's SVG is taken out, as in a notebook that is not trusted, its words stay: without size, unseen.
     return (
         f'<div style="font-size:0">{draw(tree)}</div><details><summary>as text</summary>'
-        f'<pre style="margin:0;overflow-x:auto">{escape(plain)}</pre></details>'
+        f'<pre style="margin:0;overflow-x:auto">{escape(str(tree))}</pre></details>'
     )
 
 
@@ -98,6 +98,7 @@ class _Picture:
 
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
+        self._links = tree.links
         self._drawing = Drawing()
         self._y = _EDGE
         self._right = WIDTH - (_LANE if len(tree.cores) > 1 else _EDGE)
@@ -110,7 +111,7 @@ class _Picture:
         if tree.host is None:
             (core,) = tree.cores
             x = self._right - _BOX_WIDTH if core.outside else (WIDTH - _BOX_WIDTH) / 2
-            self._core(core, _core_label(core, "frontend, "), x)
+            self._core(core, _core_label(core, f"frontend and engine core {core.rank}"), x)
         else:
             self._engine(tree.host)
         self._row([_plain_label("process", process, _GREY) for process in tree.others])
@@ -122,20 +123,17 @@ class _Picture:
         if ports:
             self._y += _WIRES - _GAP
         bus = ports[0][1] + _BUS if ports else 0.0
-        label = _plain_label(HOST, host, _PURPLE)
-        host_rect = Rect(_EDGE, self._y, _BOX_WIDTH, label.height)
-        self._box(host_rect, label)
-        centers = [x for x, _ in ports] + [host_rect.center]
+        host_rect = Rect(_EDGE, self._y, _BOX_WIDTH, _plain_label(HOST, host, _PURPLE).height)
+        self._box(host_rect, _plain_label(HOST, host, _PURPLE))
+        centers = [*(x for x, _ in ports), host_rect.center]
         for core in tree.cores:
-            is_first = core is tree.cores[0]
             rect = self._core(core, _core_label(core), self._right - _BOX_WIDTH, beside=host_rect)
-            self._control(host_rect, rect, self._link("control", core), is_first=is_first)
+            self._control(host_rect, rect, self._link("control", core.process.pid))
             if ports:
-                x = rect.center if is_first else WIDTH - 4
-                centers.append(x)
-                self._requests(rect, x, bus, self._link("requests", core), is_first=is_first)
+                centers.append(rect.center if core is tree.cores[0] else WIDTH - 4)
+                self._requests(rect, centers[-1], bus, self._link("requests", core.process.pid))
         if ports:
-            self._bus(ports, bus, centers, host_rect)
+            self._bus(ports, bus, centers, host_rect, self._link("host", host.pid))
 
     # Boxes.
 
@@ -177,114 +175,126 @@ class _Picture:
         self._box(rect, label)
         self._y = max(rect.bottom, beside.bottom if beside else 0.0)
         if core.outside:
-            self._queues(rect, self._link("queues", core))
+            self._queues(rect, self._link("queues", *_pids(core.outside)))
             self._workers(core)
         self._y += _GAP
         return rect
 
     def _workers(self, core: CoreNode) -> None:
-        stages = core.stages
         top = self._y
         self._y += LINE + _PAD
-        x = _LANE + _PAD
-        width = self._right - _PAD - x
         centers: list[float] = []
-        for index, stage in enumerate(stages):
-            if index:
-                self._pipeline(centers, self._link("pipeline", core))
-            centers = self._stage(core, stage, x, width)
+        for stage in core.stages:
+            if centers:
+                self._pipeline(centers, self._link("pipeline", *_pids(stage)))
+            centers = self._stage(stage, _LANE + _PAD, self._right - _LANE - 2 * _PAD)
         rect = Rect(_LANE, top, self._right - _LANE, self._y + _PAD - top)
         self._drawing.text(rect.x + _PAD, top + LINE, executor_words(core), width=rect.width - 2 * _PAD)
         self._drawing.box(rect, _GREY, opacity=0)
         self._y = rect.bottom
 
-    def _stage(self, core: CoreNode, stage: Sequence[WorkerNode], x: float, width: float) -> list[float]:
+    def _stage(self, stage: Sequence[WorkerNode], x: float, width: float) -> list[float]:
         """A stage's workers in a frame; returns where the columns' middles are."""
-        drawing = self._drawing
-        top = self._y
-        channel = self._link("tensor", core).channels[0] if len(stage) > 1 else ""
-        words = stage_words(stage)
-        inner = width - 2 * _PAD
-        drawing.text(x + _PAD, top + LINE, words, width=inner / 2, bold=True)
-        drawing.text(x + width - _PAD, top + LINE, channel, width=inner / 2, anchor="end", muted=True)
-        columns = min(len(stage), _WORKERS_A_ROW)
-        box_width = min(_BOX_WIDTH, (inner - (columns - 1) * _NEIGHBOURS) / columns)
-        left = x + (width - columns * (box_width + _NEIGHBOURS) + _NEIGHBOURS) / 2
+        top, inner = self._y, width - 2 * _PAD
+        self._drawing.text(x + _PAD, top + LINE, stage_words(stage), width=inner / 2, bold=True)
         self._y += LINE + _PAD
-        labels = [_worker_label(worker) for worker in stage]
+        columns = min(len(stage), _WORKERS_A_ROW)
+        box_width = min(_BOX_WIDTH, (inner - (columns - 1) * _BETWEEN) / columns)
+        step = box_width + _BETWEEN
+        left = x + (width - columns * step + _BETWEEN) / 2
+        for start in range(0, len(stage), columns):
+            self._worker_row(stage[start : start + columns], left, box_width)
+        self._y += _PAD - _GAP
+        if len(stage) > 1:
+            link = self._link("tensor", *_pids(stage))
+            self._channels(link, x + width - _PAD, top + LINE, inner / 2, "end")
+        self._drawing.box(Rect(x, top, width, self._y - top), _GREY, opacity=0.04)
+        return [left + column * step + box_width / 2 for column in range(columns)]
+
+    def _worker_row(self, workers: Sequence[WorkerNode], x: float, box_width: float) -> None:
+        labels = [_worker_label(worker) for worker in workers]
         height = max(label.height for label in labels)
-        for number, label in enumerate(labels):
-            row, column = divmod(number, columns)
-            rect = Rect(
-                left + column * (box_width + _NEIGHBOURS), self._y + row * (height + _GAP), box_width, height
-            )
+        before = workers[0].process
+        for worker, label in zip(workers, labels, strict=True):
+            rect = Rect(x, self._y, box_width, height)
             self._box(rect, label)
-            if column:
-                drawing.line(
-                    (rect.x - _NEIGHBOURS + 1, rect.middle), (rect.x - 1, rect.middle), start=True, end=True
-                )
-        rows = -(-len(stage) // columns)
-        self._y += rows * (height + _GAP) - _GAP + _PAD
-        drawing.box(Rect(x, top, width, self._y - top), _GREY, opacity=0.04)
-        return [left + column * (box_width + _NEIGHBOURS) + box_width / 2 for column in range(columns)]
+            if worker is not workers[0]:
+                link = self._link("tensor", worker.process.pid)
+                both = before.is_running and worker.process.is_running
+                link = replace(link, is_intact=both)
+                self._wire(link, (x - _BETWEEN + 1, rect.middle), (x - 1, rect.middle), start=True)
+            x += box_width + _BETWEEN
+            before = worker.process
+        self._y += height + _GAP
 
-    # Lines.
+    # Lines. Those whose other end is gone are broken, and nothing is said about them.
 
-    def _link(self, kind: str, core: CoreNode) -> Link:
-        pids = {core.process.pid, *(worker.process.pid for worker in core.outside)}
-        return next(link for link in self._tree.links if link.kind == kind and pids & set(link.targets))
+    def _link(self, kind: str, *pids: int) -> Link:
+        return next(
+            link for link in self._links if link.kind == kind and not set(pids).isdisjoint(link.targets)
+        )
+
+    def _wire(self, link: Link, *points: tuple[float, float], start: bool = False, end: bool = True) -> None:
+        self._drawing.line(*points, start=start, end=end, dashed=not link.is_intact)
+
+    def _channels(self, link: Link, x: float, y: float, width: float, anchor: str = "start") -> None:
+        if link.is_intact:
+            for number, channel in enumerate(link.channels):
+                line = y + number * LINE
+                self._drawing.text(x, line, channel, width=width, anchor=anchor, muted=True)
 
     def _bus(
-        self, ports: Sequence[tuple[float, float]], bus: float, centers: Sequence[float], host: Rect
+        self,
+        ports: Sequence[tuple[float, float]],
+        bus: float,
+        centers: Sequence[float],
+        host: Rect,
+        link: Link,
     ) -> None:
         for x, y in ports:
-            self._drawing.line((x, bus), (x, y + 1), end=True)
-        self._drawing.line((min(centers), bus), (max(centers), bus))
-        self._drawing.line((host.center, bus), (host.center, host.y - 1), end=True)
-        (link,) = (link for link in self._tree.links if link.kind == "host")
-        for number, channel in enumerate(link.channels):
-            y = bus + (number + 1) * LINE
-            self._drawing.text(host.center + 8, y, channel, width=WIDTH / 3, muted=True)
+            self._wire(link, (x, bus), (x, y + 1))
+        self._wire(link, (min(centers), bus), (max(centers), bus), end=False)
+        self._wire(link, (host.center, bus), (host.center, host.y - 1))
+        self._channels(link, host.center + 8, bus + LINE, WIDTH / 3)
 
-    def _requests(self, core: Rect, x: float, bus: float, link: Link, *, is_first: bool) -> None:
-        if not is_first:
-            self._drawing.line((x, bus), (x, core.middle), (core.right + 1, core.middle), end=True)
-            return
-        self._drawing.line((x, bus), (x, core.y - 1), end=True)
-        for number, channel in enumerate(link.channels):
-            y = bus + (number + 1) * LINE
-            self._drawing.text(x - 8, y, channel, width=WIDTH / 3, anchor="end", muted=True)
-
-    def _control(self, host: Rect, core: Rect, link: Link, *, is_first: bool) -> None:
-        y = core.y + 2 * LINE
-        left = host.right if is_first else host.x + _PAD
-        if is_first:
-            self._drawing.line((left + 1, y), (core.x - 1, y), start=True, end=True)
+    def _requests(self, core: Rect, x: float, bus: float, link: Link) -> None:
+        if x > core.right:
+            self._wire(link, (x, bus), (x, core.middle), (core.right + 1, core.middle))
         else:
-            self._drawing.line((left, host.bottom + 1), (left, y), (core.x - 1, y), start=True, end=True)
-        middle = (max(left, host.right) + core.x) / 2
-        width = core.x - host.right - 2 * _PAD
-        for number, channel in enumerate(link.channels):
-            base = y - 6 if number == 0 else y + number * LINE
-            self._drawing.text(middle, base, channel, width=width, anchor="middle", muted=True)
+            self._wire(link, (x, bus), (x, core.y - 1))
+            self._channels(link, x - 8, bus + LINE, WIDTH / 3, "end")
+
+    def _control(self, host: Rect, core: Rect, link: Link) -> None:
+        y = core.y + 2 * LINE
+        if y < host.bottom:
+            self._wire(link, (host.right + 1, y), (core.x - 1, y), start=True)
+        else:
+            x = host.x + _PAD
+            self._wire(link, (x, host.bottom + 1), (x, y), (core.x - 1, y), start=True)
+        middle, width = (host.right + core.x) / 2, core.x - host.right - 2 * _PAD
+        above, below = replace(link, channels=link.channels[:1]), replace(link, channels=link.channels[1:])
+        self._channels(above, middle, y - 6, width, "middle")
+        self._channels(below, middle, y + LINE, width, "middle")
 
     def _queues(self, core: Rect, link: Link) -> None:
         top, self._y = core.bottom + 1, self._y + LINE * 2 + _GAP
         down, up = core.center - 8, core.center + 8
-        self._drawing.line((down, top), (down, self._y - 1), end=True)
-        self._drawing.line((up, top), (up, self._y - 1), start=True)
-        for number, (arrow, channel) in enumerate(zip("↓↑", link.channels, strict=True)):
-            y = self._y - LINE * (1 - number) - _PAD
-            width = down - 8 - _LANE
-            self._drawing.text(down - 8, y, f"{channel} {arrow}", width=width, anchor="end", muted=True)
+        self._wire(link, (down, top), (down, self._y - 1))
+        self._wire(link, (up, self._y - 1), (up, top))
+        requests, answers = link.channels
+        arrowed = replace(link, channels=(f"{requests} ↓", f"{answers} ↑"))
+        self._channels(arrowed, down - 8, self._y - LINE - _PAD, down - 8 - _LANE, "end")
 
     def _pipeline(self, centers: Sequence[float], link: Link) -> None:
         top, self._y = self._y, self._y + 2 * LINE
         for x in centers:
-            self._drawing.line((x, top + 1), (x, self._y - 1), end=True)
+            self._wire(link, (x, top + 1), (x, self._y - 1))
         room = centers[1] - centers[0] if len(centers) > 1 else WIDTH / 2
-        y = (top + self._y) / 2 + 4
-        self._drawing.text(centers[0] + 10, y, link.channels[0], width=room - 20, muted=True)
+        self._channels(link, centers[0] + 10, (top + self._y) / 2 + 4, room - 20)
+
+
+def _pids(workers: Sequence[WorkerNode]) -> list[int]:
+    return [worker.process.pid for worker in workers]
 
 
 def _frontend_labels(tree: ProcessTree) -> list[_Label]:
@@ -304,8 +314,8 @@ def _plain_label(name: str, process: ProcessUsage, color: str) -> _Label:
     return _Label(name, [*lines, process.title] if process.title else lines, process, color)
 
 
-def _core_label(core: CoreNode, prefix: str = "") -> _Label:
-    label = _plain_label(prefix + core_name(core), core.process, _ORANGE)
+def _core_label(core: CoreNode, name: str = "") -> _Label:
+    label = _plain_label(name or core_name(core), core.process, _ORANGE)
     if core.process.is_running and not core.outside:
         parts = [part for worker in core.workers for part in worker_parts(worker)]
         label.lines[2:2] = [", ".join(parts[start : start + 2]) for start in range(0, len(parts), 2)]

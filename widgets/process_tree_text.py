@@ -24,7 +24,7 @@ def text_tree(tree: ProcessTree) -> str:
     for process in tree.others:
         stem = "└─ " if process is tree.others[-1] else "├─ "
         rows.append(_row(f"{stem}process", process, process.title))
-    links = [[link_words(tree, link), "; ".join(link.channels)] for link in tree.links]
+    links = [[_ends(tree, link), "; ".join(link.channels)] for link in tree.links if link.is_intact]
     return "\n".join([summary(tree), *_columns(rows), *([""] if links else []), *_columns(links)])
 
 
@@ -104,15 +104,6 @@ def executor_words(core: CoreNode) -> str:
     return f"MultiprocExecutor of engine core {core.rank}: {number} worker{'s' if number > 1 else ''}"
 
 
-def link_words(tree: ProcessTree, link: Link) -> str:
-    """The ends of a link, as in `engine core 0 ↔ workers 0, 1`."""
-    names = _names(tree)
-    sources, targets = (_several(pids, names) for pids in (link.sources, link.targets))
-    if link.kind == "tensor":
-        return sources
-    return f"{sources} {'→' if link.kind == 'pipeline' else '↔'} {targets}"
-
-
 def _figures(process: ProcessUsage) -> tuple[str, str, str]:
     if not process.is_running:
         return GONE, "", ""
@@ -142,6 +133,15 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip()
         for row in rows
     ]
+
+
+def _ends(tree: ProcessTree, link: Link) -> str:
+    """The ends of a link, as in `engine core 0 ↔ workers 0, 1`."""
+    names = _names(tree)
+    sources, targets = (_several(pids, names) for pids in (link.sources, link.targets))
+    if link.kind == "tensor":
+        return sources
+    return f"{sources} {'→' if link.kind == 'pipeline' else '↔'} {targets}"
 
 
 def _names(tree: ProcessTree) -> dict[int, str]:

@@ -93,11 +93,14 @@ class Drawing:
             f"{escape(fitted(text, width))}</text>"
         )
 
-    def line(self, *points: tuple[float, float], start: bool = False, end: bool = False) -> None:
+    def line(
+        self, *points: tuple[float, float], start: bool = False, end: bool = False, dashed: bool = False
+    ) -> None:
         """A line through points, horizontal or vertical piece by piece; with arrow heads where wanted."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        dash = ' stroke-dasharray="3 4"' if dashed else ""
         self._elements.append(
-            f'<polyline points="{path}" fill="none" stroke="currentColor" stroke-opacity="0.6"/>'
+            f'<polyline points="{path}" fill="none" stroke="currentColor" stroke-opacity="0.6"{dash}/>'
         )
         if end:
             self._head(points[-2], points[-1])

@@ -12,10 +12,13 @@ What the flags of a chunk say:
     1 ? … ?   read by those whose flag is 1
     1 1 … 1   read by all: the writer may fill it again
 
-The writer owns `written`, each reader its own flag between two writings, so no lock is needed, only an order. To write: `written`
-to 0; fill the chunk; the readers' flags to 0; fence; `written` to 1. The other way round, 1 0 … 0 would be seen while the chunk
-holds the last message or a torn one. To read: see `written` 1 and the own flag 0; fence; read; fence; own flag to 1. Then, either
-way: fence, and wake who sleeps (`nbengine/ipc/waiting.py`). `tests/unit/ipc/ring_explorer.py` goes through every interleaving.
+The writer owns `written`, each reader its own flag between two writings, so no lock is needed, only an order.
+
+To write: `written` to 0; fence; fill the chunk; the readers' flags to 0; fence; `written` to 1. The other way round, 1 0 … 0
+would be seen while the chunk holds the last message or a torn one. To read: see the own flag 0; fence; see `written` 1;
+fence; read; fence; own flag to 1. The other way round, a reader could see `written` of the last message and, since the
+writer has gone on between its two looks, its own flag for the next, which is still being filled. Then, either way: fence,
+and wake who sleeps (`nbengine/ipc/waiting.py`). `tests/unit/ipc/ring_explorer.py` goes through every interleaving.
 
 The memory is a file of its owner's alone (0600), in a directory that is private too, whose pages are reserved when it is made: a
 `/dev/shm` that is too small is an error then, not a SIGBUS later. The file can be unlinked when all readers have mapped it.
@@ -320,7 +323,10 @@ class RingReader(ShmRingBuffer):
 
     def _readable(self) -> bool:
         memory, written = self._memory, self._flags()
-        return memory[written] == 1 and memory[written + self._end] == 0
+        if memory[written + self._end]:
+            return False
+        self._fence()
+        return memory[written] == 1
 
     def _readable_or_closed(self) -> bool:
         memory, closed = self._memory, self.handle.closed

@@ -12,6 +12,7 @@ import torch
 
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
+from nbengine.distributed.init import init_parallel
 from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import EngineStartError, NBEngineError, UtilityError
 from nbengine.executor.files import ExecutorFiles
@@ -312,12 +313,11 @@ class Worker:
 
     def _choose_device(self) -> torch.device:
         device = resolve_device(self.config.model)
-        num_ranks = self.layout.world_size
-        if device.type == "cpu" or num_ranks == 1:
+        parallel, num_ranks = self.config.parallel, self.layout.world_size
+        if device.type == "cpu" or (num_ranks == 1 and parallel.distributed_init_method is None):
             return device
         num_devices = torch.cuda.device_count()
         if num_devices < num_ranks:
-            parallel = self.config.parallel
             raise EngineStartError(
                 f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
                 f"{parallel.pipeline_parallel_size} needs {num_ranks} GPUs, and there are {num_devices}; "
@@ -333,8 +333,6 @@ class Worker:
             return SINGLE
         if method is None or self._files is None:
             raise NBEngineError(f"{self.layout}: a worker among others needs a place to meet them at")
-        from nbengine.distributed.init import init_parallel
-
         # A step of one token may be padded to two.
         num_rows = max(self.config.scheduler.max_num_batched_tokens, 2)
         hidden_size = decoder_config(self.hf_config).hidden_size
