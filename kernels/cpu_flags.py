@@ -19,11 +19,13 @@ import ctypes
 import functools
 import platform
 import sys
+from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
 from nbengine.kernels.cpu_ir import Code, Int, declare, define
+from nbengine.kernels.cpu_jit import Function, compile_module
 
 FLAG_BYTES = 128
 """Bytes from flag to flag: two cache lines, because processors fetch them in pairs."""
@@ -49,6 +51,56 @@ class Patience(ctypes.Structure):
         ("nap_seconds", ctypes.c_int64),
         ("nap_nanoseconds", ctypes.c_int64),
     ]
+
+
+class FlagArguments(ctypes.Structure):
+    """What to wait for, or to raise: the flag's address and its count. `done` is 1 when the wait was not in vain."""
+
+    _fields_ = [
+        ("patience", Patience),
+        ("flag", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("done", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True)
+class FlagFunctions:
+    """`wait_for` and `announce` compiled, each for the address of `FlagArguments`."""
+
+    wait_for: Function
+    announce: Function
+
+
+@functools.cache
+def compile_flags() -> FlagFunctions:
+    """Compile the functions, once a process.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor.
+    """
+    module = ir.Module("nbengine_flags")
+    wait = define_wait(module, "wait")
+
+    def field(code: Code, args: Int, name: str) -> Int:
+        return code.load_int(args + getattr(FlagArguments, name).offset)
+
+    def wait_for(code: Code, args: Int) -> None:
+        done = args + FlagArguments.done.offset
+        code.call(
+            wait,
+            field(code, args, "flag"),
+            field(code, args, "count"),
+            args + FlagArguments.patience.offset,
+            done,
+        )
+
+    def raise_flag(code: Code, args: Int) -> None:
+        announce(code, field(code, args, "flag"), field(code, args, "count"))
+
+    define(module, "wait_for", 1, wait_for, exported=True)
+    define(module, "announce", 1, raise_flag, exported=True)
+    return FlagFunctions(*compile_module(module, "wait_for", "announce"))
 
 
 def available() -> bool:

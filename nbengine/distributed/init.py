@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nbengine.distributed.communicator import Communicator, ParallelState, PipelineLink, SingleRank
+from nbengine.distributed.communicator import Communicator, ParallelState, SingleRank
 from nbengine.distributed.layout import RankLayout
 from nbengine.distributed.rendezvous import Rendezvous, loopback_interface
 from nbengine.distributed.torch_communicator import TorchCommunicator, TorchLink
 from nbengine.errors import EngineStartError
+from nbengine.kernels.dispatch import shares_memory
 
 START_SECONDS = 120.0
 """For all ranks to come: they import torch at the same time, on however few cores there are."""
@@ -40,26 +41,40 @@ def init_parallel(
         InvalidArgumentError: `init_method` is no place.
         EngineStartError: it is taken or cannot be reached, or a rank has not come within `timeout` seconds.
     """
-    del max_tensor_bytes
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rendezvous = Rendezvous(init_method, layout, Path(directory).name, timeout)
     world = TorchWorld(layout, device, rendezvous)
     try:
-        tp: Communicator = SingleRank()
-        if layout.tp_size > 1:
-            tp = TorchCommunicator(world.stage_group(), device)
-        rank, step = layout.rank, layout.tp_size
-        before: PipelineLink | None = None if layout.is_first_stage else TorchLink(rank - step, device)
-        after: PipelineLink | None = None if layout.is_last_stage else TorchLink(rank + step, device)
-        state = ParallelState(layout, tp, before, after, world)
-        if device.type == "cuda":
+        on_cpu = device.type == "cpu"
+        if on_cpu and all(each == "yes" for each in rendezvous.share("memory?", _answer(rendezvous))):
+            from nbengine.distributed.shm_setup import share_memory
+
+            ends = share_memory(layout, rendezvous, directory, max_tensor_bytes)
+            return ParallelState(layout, ends.tp or SingleRank(), ends.previous, ends.next, world)
+        state = _over_torch(layout, device, world)
+        if not on_cpu:
             _connect_gpus(state, device)
         rendezvous.meet("ready")
+        return state
     except BaseException:
         world.close()
         raise
-    return state
+
+
+def _answer(rendezvous: Rendezvous) -> str:
+    """Whether this rank can share memory with all others."""
+    return "yes" if rendezvous.is_local and shares_memory() else "no"
+
+
+def _over_torch(layout: RankLayout, device: torch.device, world: TorchWorld) -> ParallelState:
+    tp: Communicator = SingleRank()
+    if layout.tp_size > 1:
+        tp = TorchCommunicator(world.stage_group(), device)
+    rank, step = layout.rank, layout.tp_size
+    before = None if layout.is_first_stage else TorchLink(rank - step, device)
+    after = None if layout.is_last_stage else TorchLink(rank + step, device)
+    return ParallelState(layout, tp, before, after, world)
 
 
 class TorchWorld:

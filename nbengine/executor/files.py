@@ -45,5 +45,7 @@ def make_own_files() -> tuple[ExecutorFiles, OwnDirectories]:
 
     sockets = new_run_dir()
     shared_memory = new_tensor_dir(sockets)
-    files = ExecutorFiles(str(sockets), str(shared_memory), str(sockets / "engine.log"), engine="in this process")
+    files = ExecutorFiles(
+        str(sockets), str(shared_memory), str(sockets / "engine.log"), engine="in this process"
+    )
     return files, OwnDirectories((str(shared_memory), str(sockets)))

@@ -17,7 +17,14 @@ from nbengine.config import EngineConfig
 from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.engine.logs import log_tail, worker_log_path
 from nbengine.engine.processes import end_processes, start_worker
-from nbengine.errors import EngineDeadError, NBEngineError, PeerDiedError, QueueClosedError, WireError
+from nbengine.errors import (
+    EngineDeadError,
+    EngineStartError,
+    NBEngineError,
+    PeerDiedError,
+    QueueClosedError,
+    WireError,
+)
 from nbengine.executor.base import Executor, FailureCallback
 from nbengine.executor.calls import FAILURE, Answer, PendingCalls
 from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure, WorkerReport
@@ -80,7 +87,7 @@ class MultiprocExecutor(Executor):
         self._has_failed = threading.Event()
         self._failure_callbacks: list[FailureCallback] = []
         self._closed = False
-        self._board = WorkerBoard.create(files.shared_memory, len(self._layouts))
+        self._board: WorkerBoard | None = None
         self._watch: WorkerWatch | None = None
         self._monitor: threading.Thread | None = None
         try:
@@ -107,9 +114,13 @@ class MultiprocExecutor(Executor):
             )
         )
         handle = self._rpc_broadcast_mq.export_handle()
+        self._board = self._make_board()
         files = replace(self._files, board=str(self._board.path))
+        # A kernel that is restarted is killed with its group; who is left then removes the directories.
+        own_session = bool(self._own_directories.paths)
         for layout in self._layouts:
-            worker = Watched.of(layout, start_worker(self._log_path(layout)))
+            started = start_worker(self._log_path(layout), own_session=own_session)
+            worker = Watched.of(layout, started)
             self._workers.append(worker)
             spec = WorkerSpec(config, layout.rank, self.worker_class, handle, files, self._own_directories)
             # A worker that has ended already is heard of below.
@@ -133,6 +144,13 @@ class MultiprocExecutor(Executor):
         except (QueueClosedError, PeerDiedError) as error:
             raise self._verdict(error) from None
         logger.info("%d workers are ready", len(self._layouts))
+
+    def _make_board(self) -> WorkerBoard:
+        directory = self._files.shared_memory
+        try:
+            return WorkerBoard.create(directory, len(self._layouts))
+        except OSError as error:
+            raise EngineStartError(f"no room for the workers' board in {directory}: {error}") from error
 
     def _add_queue(self, queue: MessageQueue) -> MessageQueue:
         self._queues.append(queue)
@@ -232,7 +250,7 @@ class MultiprocExecutor(Executor):
         return self._dead()
 
     def worker_stats(self) -> list[WorkerStats]:
-        return self._board.read()
+        return [] if self._board is None else self._board.read()
 
     # Failures.
 
@@ -323,7 +341,8 @@ class MultiprocExecutor(Executor):
             worker.close()
         for queue in self._queues:
             queue.close()
-        self._board.unlink()
+        if self._board is not None:
+            self._board.unlink()
         self._calls.fail(self._dead())
         self._own_directories.remove()
 

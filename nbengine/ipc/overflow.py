@@ -147,7 +147,9 @@ class Subscriber:
         self.frames: list[bytes] = []
         """Received and not yet used, oldest first."""
         self._rank = rank
-        self._socket = make_socket(context, address, zmq.SUB, bind=False, linger=LINGER, options=options)
+        self._socket = make_socket(
+            context, address, zmq.SUB, bind=False, linger=0 if keys is None else LINGER, options=options
+        )
         self._monitor = self._socket.get_monitor_socket(_ENDS) if keys is not None else None
         self._socket.subscribe(b"")
         self._socket.subscribe(f"{_READER} {rank}".encode())

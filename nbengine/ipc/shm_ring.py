@@ -100,6 +100,11 @@ class ShmRingBuffer(ABC):
         self._end = end
         self._fence = Fence()
         ends = range(1 + handle.num_readers)
+        flags = range(handle.metadata, handle.metadata + handle.max_chunks * len(ends), len(ends))
+        self._flags = list(flags)
+        """Where the flags of each chunk begin."""
+        self._closed = range(handle.closed, handle.closed + len(ends))
+        """Where the closed flag of each end is."""
         self._words = [WakeWord(memory, handle.ends + _LINE * index) for index in ends]
         size = handle.max_chunk_bytes
         with memoryview(memory) as data:
@@ -116,7 +121,7 @@ class ShmRingBuffer(ABC):
         """End the use of the ring at this end, and tell the others; wakes whoever waits, here too."""
         with self._unmapping:
             if self._mapped:
-                self._memory[self.handle.closed + self._end] = 1
+                self._memory[self._closed[self._end]] = 1
                 self._fence()
                 for word in self._words:
                     word.wake()
@@ -171,15 +176,15 @@ class ShmRingBuffer(ABC):
         (created,) = struct.unpack_from("=d", self._memory, place + _CREATED)
         return pid, created
 
-    def _flags(self) -> int:
+    def _written(self) -> int:
         """Where the flags of the next chunk begin."""
-        return self.handle.metadata + self.position % self.handle.max_chunks * (1 + self.handle.num_readers)
+        return self._flags[self.position % len(self._flags)]
 
     def _chunk(self) -> memoryview:
-        return self._chunks[self.position % self.handle.max_chunks]
+        return self._chunks[self.position % len(self._chunks)]
 
     def _check_open(self) -> None:
-        if not self._mapped or self._memory[self.handle.closed + self._end]:
+        if not self._mapped or self._memory[self._closed[self._end]]:
             raise QueueClosedError("this end of a message queue has shut down")
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
@@ -226,15 +231,15 @@ class RingWriter(ShmRingBuffer):
         if not self._writable():
             self._wait(self._writable, timeout)
             self._check_open()
-        if self._reader_closed():
-            raise QueueClosedError("a reader of a message queue has shut down")
-        self._memory[self._flags()] = 0
+        if (reader := self._closed_reader()) >= 0:
+            raise QueueClosedError(f"reader {reader} of a message queue has shut down")
+        self._memory[self._written()] = 0
         self._fence()
         return self._writing
 
     def publish(self) -> None:
         """Let the readers read the acquired chunk."""
-        memory, written = self._memory, self._flags()
+        memory, written = self._memory, self._written()
         for reader in range(self.handle.num_readers):
             memory[written + 1 + reader] = 0
         self._fence()
@@ -244,10 +249,6 @@ class RingWriter(ShmRingBuffer):
         self._fence()
         for end in self._others():
             self._words[end].wake()
-
-    def attached(self) -> list[int]:
-        """The readers that have mapped the memory."""
-        return [end - 1 for end in self._others() if self._signature(end)[0]]
 
     def unlink(self) -> None:
         """Remove the file; who has mapped it keeps the memory. Again does nothing."""
@@ -263,14 +264,14 @@ class RingWriter(ShmRingBuffer):
         return range(1, 1 + self.handle.num_readers)
 
     def _writable(self) -> bool:
-        memory, written = self._memory, self._flags()
+        memory, written = self._memory, self._written()
         if not memory[written] or memory.find(b"\0", written + 1, written + 1 + self.handle.num_readers) < 0:
             return True
-        return memory[self.handle.closed] != 0 or self._reader_closed()
+        return memory[self._closed[_WRITER]] != 0 or self._closed_reader() >= 0
 
-    def _reader_closed(self) -> bool:
-        first = self.handle.closed + 1
-        return self._memory.find(b"\1", first, first + self.handle.num_readers) >= 0
+    def _closed_reader(self) -> int:
+        """A reader that has shut down, below 0 if there is none."""
+        return self._memory.find(b"\1", self._closed[1], self._closed.stop) - self._closed[1]
 
 
 class RingReader(ShmRingBuffer):
@@ -305,7 +306,7 @@ class RingReader(ShmRingBuffer):
             self._check_open()
             self._fence()
             if not self._readable():
-                raise QueueClosedError("the writer of a message queue has shut down")
+                raise _writer_closed()
         self._fence()
         return self._reading
 
@@ -313,24 +314,28 @@ class RingReader(ShmRingBuffer):
         """Give the acquired chunk back."""
         self._fence()
         # No signal handler runs between these two; see `publish`.
-        self._memory[self._flags() + self._end] = 1
+        self._memory[self._written() + self._end] = 1
         self.position += 1
         self._fence()
         self._words[_WRITER].wake()
+
+    def writer_end(self) -> QueueClosedError | PeerDiedError | None:
+        """The error to raise if the writer has shut down or is gone, and nothing more comes."""
+        return _writer_closed() if self._memory[self._closed[_WRITER]] else self.find_dead()
 
     def _others(self) -> Sequence[int]:
         return (_WRITER,)
 
     def _readable(self) -> bool:
-        memory, written = self._memory, self._flags()
+        memory, written = self._memory, self._written()
         if memory[written + self._end]:
             return False
         self._fence()
         return memory[written] == 1
 
     def _readable_or_closed(self) -> bool:
-        memory, closed = self._memory, self.handle.closed
-        return self._readable() or memory[closed] != 0 or memory[closed + self._end] != 0
+        memory, closed = self._memory, self._closed
+        return self._readable() or memory[closed[_WRITER]] != 0 or memory[closed[self._end]] != 0
 
 
 class _Writing:
@@ -359,6 +364,10 @@ class _Reading:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, Exception):
             self._ring.release_read()
+
+
+def _writer_closed() -> QueueClosedError:
+    return QueueClosedError("the writer of a message queue has shut down")
 
 
 def _aligned(size: int) -> int:

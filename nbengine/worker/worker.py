@@ -333,6 +333,7 @@ class Worker:
             return SINGLE
         if method is None or self._files is None:
             raise NBEngineError(f"{self.layout}: a worker among others needs a place to meet them at")
+        Reporter(self._progress, "load")("waiting for the other ranks")
         # A step of one token may be padded to two.
         num_rows = max(self.config.scheduler.max_num_batched_tokens, 2)
         hidden_size = decoder_config(self.hf_config).hidden_size

@@ -38,13 +38,13 @@ def support_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def files(tmp_path: Path) -> ExecutorFiles:
     for name in ("s", "m"):
         (tmp_path / name).mkdir(mode=0o700)
-    return ExecutorFiles(str(tmp_path / "s"), str(tmp_path / "m"), str(tmp_path / "engine.log"), engine="tested")
+    return ExecutorFiles(
+        str(tmp_path / "s"), str(tmp_path / "m"), str(tmp_path / "engine.log"), engine="tested"
+    )
 
 
 @pytest.fixture
-def start_executor(
-    no_leftovers: None, files: ExecutorFiles, support_path: None
-) -> Iterator[StartExecutor]:
+def start_executor(no_leftovers: None, files: ExecutorFiles, support_path: None) -> Iterator[StartExecutor]:
     """Start an executor; it is ended after the test."""
     executors: list[FakeWorkersExecutor] = []
 

@@ -99,9 +99,12 @@ class FakeWorker:
             trouble(self.knobs["start_by"])
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("model_info", "determine_available_memory", "get_kv_cache_spec", "initialize_kv_cache") or (
-            name in ("sleep", "wake_up", "start_profile", "stop_profile")
-        ):
+        if name in (
+            "model_info",
+            "determine_available_memory",
+            "get_kv_cache_spec",
+            "initialize_kv_cache",
+        ) or (name in ("sleep", "wake_up", "start_profile", "stop_profile")):
             return lambda *args: self.model.collective_rpc(name, args)[0]
         raise AttributeError(name)
 

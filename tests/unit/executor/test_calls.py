@@ -91,7 +91,7 @@ def test_polling_a_later_call_takes_in_the_earlier_ones(answers: Answers) -> Non
 
 def test_a_call_that_was_not_answered_in_time_still_gets_its_answer_and_no_other(answers: Answers) -> None:
     slow = answers.calls.add((0,), unique=True)
-    with pytest.raises(TimeoutError, match="within 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
         slow.result(0.01)
     next_one = answers.calls.add((0,), unique=True)
     answers.come(0, "slow", "next")
@@ -169,7 +169,9 @@ def test_one_answer_is_waited_for_in_one_wait(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("ask", [FutureWrapper.result, FutureWrapper.exception, FutureWrapper.done])
-def test_when_the_workers_are_gone_every_call_says_so_after_the_answers_that_came(answers: Answers, ask) -> None:
+def test_when_the_workers_are_gone_every_call_says_so_after_the_answers_that_came(
+    answers: Answers, ask
+) -> None:
     answered, lost, lost_too = (answers.calls.add((0,), unique=True) for _ in range(3))
     answers.come(0, "in time")
     answers.broken = EngineDeadError("worker 0 was killed")

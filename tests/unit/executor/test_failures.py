@@ -30,10 +30,16 @@ from nbengine.executor.failures import (
 
 LAYOUTS = [RankLayout(rank % 2, 2, rank // 2, 2) for rank in range(4)]
 LOST = [
-    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2034"),
-    RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shut down?"),
-    RuntimeError("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting: "
-                 "remote process exited or there was a network error"),
+    RuntimeError(
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2034"
+    ),
+    RuntimeError(
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shut down?"
+    ),
+    RuntimeError(
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting: "
+        "remote process exited or there was a network error"
+    ),
     BrokenPipeError(32, "Broken pipe"),
     ConnectionResetError(104, "Connection reset by peer"),
     EOFError(),
@@ -103,7 +109,9 @@ def test_an_exception_that_cannot_travel_is_replaced_by_one_that_says_the_same(e
 
 def test_an_exception_of_a_class_that_is_not_here_is_replaced_by_one_that_says_the_same() -> None:
     local = type("Local", (Exception,), {"__module__": "no.such.module"})
-    report = WorkerReport("start", "Local: text", "", pickle.dumps(ValueError()).replace(b"ValueError", b"NoSuchErrr"))
+    report = WorkerReport(
+        "start", "Local: text", "", pickle.dumps(ValueError()).replace(b"ValueError", b"NoSuchErrr")
+    )
     assert str(report.error) == "Local: text"
     assert str(WorkerReport.of("start", local("text")).error) == "Local: text"
 
@@ -163,7 +171,9 @@ def test_what_may_differ_between_workers_names_the_worker() -> None:
     assert death.cause == "worker 0 (TP0 PP0), pid 100, was killed by signal 11 (SIGSEGV) while it started"
 
 
-def test_only_what_was_not_raised_on_purpose_has_its_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_was_not_raised_on_purpose_has_its_traceback_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     WorkerReport.of("sleep", raised(EngineStartError("no memory"))).log("worker 0")
     assert not caplog.text

@@ -8,12 +8,13 @@ states that they can reach, on a machine with one of three kinds of memory:
 - `TSO`, as x86: a store waits in its core's queue, and later loads of that core may overtake it;
 - `PSO`: stores to different places may overtake each other too.
 
-A fence, like a system call, waits until the core's stores are out. There is no clock: who sleeps is woken or sleeps for
+Loads happen in order on all of them, so what is said here of a fence between two loads is only that it does no harm. A
+fence, like a system call, waits until the core's stores are out. There is no clock: who sleeps is woken or sleeps for
 ever, so nothing here is owed to the bound on a sleep. What touches nothing but its own core is done at once, since no
 other core can tell when it happened.
 
-Checked: whoever reads a chunk finds the message that is due, whole; and when nothing can move any more, every end has
-come to its end, which a reader does when the writer has shut down and all messages are read.
+Checked: whoever reads a chunk finds the message that is due, whole; and when nothing can move any more, the writer has
+written all, and every reader has read all and, if the writer has shut down, knows that nothing more will come.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Ring:
     messages: int = 3
     chunks: int = 2
     readers: int = 2
+    shuts_down: bool = True
+    """Otherwise the writer does nothing more after its last message."""
 
     def of_chunks(self, what: str, index: int = 0) -> tuple[Cell, ...]:
         return tuple((what, chunk, index) for chunk in range(self.chunks))
@@ -81,7 +84,9 @@ class Program:
     def label(self, name: str) -> None:
         self.labels[name] = len(self.steps)
 
-    def add(self, name: str, kind: str, cell: tuple[Cell, ...] = (), value: int | None = 0, **more: object) -> None:
+    def add(
+        self, name: str, kind: str, cell: tuple[Cell, ...] = (), value: int | None = 0, **more: object
+    ) -> None:
         if name not in self.faults:
             self.steps.append(Step(name, kind, cell, value, **more))
 
@@ -134,8 +139,9 @@ class Program:
         self.wake("publish", range(1, 1 + self.ring.readers))
         self.add("next", "goto", to="top")
         self.label("shutdown")
-        self.add("shutdown", "store", (("closed", WRITER, 0),), 1)
-        self.wake("shutdown", range(1 + self.ring.readers))
+        if self.ring.shuts_down:
+            self.add("shutdown", "store", (("closed", WRITER, 0),), 1)
+            self.wake("shutdown", range(1 + self.ring.readers))
         self.add("end", "end")
         return self
 
@@ -319,7 +325,9 @@ class Explorer:
 
     def _check_end(self, came_from: dict, state) -> None:
         for index, end in enumerate(state[1]):
-            if self.programs[index].steps[end.place].kind != "end" or end.done != self.ring.messages:
+            at_end = self.programs[index].steps[end.place].kind == "end"
+            may_sleep = index != WRITER and not self.ring.shuts_down
+            if end.done != self.ring.messages or not (at_end or (end.asleep and may_sleep)):
                 name = f"reader {index - 1}" if index else "the writer"
                 what = "sleeps for ever" if end.asleep else "has come to its end"
                 path = "\n".join(self._path(came_from, state))
