@@ -25,7 +25,7 @@ from nbengine.errors import (
     QueueClosedError,
     WireError,
 )
-from nbengine.executor.base import Executor, FailureCallback
+from nbengine.executor.base import Executor, FailureCallback, check_reply_rank
 from nbengine.executor.calls import FAILURE, Answer, PendingCalls
 from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure, WorkerReport
 from nbengine.executor.files import ExecutorFiles, OwnDirectories, make_own_files
@@ -195,11 +195,7 @@ class MultiprocExecutor(Executor):
         non_block: bool = False,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Call a method of every worker; see `Executor.collective_rpc`.
-
-        Args:
-            unique_reply_rank: the only rank that answers; its answer alone is returned then.
-        """
+        check_reply_rank(unique_reply_rank, len(self._layouts))
         if self._failure is not None or self._closed:
             raise self._dead()
         self._broadcast((method, tuple(args), dict(kwargs or {}), unique_reply_rank))

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NOBODY = -1
 """Output rank of a call that is not answered. One that fails is the end of its worker, which says so over its line."""
+ANSWER_BYTES = 1 << 18
+"""Largest answer that goes through shared memory: a step of 256 requests with ten log probabilities each has 60 KB."""
 READY_TIMEOUT = 60.0
 """Seconds for the two ends of a queue to find each other, when both are there."""
 
@@ -77,7 +79,11 @@ class WorkerProc:
         self.worker.init_device()
         self.worker.load_model()
         self._worker_response_mq = MessageQueue(
-            1, 1, directory=spec.files.shared_memory, socket_directory=spec.files.sockets
+            1,
+            1,
+            directory=spec.files.shared_memory,
+            socket_directory=spec.files.sockets,
+            max_chunk_bytes=ANSWER_BYTES,
         )
         self._async_output_queue: SimpleQueue[tuple[str, Any] | None] = SimpleQueue()
         self._async_output_thread = threading.Thread(
