@@ -31,7 +31,7 @@ from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure
 from nbengine.executor.files import ExecutorFiles, OwnDirectories, make_own_files
 from nbengine.executor.watch import Watched, WorkerReady, WorkerWatch
 from nbengine.executor.worker_board import WorkerBoard
-from nbengine.executor.worker_proc import NOBODY, READY_TIMEOUT, WorkerSpec
+from nbengine.executor.worker_proc import NOBODY, WorkerSpec
 from nbengine.ipc.message_queue import MessageQueue
 from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
@@ -45,6 +45,8 @@ SHUTDOWN_GRACE, TERM_GRACE = 1.0, 0.3
 """Seconds that workers get to end by themselves, and after SIGTERM. Together less than a host gives an engine core."""
 VERDICT_SECONDS = 2 * SETTLE_SECONDS
 """How long the thread that watches the workers may take to say why a queue has broken."""
+READY_TIMEOUT = 60.0
+"""Seconds for the two ends of a queue to find each other, when all workers have loaded the model."""
 FULL_QUEUE_SECONDS = 0.05
 """How long a full queue of calls is waited for before answers are taken in, whose queues may be full, too."""
 _BROKEN = (QueueClosedError, PeerDiedError)
