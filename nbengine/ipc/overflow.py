@@ -11,15 +11,17 @@ public key, which is never sent over the connection, can connect at all.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
+import threading
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import zmq
 
 from nbengine.errors import NBEngineError
+from nbengine.ipc.frames import Part
 from nbengine.ipc.sockets import IPC_PREFIX, SocketOptions, make_socket
 
 READY = 0
@@ -91,6 +93,7 @@ class Publisher:
         """Readers that have shut down."""
         self.lost: set[int] = set()
         """Readers that are gone without having shut down."""
+        self._number = READY
 
     def look(self, timeout_ms: int = 0) -> None:
         """Take in who has come and gone; waits up to `timeout_ms` for the first such event."""
@@ -112,9 +115,19 @@ class Publisher:
         elif topic == _READER and rank not in self.left:
             self.lost.add(rank)
 
-    def send(self, frame: bytes) -> None:
-        """Queue a frame for all readers; does not wait."""
-        self._socket.send(frame)
+    def send(self, *parts: Part) -> int:
+        """Queue a message for all readers, without waiting, and return its number."""
+        self._number += 1
+        self._socket.send(_numbered(self._number, *parts))
+        return self._number
+
+    def send_ready(self) -> None:
+        """Say that all readers have connected."""
+        self._socket.send(_numbered(READY))
+
+    def send_closed(self) -> None:
+        """Say that nothing more comes."""
+        self._socket.send(_numbered(CLOSED))
 
     def unlink(self) -> None:
         """Remove the socket's file, if it has one; connections stay. Again does nothing."""
@@ -149,6 +162,8 @@ class Subscriber:
         self.frames: list[bytes] = []
         """Received and not yet used, oldest first."""
         self._rank = rank
+        self._lock = threading.Lock()
+        self._helper = ThreadPoolExecutor(1, "nbengine-queue")
         self._socket = make_socket(context, address, zmq.SUB, bind=False, options=options)
         self._monitor = self._socket.get_monitor_socket(_ENDS) if keys is not None else None
         self._socket.subscribe(b"")
@@ -156,12 +171,20 @@ class Subscriber:
 
     def receive(self, timeout_ms: int) -> bool:
         """Append the next frame to `frames`; False if none comes within `timeout_ms`."""
-        if not self._socket.poll(timeout_ms):
-            return False
-        with contextlib.suppress(zmq.Again):
-            # From C to C: no signal handler runs between receiving the frame and keeping it.
-            self.frames.extend(map(self._socket.recv, itertools.repeat(zmq.NOBLOCK, 1)))
+        with self._lock:
+            if not self._socket.poll(timeout_ms):
+                return False
+        if threading.current_thread() is threading.main_thread():
+            # pyzmq runs signal handlers between taking a frame from the socket and returning it, and what they raise would
+            # lose the frame. Only the main thread runs them.
+            self._helper.submit(self._take_in).result()
+        else:
+            self._take_in()
         return True
+
+    def _take_in(self) -> None:
+        with self._lock, contextlib.suppress(zmq.Again):
+            self.frames.append(self._socket.recv(zmq.NOBLOCK))
 
     def drop(self, before: int) -> None:
         """Forget the frames with numbers below `before`."""
@@ -174,6 +197,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the socket; a writer on another machine is told before."""
+        self._helper.shutdown()
         if self._monitor is not None:
             if not self.disconnected():
                 self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
@@ -188,6 +212,5 @@ def number_of(frame: bytes) -> int:
     return int.from_bytes(frame[:NUMBER_BYTES], "little")
 
 
-def numbered(number: int, *parts: bytes | memoryview) -> bytes:
-    """A frame."""
+def _numbered(number: int, *parts: Part) -> bytes:
     return b"".join((number.to_bytes(NUMBER_BYTES, "little"), *parts))
