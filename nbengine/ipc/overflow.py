@@ -10,12 +10,13 @@ public key, which is never sent over the connection, can connect at all.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
+import queue
 import re
 import threading
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import zmq
@@ -163,28 +164,46 @@ class Subscriber:
         """Received and not yet used, oldest first."""
         self._rank = rank
         self._lock = threading.Lock()
-        self._helper = ThreadPoolExecutor(1, "nbengine-queue")
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One when `_take_in_for_main` is done; one too many only ends a wait early."""
         self._socket = make_socket(context, address, zmq.SUB, bind=False, options=options)
         self._monitor = self._socket.get_monitor_socket(_ENDS) if keys is not None else None
         self._socket.subscribe(b"")
         self._socket.subscribe(f"{_READER} {rank}".encode())
 
     def receive(self, timeout_ms: int) -> bool:
-        """Append the next frame to `frames`; False if none comes within `timeout_ms`."""
+        """Move what has come to `frames`, waiting up to `timeout_ms` for something; whether there is anything in it."""
         with self._lock:
-            if not self._socket.poll(timeout_ms):
-                return False
-        if threading.current_thread() is threading.main_thread():
-            # pyzmq runs signal handlers between taking a frame from the socket and returning it, and what they raise would
-            # lose the frame. Only the main thread runs them.
-            self._helper.submit(self._take_in).result()
-        else:
+            has_come = self._socket.poll(0 if self.frames else timeout_ms)
+        if has_come:
             self._take_in()
-        return True
+        return bool(self.frames)
 
     def _take_in(self) -> None:
+        """Move one frame to `frames`, however often a signal handler raises meanwhile.
+
+        pyzmq runs signal handlers between taking a frame from the socket and returning it, so that the frame would be lost.
+        Only the main thread runs them: there, another thread takes the frame. It is waited for without the classes
+        of `threading`, whose own state an exception from a handler may break.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self._take_in_here()
+            return
+        while not self._tokens.empty():
+            self._tokens.get()
+        _thread.start_new_thread(self._take_in_for_main, ())
+        self._tokens.get()
+
+    def _take_in_for_main(self) -> None:
+        try:
+            self._take_in_here()
+        finally:
+            self._tokens.put(None)
+
+    def _take_in_here(self) -> None:
         with self._lock, contextlib.suppress(zmq.Again):
-            self.frames.append(self._socket.recv(zmq.NOBLOCK))
+            if not self._socket.closed:
+                self.frames.append(self._socket.recv(zmq.NOBLOCK))
 
     def drop(self, before: int) -> None:
         """Forget the frames with numbers below `before`."""
@@ -197,14 +216,14 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the socket; a writer on another machine is told before."""
-        self._helper.shutdown()
-        if self._monitor is not None:
-            if not self.disconnected():
-                self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
-                self._socket.linger = LINGER
-            self._socket.disable_monitor()
-            self._monitor.close()
-        self._socket.close()
+        with self._lock:
+            if self._monitor is not None:
+                if not self.disconnected():
+                    self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
+                    self._socket.linger = LINGER
+                self._socket.disable_monitor()
+                self._monitor.close()
+            self._socket.close()
 
 
 def number_of(frame: bytes) -> int:

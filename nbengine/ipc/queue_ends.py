@@ -210,7 +210,10 @@ class LocalReader(QueueReader):
         while True:
             subscriber.drop(number)
             if subscriber.frames:
-                return subscriber.frames[0]
+                frame = subscriber.frames[0]
+                if number_of(frame) != number:
+                    raise WireError(f"frame {number} of a message queue is lost")
+                return frame
             if not subscriber.receive(_LOOK_MS):
                 self.look_around()
 
@@ -225,7 +228,7 @@ class RemoteReader(QueueReader):
         frames = self._subscriber.frames
         while True:
             self.check_open()
-            if frames or self._subscriber.receive(end.next_look()):
+            if self._subscriber.receive(end.next_look()):
                 break
             self.look_around()
             if end.passed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,16 +88,24 @@ def directory(private_socket_dir: Path) -> Iterator[Path]:
     path = parent / f"nbengine-{private_socket_dir.name}-queues"
     path.mkdir(mode=0o700)
     yield path
-    path.rmdir()
+    shutil.rmtree(path)
 
 
 @pytest.fixture
-def start(no_leftovers: None, directory: Path, private_socket_dir: Path) -> Iterator[Start]:
+def sockets(private_socket_dir: Path) -> Iterator[Path]:
+    path = private_socket_dir / "queues"
+    path.mkdir(mode=0o700)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def start(no_leftovers: None, directory: Path, sockets: Path) -> Iterator[Start]:
     """Start a writer and its readers, each in a process of its own."""
     children: list[Child] = []
 
     def make(num_readers: int) -> tuple[Child, list[Child]]:
-        children.append(Child("write", directory, private_socket_dir, num_readers))
+        children.append(Child("write", directory, sockets, num_readers))
         children[0].greet()
         children.extend(Child("read", children[0].hello["handle"], rank) for rank in range(num_readers))
         for reader in children[1:]:
@@ -109,7 +118,7 @@ def start(no_leftovers: None, directory: Path, private_socket_dir: Path) -> Iter
 
 
 @pytest.fixture
-def ready(start: Start, directory: Path) -> Start:
+def ready(start: Start, directory: Path, sockets: Path) -> Start:
     """The same, and all of them are ready."""
 
     def make(num_readers: int) -> tuple[Child, list[Child]]:
@@ -117,7 +126,7 @@ def ready(start: Start, directory: Path) -> Start:
         for child in (*readers, writer):
             child.ask("ready", 20)
         assert all("result" in child.answer() for child in (*readers, writer))
-        assert list(directory.iterdir()) == []
+        assert [*directory.iterdir(), *sockets.iterdir()] == []
         return writer, readers
 
     return make
