@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from nbengine.config import EngineConfig
 from nbengine.executor.base import Executor
+from nbengine.ipc.messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
@@ -73,7 +74,9 @@ class FixedRateExecutor(Executor):
             },
             "get_kv_cache_spec": KVCacheSpec(1, 1, 1, 4, self._block_size),
             "determine_available_memory": 1 << 24,
+            "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
+            "worker_info": WorkerInfo(0, 0, 0, os.getpid(), "cpu", 4, 1 << 20, 0, 1),
         }
         return [answers[method]]
 

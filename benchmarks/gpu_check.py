@@ -112,7 +112,9 @@ def large_model(directory: Path) -> Path:
     model = DecoderForCausalLM(decoder_config(config), dtype=torch.bfloat16, device=torch.device("cpu"))
     torch.manual_seed(0)
     slots = model.weight_slots()
-    weights = {name: torch.randn(slot.shape).mul_(0.02).to(torch.bfloat16) for name, slot in slots.items()}
+    weights = {
+        name: torch.randn(slot.full_shape).mul_(0.02).to(torch.bfloat16) for name, slot in slots.items()
+    }
     save_file(weights, directory / "model.safetensors")
     return directory
 

@@ -80,6 +80,14 @@ class Int:
         value = other.ir if isinstance(other, Int) else _I64(other)
         return Int(self.builder, self.builder.select(self.compare("<", other), self.ir, value))
 
+    def if_else(self, condition: ir.Value, other: Int) -> Int:
+        """This if `condition` holds, else the other."""
+        return Int(self.builder, self.builder.select(condition, self.ir, other.ir))
+
+    def at_least(self, other: Int) -> Int:
+        """The larger of the two."""
+        return Int(self.builder, self.builder.select(self.compare(">", other), self.ir, other.ir))
+
 
 @dataclass(frozen=True, slots=True)
 class Vector:
@@ -199,6 +207,19 @@ class Code:
         b.position_at_end(after)
 
     @contextmanager
+    def loop_while(self, condition: Callable[[], ir.Value]) -> Iterator[None]:
+        """Run the body as long as what `condition()` emits holds, which is evaluated before each round."""
+        b = self.builder
+        head, body, after = (b.append_basic_block(name) for name in ("while", "round", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        b.cbranch(condition(), body, after)
+        b.position_at_end(body)
+        yield
+        b.branch(head)
+        b.position_at_end(after)
+
+    @contextmanager
     def tickets(self, counter: Int, stop: Int) -> Iterator[Int]:
         """Run the body for each number below `stop` drawn from the int64 at `counter`, which threads share."""
         b = self.builder
@@ -222,6 +243,20 @@ class Code:
         """Add to an int64 atomically (acquire and release); its value before."""
         cell = self._pointer(address, _I64)
         return Int(self.builder, self.builder.atomic_rmw("add", cell, _I64(amount), "acq_rel"))
+
+    def load_acquire(self, address: Int) -> Int:
+        """Load an int64 that others store; what they did before is seen by what follows."""
+        cell = self._pointer(address, _I64)
+        return Int(self.builder, self.builder.load_atomic(cell, "acquire", align=8))
+
+    def store_release(self, value: Int, address: Int) -> None:
+        """Store an int64 that others load, after all that stands before."""
+        cell = self._pointer(address, _I64)
+        self.builder.store_atomic(value.ir, cell, "release", align=8)
+
+    def fence(self) -> None:
+        """A full fence: no load or store moves across."""
+        self.builder.fence("seq_cst")
 
     def load_int(self, address: Int, nbytes: int = 8) -> Int:
         """Load a signed integer of 4 or 8 bytes."""
@@ -265,6 +300,20 @@ class Code:
         for i in range(count):
             value = self.builder.load(self._pointer(source + i * size, kind))
             self.builder.store(value, self._pointer(target + i * target_step, kind))
+
+    def copy_bytes(self, source: Int, target: Int, nbytes: Int) -> None:
+        """Copy memory; the two ranges must not overlap."""
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), (pointer, pointer, _I64, ir.IntType(1)))
+        function = declare(self.builder.module, "llvm.memcpy.p0.p0.i64", kind)
+        ends = (self._pointer(address, ir.IntType(8)) for address in (target, source))
+        self.builder.call(function, (*ends, nbytes.ir, ir.IntType(1)(0)))
+
+    def call_address(self, address: int, *arguments: Int) -> None:
+        """Call a C function of int64 parameters that lies at `address` in this process."""
+        kind = ir.FunctionType(_I64, [_I64] * len(arguments))
+        function = self._pointer(self.integer(address), kind)
+        self.builder.call(function, [argument.ir for argument in arguments])
 
     def prefetch(self, address: Int) -> None:
         """Ask for the cache line at `address`, to be read soon."""

@@ -93,5 +93,15 @@ def select_penalties(device: torch.device) -> CpuPenalties | None:
     return CpuPenalties()
 
 
+def shares_memory() -> bool:
+    """Whether ranks on this machine can exchange tensors through shared memory; else torch.distributed does it."""
+    if not _installed("llvmlite"):
+        logger.warning("workers exchange tensors through gloo, which is slow: llvmlite is not installed")
+        return False
+    from nbengine.kernels.cpu_flags import available
+
+    return available()
+
+
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
-from nbengine.client.connection import ConnectionInfo, list_connections, log_dir
+from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine, list_engines, reap, stop_engine
+from nbengine.client.logs import find_log, find_worker_log
 from nbengine.config import EngineArgs
 from nbengine.engine.logs import log_tail
 from nbengine.errors import EngineDeadError, NBEngineError
@@ -35,7 +36,8 @@ from nbengine.magics.reports import (
     status_table,
 )
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
-from nbengine.widgets.live import publish
+from nbengine.widgets.live import publish, publish_bundle
+from nbengine.widgets.process_tree import read_process_tree
 from nbengine.widgets.progress import StartProgress
 
 _LATER = ("load", "fit")
@@ -58,6 +60,7 @@ class EngineMagics(Magics):
             "restart": self._restart,
             "status": self._status,
             "ps": self._ps,
+            "tree": self._tree,
             "attach": self._attach,
             "detach": self._detach,
             "logs": self._logs,
@@ -108,11 +111,11 @@ class EngineMagics(Magics):
         self._launch(options)
 
     def _launch(self, options: StartOptions) -> None:
-        EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
+        config = EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
         began = time.monotonic()
         session = self._session
         session.bury()
-        with StartProgress(self.shell, f"starting {options.arguments['model']}") as progress:
+        with StartProgress(self.shell, f"starting {config.model.model}", config.parallel) as progress:
             progress.update(Progress("fetch"))
             try:
                 client = session.backend.start(
@@ -184,6 +187,14 @@ class EngineMagics(Magics):
         else:
             print("no engine runs on this machine; `%engine start` starts one")
 
+    def _tree(self, words: Sequence[str]) -> None:
+        parser = _parser("tree", "Show an engine's processes as they are now, and what connects them.")
+        parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
+        name = parser.parse_words(words).name
+        engine = self._session.find(name) if name else self._session.get()
+        info = find_engine(name or "") if engine is None else engine.client.connection
+        publish_bundle(self.shell, read_process_tree(info, attached=engine is not None).bundle())
+
     def _attach(self, words: Sequence[str]) -> None:
         parser = _parser(
             "attach",
@@ -222,20 +233,20 @@ class EngineMagics(Magics):
         parser = _parser("logs", "Show the last lines of an engine's log, also after its end.")
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
         parser.add_argument("-n", type=int, default=_DEFAULT_LOG_LINES, metavar="N", help="how many lines")
+        parser.add_argument("--rank", type=int, metavar="R", help="of the worker of this rank instead")
         parsed = parser.parse_words(words)
-        print(log_tail(self._log_path(parsed.name), max(1, parsed.n)) or "the log is empty")
+        path = self._log_path(parsed.name)
+        if parsed.rank is not None:
+            path = find_worker_log(path, parsed.rank)
+        print(log_tail(path, max(1, parsed.n)) or "the log is empty")
 
-    def _log_path(self, name: str | None) -> str:
+    def _log_path(self, name: str | None) -> Path:
         if name is None:
-            return self._session.get().client.connection.log_path
-        for info in list_connections():
-            if info.name == name:
-                return info.log_path
-        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}-\d+\.log")
-        logs = [path for path in log_dir().glob("*.log") if pattern.fullmatch(path.name)]
-        if not logs:
-            raise UsageError(f"%engine logs: there is no engine {name!r} and no log of one")
-        return str(max(logs, key=lambda path: path.stat().st_mtime))
+            return Path(self._session.get().client.connection.log_path)
+        try:
+            return find_log(name)[0]
+        except NBEngineError as error:
+            raise UsageError(f"%engine logs: {error}") from None
 
     def _reap(self, words: Sequence[str]) -> None:
         parser = _parser("reap", "Clean up after engines that have died.")
@@ -254,7 +265,8 @@ class EngineMagics(Magics):
 
     def _join(self, name: str) -> AttachedEngine:
         session = self._session
-        with StartProgress(self.shell, f"attaching to {name}") as progress:
+        parallel = find_engine(name).config.parallel
+        with StartProgress(self.shell, f"attaching to {name}", parallel) as progress:
             client = session.backend.attach(name, session=session.key, progress=progress.update)
             engine = AttachedEngine(client, arguments_of(client.config))
             progress.conclusion = f"attached to engine {engine.name!r}: {capacity(client.ready)}"

@@ -7,8 +7,9 @@ ENGINE_HELP = """\
 
   %engine start [MODEL] [flags]   start one: smollm2-135m (default), random-tiny, a directory,
                                   a .gguf file or a hub id            %engine start -h lists the flags
-  %engine status [NAME]           requests, KV blocks, prefix cache
-  %engine logs [NAME] [-n N]      the last lines of its log
+  %engine status [NAME]           requests, KV blocks, prefix cache, workers
+  %engine tree [NAME]             its processes, and what connects them
+  %engine logs [NAME] [-n N]      the last lines of its log; --rank R: of the log of one of its workers
   %engine restart [flags]         stop and start again, with the same arguments and those given here
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     logs = commands.add_parser("logs", help="show an engine's log")
     logs.add_argument("name")
     logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="how many lines (default 50)")
+    logs.add_argument("--rank", type=int, metavar="R", help="of the worker of this rank instead")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the engine ends")
     logs.set_defaults(run=_logs)
     return parser
@@ -87,13 +88,13 @@ def _ps(options: argparse.Namespace) -> int:
     del options
     from nbengine.client.directory import list_engines
 
-    rows = [("NAME", "STATE", "PID", "CLIENTS", "MEMORY", "UP", "MODEL")]
+    rows = [("NAME", "STATE", "PID", "CLIENTS", "PROCESSES", "MEMORY", "UP", "MODEL")]
     for engine in list_engines():
         info = engine.info
         up = _duration(time.time() - info.created) if engine.pids else "-"
         pid, model = str(info.host_pid), info.config.model.model
-        memory = size(engine.memory_bytes)
-        rows.append((info.name, engine.state, pid, str(engine.num_clients), memory, up, model))
+        clients, processes, memory = str(engine.num_clients), str(len(engine.pids)), size(engine.memory_bytes)
+        rows.append((info.name, engine.state, pid, clients, processes, memory, up, model))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -123,10 +124,12 @@ def _reap(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from nbengine.client.logs import find_log, follow_log
+    from nbengine.client.logs import find_log, find_worker_log, follow_log
     from nbengine.engine.logs import log_tail
 
     path, info = find_log(options.name)
+    if options.rank is not None:
+        path = find_worker_log(path, options.rank)
     tail = log_tail(path, options.lines)
     if tail:
         print(tail, flush=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+pytest.register_assert_rewrite("parallel_support")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -47,7 +47,12 @@ def publish(shell: InteractiveShell, plain: str, html: str | None = None) -> Non
     data = {"text/plain": plain}
     if html is not None:
         data["text/html"] = html
+    publish_bundle(shell, data)
+
+
+def publish_bundle(shell: InteractiveShell, bundle: MimeBundle) -> None:
+    """`publish` for what has more forms than plain text and HTML."""
     if in_kernel(shell):
-        shell.display_pub.publish(data=data)
+        shell.display_pub.publish(data=dict(bundle))
     else:
-        print(plain)
+        print(bundle["text/plain"])

@@ -14,6 +14,7 @@ from nbengine.models.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from nbengine.client.async_mp import AsyncMPClient
+    from nbengine.client.connection import ConnectionInfo
     from nbengine.frontend.loop_thread import LoopThread
 
 
@@ -24,6 +25,11 @@ class EngineCoreClient(ABC):
     """
 
     config: EngineConfig
+
+    @property
+    def connection(self) -> ConnectionInfo | None:
+        """Where the engine lives; None: in this process."""
+        return None
 
     @staticmethod
     def make_client(

@@ -28,6 +28,7 @@ from nbengine.client.connection import (
     runtime_dir,
     write_connection,
 )
+from nbengine.client.logs import engine_log_of
 from nbengine.client.processes import create_time_of, kill_session
 from nbengine.config import EngineConfig
 from nbengine.engine.logs import log_tail
@@ -249,10 +250,12 @@ def _new_log_file(name: str) -> Path:
 
 
 def _drop_old_logs(directory: Path) -> None:
-    in_use = {info.log_path for info in list_connections()}
-    logs = sorted(directory.glob("*.log"), key=_modified, reverse=True)
-    for path in logs[KEPT_LOGS - 1 :]:
-        if str(path) not in in_use:
+    in_use = {Path(info.log_path) for info in list_connections()}
+    engine_of = {path: engine_log_of(path) for path in directory.glob("*.log")}
+    logs = [path for path, engine_log in engine_of.items() if engine_log is None]
+    kept = {*in_use, *sorted(logs, key=_modified, reverse=True)[: KEPT_LOGS - 1]}
+    for path, engine_log in engine_of.items():
+        if (engine_log or path) not in kept:
             path.unlink(missing_ok=True)
 
 

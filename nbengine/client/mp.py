@@ -93,6 +93,11 @@ class MPClient(EngineCoreClient):
             raise
         self.link = HostLink(info, session or secrets.token_hex(8), input_address, output_address, self)
 
+    @property
+    def connection(self) -> ConnectionInfo:
+        """Where the engine lives."""
+        return self.info
+
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
         """Wait for every engine core's READY and for its first message on the input socket."""
         ready: dict[int, EngineReady] = {}

@@ -10,7 +10,10 @@ from nbengine.checks import require
 @dataclass(frozen=True)
 class CacheConfig:
     """Size of the block pool. `num_gpu_blocks_override` wins over `kv_cache_memory_bytes`, which wins over
-    the share of the device's memory (`gpu_memory_utilization`)."""
+    the share of the device's memory (`gpu_memory_utilization`).
+
+    `kv_cache_memory_bytes` are those of each GPU, or of a CPU's memory, whatever the number of workers that share it.
+    """
 
     block_size: int = 16
     gpu_memory_utilization: float = 0.9

@@ -15,7 +15,7 @@ from nbengine.distributed.layout import ALONE, RankLayout
 class Communicator(Protocol):
     """One rank's end of a group. Every rank makes the same calls in the same order, with equal shapes and dtypes.
 
-    All ranks get the same bits: sums are taken in rank order.
+    All ranks get the same bits.
     """
 
     rank: int
@@ -47,6 +47,13 @@ class PipelineLink(Protocol):
         """Let go of it; without waiting for the other end."""
 
 
+class World(Protocol):
+    """What the ranks of an engine share beside their groups and links."""
+
+    def close(self) -> None:
+        """Leave it; without waiting for the others."""
+
+
 class SingleRank:
     """The group of a worker without others."""
 
@@ -70,16 +77,18 @@ class SingleRank:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """A worker's place, its tensor-parallel group, and its lines from the stage before and to the next one."""
+    """A worker's place, its tensor-parallel group, its lines from the stage before and to the next one, and what all
+    of them are in."""
 
     layout: RankLayout = ALONE
     tp: Communicator = field(default_factory=SingleRank)
     previous: PipelineLink | None = None
     next: PipelineLink | None = None
+    world: World | None = None
 
     def close(self) -> None:
         """Leave the group and let go of the lines."""
-        for end in (self.tp, self.previous, self.next):
+        for end in (self.tp, self.previous, self.next, self.world):
             if end is not None:
                 end.close()
 

@@ -1,4 +1,4 @@
-"""Entry of the engine's processes: `python -m nbengine.engine host RUN_DIR`, `… core RUN_DIR RANK`."""
+"""Entry of the engine's processes: `python -m nbengine.engine host RUN_DIR`, `… core RUN_DIR RANK`, `… worker FD`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import faulthandler
 import os
 import signal
 import sys
-from typing import NoReturn
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
 from nbengine.client.connection import read_connection, remove_engine_files
-from nbengine.engine.lifeline import HostLifeline
+from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import configure_logging
 from nbengine.engine.processes import HOST_FD_VARIABLE, lead_own_group
 from nbengine.engine.supervisor import run_host
+
+if TYPE_CHECKING:
+    from nbengine.executor.worker_proc import WorkerSpec
 
 
 def main() -> int:
@@ -28,12 +32,16 @@ def main() -> int:
     for role in (host, core):
         role.add_argument("run_dir")
     core.add_argument("rank", type=int)
+    worker = roles.add_parser("worker", help="run one worker (started by an executor)")
+    worker.add_argument("fd", type=int, help="socket that says what to do")
     arguments = parser.parse_args()
     # An interrupt of the notebook is no business of its engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     if arguments.role == "host":
         return _host(arguments.run_dir)
+    if arguments.role == "worker":
+        _worker(arguments.fd)
     _core(arguments.run_dir, arguments.rank)
 
 
@@ -50,12 +58,35 @@ def _core(run_dir: str, rank: int) -> NoReturn:
     info = read_connection(os.path.join(run_dir, "engine.json"))
     setproctitle.setproctitle(f"nbengine: core {rank} {info.name}")
     configure_logging(f"core {rank}")
-    lifeline = HostLifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))
+    lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))
     lifeline.start()
     # Only now what takes seconds: it imports torch.
     from nbengine.engine.core_proc import run_engine_core
 
-    status = run_engine_core(info, rank, lifeline)
+    _exit(run_engine_core(info, rank, lifeline))
+
+
+def _worker(fd: int) -> NoReturn:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(fd)
+    try:
+        spec: WorkerSpec = connection.recv()
+    except EOFError:
+        # The executor's process has ended meanwhile.
+        _exit(1)
+    setproctitle.setproctitle(f"nbengine: worker {spec.layout} {spec.files.engine}")
+    configure_logging(f"worker {spec.rank}")
+    lifeline = Lifeline(fd, spec.own_directories.remove)
+    lifeline.start()
+    from nbengine.executor.worker_proc import run_worker
+
+    status = run_worker(spec, connection)
+    if lifeline.parent_is_gone():
+        spec.own_directories.remove()
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
     # All of ours is closed. What an interpreter's exit would add is the teardown of large libraries, which takes
     # time, can wait for their threads, and ends the log with their complaints.
     atexit._run_exitfuncs()

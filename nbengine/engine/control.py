@@ -173,6 +173,7 @@ class EngineControl:
     def _wake_up(self, tags: Sequence[str]) -> None:
         for tag in SLEEP_TAGS:
             if tag in tags and tag in self._given_back:
+                self._executor.collective_rpc("check_wake_up", (tag,))
                 self._executor.collective_rpc("wake_up", (tag,))
                 self._given_back.discard(tag)
         if not self._given_back:

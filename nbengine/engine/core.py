@@ -15,9 +15,10 @@ import msgspec
 
 from nbengine.config import CacheConfig, EngineConfig, SchedulerConfig
 from nbengine.engine.control import EngineControl
+from nbengine.engine.kv_cache_start import initialize_kv_cache
 from nbengine.engine.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.structured import StructuredOutputManager
-from nbengine.errors import EngineStartError, RequestError, UtilityError
+from nbengine.errors import RequestError, UtilityError
 from nbengine.ipc.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -27,13 +28,11 @@ from nbengine.ipc.messages import (
     Progress,
 )
 from nbengine.kv_cache.events import KVEventStream
-from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
 from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
-from nbengine.units import size
 
 if TYPE_CHECKING:
     from nbengine.executor.base import Executor
@@ -69,8 +68,10 @@ class EngineCore:
         self.model_executor = executor_class(config, progress, files)
         try:
             self.model_info = self.model_executor.model_info()
-            self._kv_cache_spec = self.model_executor.get_kv_cache_spec()
-            self.num_blocks, self.max_model_len = self._initialize_kv_cache(self._kv_cache_spec)
+            self.num_blocks, self.max_model_len = initialize_kv_cache(
+                config, self.model_executor, self.model_info, self._report
+            )
+            self.workers = self.model_executor.worker_info()
             self.supported_tasks = tuple(self.model_info.get("supported_tasks", _DEFAULT_TASKS))
         except BaseException:
             self.model_executor.shutdown()
@@ -85,6 +86,7 @@ class EngineCore:
             self.max_model_len,
             engine_index,
             async_scheduling=self.model_executor.async_scheduling,
+            num_stages=config.parallel.pipeline_parallel_size,
             grammar_masks=self._structured_outputs,
         )
         self._block_hasher = self.scheduler.kv_cache_manager.block_hasher
@@ -316,8 +318,10 @@ class EngineCore:
         return function(*args)
 
     def stats(self) -> SchedulerStats:
-        """Return the state of scheduler and KV cache."""
-        return self.control.describe(self.scheduler.make_stats())
+        """Return the state of scheduler, KV cache and workers."""
+        stats = self.control.describe(self.scheduler.make_stats())
+        stats.workers = self.model_executor.worker_stats()
+        return stats
 
     def ready_message(self, rank: int) -> EngineReady:
         """Return what the frontends are told once the engine takes requests."""
@@ -326,12 +330,13 @@ class EngineCore:
             num_blocks=self.num_blocks,
             block_size=self.config.cache.block_size,
             max_model_len=self.max_model_len,
-            kv_cache_bytes=self.num_blocks * self._kv_cache_spec.page_size_bytes,
-            weights_bytes=self.model_info["weights_bytes"],
+            kv_cache_bytes=sum(worker.kv_cache_bytes for worker in self.workers),
+            weights_bytes=sum(worker.weights_bytes for worker in self.workers),
             device=self.model_info["device"],
             dtype=self.model_info["dtype"],
             supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
+            workers=self.workers,
         )
 
     def shutdown(self) -> None:
@@ -340,22 +345,6 @@ class EngineCore:
         self.model_executor.shutdown()
 
     # Start.
-
-    def _initialize_kv_cache(self, spec: KVCacheSpec) -> tuple[int, int]:
-        start = time.monotonic()
-        available_bytes = self.model_executor.determine_available_memory()
-        self._report(
-            Progress("profile", f"{size(available_bytes)} for the KV cache", 1.0, time.monotonic() - start)
-        )
-        start = time.monotonic()
-        self._report(Progress("kv"))
-        num_blocks = num_blocks_for(spec, self.config.cache, available_bytes)
-        max_model_len = self._choose_max_model_len(spec, num_blocks)
-        self.model_executor.initialize_kv_cache(num_blocks)
-        blocks = f"{num_blocks} blocks of {spec.block_size} tokens" if num_blocks else "none needed"
-        detail = f"{blocks}, max_model_len {max_model_len}"
-        self._report(Progress("kv", detail, 1.0, time.monotonic() - start))
-        return num_blocks, max_model_len
 
     def _scheduling_config(self) -> tuple[SchedulerConfig, CacheConfig]:
         """The configuration that fits the model: without a KV cache, a prompt must be computed in one step."""
@@ -367,29 +356,6 @@ class EngineCore:
             dataclasses.replace(scheduler, enable_chunked_prefill=False, max_num_batched_tokens=budget),
             dataclasses.replace(cache, enable_prefix_caching=False),
         )
-
-    def _choose_max_model_len(self, spec: KVCacheSpec, num_blocks: int) -> int:
-        limit: int = self.model_info["max_position_embeddings"]
-        wanted = self.config.model.max_model_len
-        if wanted is None:
-            limit = self.model_info.get("advised_max_model_len", limit)
-            fitting = num_blocks * spec.block_size if spec.page_size_bytes else limit
-            if fitting < limit:
-                logger.warning(
-                    "max_model_len is %d: the model could take %d tokens, the KV cache has room for %d",
-                    fitting,
-                    limit,
-                    fitting,
-                )
-            return min(limit, fitting)
-        if wanted > limit:
-            raise EngineStartError(
-                f"max_model_len={wanted} exceeds the {limit} positions that the model was made for; lower it, "
-                "or raise max_position_embeddings with hf_overrides if you know that the model can take more"
-            )
-        if spec.page_size_bytes:
-            check_max_model_len(spec, self.config.cache, num_blocks, wanted)
-        return wanted
 
 
 def _log_progress(progress: Progress) -> None:

@@ -21,13 +21,14 @@ from nbengine.client.connection import ConnectionInfo, remove_engine_files
 from nbengine.config import EngineConfig
 from nbengine.engine.core import EngineCore
 from nbengine.engine.input_thread import InputThread
-from nbengine.engine.lifeline import HostLifeline
+from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import describe_exception
 from nbengine.engine.output_thread import OutputThread
 from nbengine.engine.work import (
     COORDINATOR_INDEX,
     AbortRequests,
     AddRequest,
+    ExecutorFailed,
     GiveUpClient,
     InputItem,
     InputQueue,
@@ -37,7 +38,7 @@ from nbengine.engine.work import (
     failure,
     refusal,
 )
-from nbengine.errors import EngineStartError, NBEngineError, RequestError
+from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError, RequestError
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.handshake import encode_control, say_hello
@@ -127,7 +128,11 @@ class EngineCoreProc(EngineCore):
             ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain),
             Wakeup: lambda _: None,
             ThreadFailed: self._fail,
+            ExecutorFailed: self._end_with_workers,
         }
+        self.model_executor.register_failure_callback(
+            lambda error: self.input_queue.put(ExecutorFailed(error))
+        )
 
     def start(self) -> None:
         """Say READY and start the I/O threads."""
@@ -250,6 +255,9 @@ class EngineCoreProc(EngineCore):
     def _fail(self, item: ThreadFailed) -> None:
         raise NBEngineError(f"the {item.thread} thread failed") from item.error
 
+    def _end_with_workers(self, item: ExecutorFailed) -> None:
+        raise item.error
+
     def _send_progress(self, progress: Progress) -> None:
         progress.rank = self.engine_index
         # A loader may report from a thread of its own.
@@ -292,7 +300,7 @@ class EngineCoreProc(EngineCore):
             self._output_thread.join()
 
 
-def run_engine_core(info: ConnectionInfo, rank: int, lifeline: HostLifeline) -> int:
+def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     """Run an engine core from its handshake to its end, and return the process's exit status."""
     name = f"engine core {rank} (pid {os.getpid()})"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -308,7 +316,7 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: HostLifeline) -> 
     engine: EngineCoreProc | None = None
     try:
         handshake = say_hello(control, rank, os.getpid())
-        files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path)
+        files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path, engine=info.name)
         engine = EngineCoreProc(
             info.config, executor_class(info.config), rank, context, control, handshake, files
         )
@@ -321,7 +329,7 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: HostLifeline) -> 
     except Exception as error:
         how = "did not start" if engine is None else "failed"
         last_words = EngineDead(f"{name} {how}: {describe_exception(error)}", started=engine is not None)
-        if engine is None and isinstance(error, NBEngineError):
+        if isinstance(error, NBEngineError if engine is None else EngineDeadError):
             # Raised on purpose: the message says it all to whoever starts an engine.
             logger.error("%s", last_words.cause)
             logger.debug("raised here", exc_info=True)
@@ -332,9 +340,9 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: HostLifeline) -> 
     # The host is told before the executor is torn down: after a failure that may hang.
     if last_words is not None:
         control.send(encode_control(last_words))
-    control.close(linger=0 if lifeline.host_gone else CONTROL_LINGER_MS)
+    control.close(linger=0 if lifeline.parent_gone else CONTROL_LINGER_MS)
     context.term()
-    if lifeline.host_gone:
+    if lifeline.parent_gone:
         remove_engine_files(info)
     if engine is not None:
         engine.shutdown()

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from nbengine.errors import EngineStartError, NBEngineError
+from nbengine.errors import EngineEndError, NBEngineError
 
 TAIL_LINES = 30
 _TAIL_BYTES = 32 * 1024
@@ -40,6 +40,12 @@ def log_tail(path: str | Path, lines: int = TAIL_LINES) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
+def worker_log_path(log_path: str | Path, rank: int) -> Path:
+    """Where a worker with a process of its own writes its output: beside its engine's log `log_path`."""
+    path = Path(log_path)
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
 def describe_exception(error: BaseException) -> str:
     """Return one line about an exception and what caused it, root cause last."""
     parts: list[str] = []
@@ -53,6 +59,6 @@ def describe_exception(error: BaseException) -> str:
 
 
 def _describe_one(error: BaseException) -> str:
-    if isinstance(error, EngineStartError):
+    if isinstance(error, EngineEndError):
         return error.cause
     return str(error) if isinstance(error, NBEngineError) else f"{type(error).__name__}: {error}"

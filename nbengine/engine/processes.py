@@ -1,13 +1,18 @@
-"""Starting engine cores, telling how they ended, and leaving none behind."""
+"""Starting engine cores and workers, telling how they ended, and leaving none behind."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
 import psutil
 
@@ -37,6 +42,14 @@ class CoreProcess:
     lifeline: int
 
 
+@dataclass(slots=True)
+class WorkerProcess:
+    """A worker. `connection` is this process's end of a private line to it; each sees EOF when the other is gone."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+
+
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "1000"
 """How often a thread of libgomp looks for work before it sleeps, instead of 300,000 times: spinning threads take
@@ -58,17 +71,72 @@ def child_environment() -> dict[str, str]:
 def start_core(run_dir: str, rank: int) -> CoreProcess:
     """Start an engine core in this process's session and group, its output going where this process's goes."""
     theirs, ours = os.pipe()
-    safe_path = ["-P"] if sys.flags.safe_path else []
     try:
+        environment = child_environment() | {HOST_FD_VARIABLE: str(theirs)}
         process = subprocess.Popen(
-            [sys.executable, *safe_path, "-m", "nbengine.engine", "core", run_dir, str(rank)],
+            _command("core", run_dir, str(rank)),
             stdin=subprocess.DEVNULL,
-            env=child_environment() | {HOST_FD_VARIABLE: str(theirs)},
+            env=environment,
             pass_fds=(theirs,),
         )
     finally:
         os.close(theirs)
     return CoreProcess(rank, process, ours)
+
+
+def start_worker(log: str | os.PathLike[str] | None, *, own_session: bool = False) -> WorkerProcess:
+    """Start a worker in this process's session and group; what it is to do it reads from the line.
+
+    With `own_session` it survives what ends this process's whole group, and sees the end of the line then. Its output
+    goes to the file `log` (0600), which is emptied, or where this process's goes.
+    """
+    theirs, ours = socket.socketpair()
+    with theirs, ours, contextlib.ExitStack() as stack:
+        output = None
+        if log is not None:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            stack.callback(os.close, output)
+        process = subprocess.Popen(
+            _command("worker", str(theirs.fileno())),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=child_environment(),
+            pass_fds=(theirs.fileno(),),
+            start_new_session=own_session,
+        )
+        return WorkerProcess(process, Connection(ours.detach()))
+
+
+def _command(*arguments: str) -> list[str]:
+    safe_path = ["-P"] if sys.flags.safe_path else []
+    return [sys.executable, *safe_path, "-m", "nbengine.engine", *arguments]
+
+
+def end_processes(processes: Collection[subprocess.Popen[bytes]], grace: float, term_grace: float) -> None:
+    """Wait `grace` seconds for processes to end by themselves; then SIGTERM, and SIGKILL `term_grace` later.
+
+    When this returns they are gone, and waited for.
+    """
+    if _all_end(processes, grace):
+        return
+    for process in processes:
+        process.terminate()
+    if not _all_end(processes, term_grace):
+        for process in processes:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+def _all_end(processes: Collection[subprocess.Popen[bytes]], timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+    return True
 
 
 def describe_status(status: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from nbengine.errors import EngineDeadError
 from nbengine.ipc.messages import (
     AttachClient,
     DetachClient,
@@ -59,6 +60,13 @@ class ThreadFailed:
     error: BaseException
 
 
+@dataclass(frozen=True, slots=True)
+class ExecutorFailed:
+    """The workers have ended by themselves, and so must the engine."""
+
+    error: EngineDeadError
+
+
 InputItem = (
     AddRequest
     | AbortRequests
@@ -69,6 +77,7 @@ InputItem = (
     | ShutdownEngine
     | Wakeup
     | ThreadFailed
+    | ExecutorFailed
 )
 InputQueue = SimpleQueue[InputItem]
 OutputItem = (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from nbengine.config import EngineConfig
-from nbengine.errors import NotSupportedError
+from nbengine.errors import EngineDeadError, NotSupportedError
 from nbengine.executor.files import ExecutorFiles
+from nbengine.ipc.messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.scheduler.output import (
     AsyncModelRunnerOutput,
@@ -18,6 +20,8 @@ from nbengine.scheduler.output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+
+FailureCallback = Callable[[EngineDeadError], None]
 
 
 class Executor(ABC):
@@ -49,19 +53,18 @@ class Executor(ABC):
         Raises:
             NotSupportedError: it is one that this version does not offer yet.
         """
-        from nbengine.executor.uniproc import UniProcExecutor
-
         parallel = config.parallel
         backend = parallel.distributed_executor_backend
-        if backend in ("mp", "ray"):
+        if backend == "ray":
             raise NotSupportedError(
-                f"distributed_executor_backend={backend!r} is not available yet; only 'uni' is"
+                "distributed_executor_backend='ray' is not available yet; 'uni' and 'mp' are"
             )
-        if parallel.world_size > 1:
-            raise NotSupportedError(
-                f"tensor_parallel_size={parallel.tensor_parallel_size} with "
-                f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not available yet; only 1 is"
-            )
+        if backend == "mp" or parallel.world_size > 1:
+            from nbengine.executor.multiproc import MultiprocExecutor
+
+            return MultiprocExecutor
+        from nbengine.executor.uniproc import UniProcExecutor
+
         return UniProcExecutor
 
     @abstractmethod
@@ -127,6 +130,12 @@ class Executor(ABC):
     def check_health(self) -> None:
         """Raise `EngineDeadError` unless all workers can take calls."""
 
+    def register_failure_callback(self, callback: FailureCallback) -> None:  # noqa: B027
+        """Have `callback` called, on any thread, when workers have ended by themselves, also between two calls.
+
+        Of workers in this process there is nothing to tell.
+        """
+
     @abstractmethod
     def shutdown(self) -> None:
         """End the workers and free their memory; calling it again does nothing."""
@@ -146,15 +155,27 @@ class Executor(ABC):
         info: dict[str, Any] = self.collective_rpc("model_info")[0]
         return info
 
-    def determine_available_memory(self) -> int:
-        """Bytes that the KV cache may take on every worker."""
-        available: list[int] = self.collective_rpc("determine_available_memory")
-        return min(available)
+    def worker_info(self) -> list[WorkerInfo]:
+        """The workers, by rank; what they hold is complete once they have a KV cache."""
+        workers: list[WorkerInfo] = self.collective_rpc("worker_info")
+        return workers
 
-    def get_kv_cache_spec(self) -> KVCacheSpec:
-        """What a token leaves in the KV cache of one worker."""
-        spec: KVCacheSpec = self.collective_rpc("get_kv_cache_spec")[0]
-        return spec
+    def worker_stats(self) -> list[WorkerStats]:
+        """What the workers have measured of themselves, by rank, read without a call to them.
+
+        Empty if they measure nothing.
+        """
+        return []
+
+    def determine_available_memory(self) -> list[int]:
+        """Bytes that the KV cache of each worker may take, by rank."""
+        available: list[int] = self.collective_rpc("determine_available_memory")
+        return available
+
+    def get_kv_cache_specs(self) -> list[KVCacheSpec]:
+        """What a token leaves in the KV cache of each worker, by rank."""
+        specs: list[KVCacheSpec] = self.collective_rpc("get_kv_cache_spec")
+        return specs
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache on every worker.
@@ -162,4 +183,6 @@ class Executor(ABC):
         Raises:
             EngineStartError: it does not fit.
         """
+        # Workers that share a memory look at it before any of them takes some.
+        self.collective_rpc("check_kv_cache_fits", (num_blocks,))
         self.collective_rpc("initialize_kv_cache", (num_blocks,))

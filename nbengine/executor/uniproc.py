@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
+from nbengine.executor.async_scheduling import schedules_asynchronously
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
+from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
-from nbengine.models.registry import resolve_device
 from nbengine.scheduler.output import AsyncModelRunnerOutput, GrammarOutput, SchedulerOutput
 from nbengine.worker.worker import Worker
 
@@ -32,10 +33,11 @@ class UniProcExecutor(Executor):
         progress: ProgressCallback | None = None,
         files: ExecutorFiles | None = None,  # noqa: ARG002
     ) -> None:
-        is_async = _schedules_asynchronously(config)
+        is_async = schedules_asynchronously(config)
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling=is_async))
         self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
         self._worker: Worker | None = Worker(config, progress)
+        self._board = self._worker.board
         try:
             self._call(self._worker.init_device)
             self._call(self._worker.load_model)
@@ -65,6 +67,9 @@ class UniProcExecutor(Executor):
         worker = self._alive()
         output = self._call(lambda: worker.sample_tokens(grammar_output), non_block=non_block)
         return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
+
+    def worker_stats(self) -> list[WorkerStats]:
+        return self._board.read()
 
     def check_health(self) -> None:
         self._alive()
@@ -96,12 +101,6 @@ class UniProcExecutor(Executor):
             future = self._thread.submit(function)
             return future if non_block else future.result()
         return _completed(function) if non_block else function()
-
-
-def _schedules_asynchronously(config: EngineConfig) -> bool:
-    """On a GPU it hides what a step costs the CPU; on a CPU the model leaves no core idle to hide it on."""
-    wanted = config.scheduler.async_scheduling
-    return resolve_device(config.model).type != "cpu" if wanted is None else wanted
 
 
 def _completed(call: Callable[[], T]) -> Future[T]:

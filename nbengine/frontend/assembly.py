@@ -16,7 +16,9 @@ from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
 from nbengine.ipc.messages import EngineReady, Progress
 from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.models.hf_config import load_hf_config
 from nbengine.models.progress import ProgressCallback
+from nbengine.models.sharding import check_parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,10 +42,12 @@ def resolve_files(config: EngineConfig, progress: ProgressCallback | None = None
     Raises:
         ModelNotFoundError: no model or tokenizer goes by that name.
         ModelLoadError: files are missing, corrupt or of an unknown kind.
+        InvalidArgumentError: the model cannot be divided among so many workers.
     """
     from nbengine.models.files import resolve_model
 
     model = resolve_model(config.model, progress)
+    check_parallel(load_hf_config(model), config.parallel)
     if model.tokenizer is not None:
         model = dataclasses.replace(model, tokenizer=resolve_tokenizer(model.tokenizer))
     if progress is not None:

@@ -38,6 +38,7 @@ from nbengine.pooling_outputs import (
     as_embedding,
 )
 from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.widgets.process_tree import ProcessTree, read_process_tree
 
 logger = logging.getLogger(__name__)
 
@@ -300,6 +301,10 @@ class AsyncLLM(Prompting, AsyncControl):
     def stats_blocking(self) -> EngineStats:
         """`stats` for code without an event loop."""
         return engine_stats(self.call_utility_blocking("stats"))
+
+    def process_tree(self) -> ProcessTree:
+        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+        return read_process_tree(self.connection)
 
     @property
     def control(self) -> Control:

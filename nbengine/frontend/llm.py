@@ -22,6 +22,7 @@ from nbengine.frontend.tools import Tool
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
+from nbengine.widgets.process_tree import ProcessTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -155,6 +156,10 @@ class LLM(Control, OfflinePooling):
     def stats(self) -> EngineStats:
         """The state of scheduler and KV cache now."""
         return self.llm_engine.stats()
+
+    def process_tree(self) -> ProcessTree:
+        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+        return self.llm_engine.process_tree()
 
     @property
     def config(self) -> EngineConfig:

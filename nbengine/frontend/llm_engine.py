@@ -19,6 +19,7 @@ from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.widgets.process_tree import ProcessTree, read_own_process_tree, read_process_tree
 
 
 class LLMEngine(Prompting, Control):
@@ -140,6 +141,13 @@ class LLMEngine(Prompting, Control):
     def stats(self) -> EngineStats:
         """The state of scheduler and KV cache now."""
         return engine_stats(self.call_utility("stats"))
+
+    def process_tree(self) -> ProcessTree:
+        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+        connection = self.engine_core.connection
+        if connection is None:
+            return read_own_process_tree(self.config, self.ready)
+        return read_process_tree(connection)
 
     def shutdown(self, *, drain: bool = False) -> None:
         """End the engine and wait until all its processes are gone; calling it again does nothing."""

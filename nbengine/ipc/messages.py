@@ -225,10 +225,17 @@ class WorkerInfo(msgspec.Struct, array_like=True):
     kv_cache_bytes: int
     first_layer: int
     num_layers: int
+    communicator: str = ""
+    """Class of its end of the tensor-parallel group, if there are others in it."""
+    link: str = ""
+    """Class of its ends of the lines between stages, if there are any."""
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
-    """Engine core to host (READY of the handshake), host to client: the engine takes requests."""
+    """Engine core to host (READY of the handshake), host to client: the engine takes requests.
+
+    `kv_cache_bytes` and `weights_bytes` are those of all its workers together; `device` is that of the first.
+    """
 
     rank: int
     num_blocks: int

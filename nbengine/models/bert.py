@@ -5,7 +5,7 @@ Devlin et al., 2018; Liu et al., 2019. There is no KV cache: a prompt is compute
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from nbengine.errors import NBEngineError
 from nbengine.models.encoder_attention import PromptGroup, bidirectional_attention
 from nbengine.models.encoder_config import EncoderConfig
-from nbengine.models.layers import LayerNorm, Linear, MergedLinear, Slots
+from nbengine.models.layers import LayerNorm, Linear, MergedLinear, Rows, Slots, WeightSlot
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -45,9 +45,9 @@ class BertEmbeddings:
 
     def slots(self, prefix: str) -> Slots:
         """The weights under the checkpoint's names."""
-        yield f"{prefix}.word_embeddings.weight", self.words
-        yield f"{prefix}.position_embeddings.weight", self.positions
-        yield f"{prefix}.token_type_embeddings.weight", self.token_types
+        yield f"{prefix}.word_embeddings.weight", WeightSlot.whole(self.words)
+        yield f"{prefix}.position_embeddings.weight", WeightSlot.whole(self.positions)
+        yield f"{prefix}.token_type_embeddings.weight", WeightSlot.whole(self.token_types)
         yield from self.norm.slots(f"{prefix}.LayerNorm")
 
 
@@ -56,7 +56,7 @@ class BertLayer:
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
-        parts = [("query", hidden), ("key", hidden), ("value", hidden)]
+        parts = [Rows(name, hidden, hidden) for name in ("query", "key", "value")]
         self.qkv = MergedLinear(hidden, parts, bias=True, dtype=dtype, device=device)
         self.attention_out = Linear(hidden, hidden, bias=True, dtype=dtype, device=device)
         self.attention_norm = LayerNorm(hidden, eps, dtype=dtype, device=device)
@@ -122,8 +122,8 @@ class BertModel:
         dense, classifier = self.head
         return classifier(dense(hidden.to(self.dtype)).tanh())
 
-    def weight_slots(self) -> dict[str, Tensor]:
-        """The tensors to load, under the names of Hugging Face checkpoints."""
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """What to load, under the names of Hugging Face checkpoints."""
         prefix = self._prefix
         slots = dict(self.embeddings.slots(f"{prefix}embeddings"))
         for index, layer in enumerate(self.layers):
@@ -143,10 +143,14 @@ class BertModel:
             return frozenset()
         return frozenset(f"{self._prefix}pooler.dense.{part}" for part in ("weight", "bias"))
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Every weight once; parts of a fused weight are views of one storage."""
+        return (slot.tensor for slot in self.weight_slots().values())
+
     @property
     def weights_bytes(self) -> int:
         """Memory of the weights in bytes."""
-        return sum(weight.nbytes for weight in self.weight_slots().values())
+        return sum(weight.nbytes for weight in self.parameters())
 
     @property
     def _prefix(self) -> str:

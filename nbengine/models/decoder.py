@@ -9,28 +9,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nbengine.distributed.communicator import SINGLE, ParallelState
+from nbengine.errors import NBEngineError
 from nbengine.models.attention import Attention
 from nbengine.models.decoder_config import DecoderConfig
-from nbengine.models.layers import Linear, MergedLinear, RMSNorm, Slots
+from nbengine.models.layers import RMSNorm, Slots, WeightSlot
+from nbengine.models.parallel_layers import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    VocabParallelEmbedding,
+    row_parallel_linear,
+)
 from nbengine.models.rotary import RotaryEmbedding
+from nbengine.models.sharding import DecoderShard
 
 if TYPE_CHECKING:
     from nbengine.worker.attention_metadata import AttentionMetadata
 
+_EMBEDDING = "model.embed_tokens"
+_LM_HEAD = "lm_head"
+
 
 class DecoderAttention:
-    """Projections, RoPE and attention of one layer."""
+    """Projections, RoPE and attention of one layer, for the heads of this rank."""
 
     def __init__(
-        self, config: DecoderConfig, rotary: RotaryEmbedding, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        rotary: RotaryEmbedding,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelState,
     ):
-        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-        parts = [("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size)]
-        self.qkv_proj = MergedLinear(
-            config.hidden_size, parts, bias=config.attention_bias, dtype=dtype, device=device
+        shard, size = DecoderShard.of(config, parallel.layout), config.head_dim
+        heads, kv_heads = shard.num_heads, shard.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            size,
+            total_num_heads=config.num_heads,
+            total_num_kv_heads=config.num_kv_heads,
+            shard=shard,
+            layout=parallel.layout,
+            bias=config.attention_bias,
+            dtype=dtype,
+            device=device,
         )
-        self.o_proj = Linear(
-            heads * size, config.hidden_size, bias=config.attention_out_bias, dtype=dtype, device=device
+        self.o_proj = row_parallel_linear(
+            config.num_heads * size,
+            config.hidden_size,
+            parallel=parallel,
+            bias=config.attention_out_bias,
+            dtype=dtype,
+            device=device,
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -69,11 +100,21 @@ class DecoderAttention:
 class DecoderMLP:
     """The gated feed-forward block: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, parallel: ParallelState
+    ) -> None:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        parts = [("gate_proj", inner), ("up_proj", inner)]
-        self.gate_up_proj = MergedLinear(hidden, parts, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden,
+            [("gate_proj", inner), ("up_proj", inner)],
+            layout=parallel.layout,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.down_proj = row_parallel_linear(
+            inner, hidden, parallel=parallel, bias=bias, dtype=dtype, device=device
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalised hidden states x [T, hidden] to the block's output [T, hidden]."""
@@ -90,13 +131,18 @@ class DecoderLayer:
     """Attention and feed-forward block, each normalised first and added to the residual stream."""
 
     def __init__(
-        self, config: DecoderConfig, rotary: RotaryEmbedding, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        rotary: RotaryEmbedding,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelState,
     ):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.self_attn = DecoderAttention(config, rotary, dtype, device)
+        self.self_attn = DecoderAttention(config, rotary, dtype, device, parallel)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.mlp = DecoderMLP(config, dtype, device)
+        self.mlp = DecoderMLP(config, dtype, device, parallel)
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, attn: AttentionMetadata
@@ -114,7 +160,12 @@ class DecoderLayer:
 
 
 class DecoderForCausalLM:
-    """Embedding, layers, final norm and output projection. To be run under `torch.inference_mode`.
+    """One rank's part of embedding, layers, final norm and output projection. To be run under
+    `torch.inference_mode`.
+
+    The first pipeline stage has the embedding, the last one the norm and the projection, and each its own layers;
+    the stages' hidden states are brought from one to the next by whoever runs them. Among the ranks of a stage,
+    which run `forward` together, every layer is divided, and their hidden states are the same.
 
     Weights are uninitialised until a loader has filled `weight_slots()`. On the device "meta" they take no
     memory, which is how a loader learns the shapes before it allocates anything.
@@ -127,22 +178,36 @@ class DecoderForCausalLM:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int | None = None,
+        parallel: ParallelState = SINGLE,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.layout = parallel.layout
+        self.shard = DecoderShard.of(config, parallel.layout)
         positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
         self.rotary = RotaryEmbedding(config, max_positions=positions, dtype=dtype, device=device)
-        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, self.rotary, dtype, device) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.lm_head = (
-            self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
-        )
+        self.layers = [DecoderLayer(config, self.rotary, dtype, device, parallel) for _ in self.shard.layers]
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        self.lm_head: ParallelLMHead | None = None
+        if parallel.layout.is_first_stage:
+            self.embed_tokens = self._vocabulary_rows(parallel)
+        if parallel.layout.is_last_stage:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+            if not config.num_labels:
+                tied = self.embed_tokens if config.tie_word_embeddings else None
+                self.lm_head = ParallelLMHead(tied or self._vocabulary_rows(parallel), parallel)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, hidden] of input_ids [T], in memory of their own."""
-        return F.embedding(input_ids, self.embed_tokens)
+        """Embeddings [T, hidden] of input_ids [T], in memory of their own.
+
+        Raises:
+            NBEngineError: this is not the first stage.
+        """
+        if self.embed_tokens is None:
+            raise NBEngineError(f"{self.layout}: tokens are embedded on the first pipeline stage only")
+        return self.embed_tokens(input_ids)
 
     def forward(
         self,
@@ -152,44 +217,59 @@ class DecoderForCausalLM:
         attn: AttentionMetadata,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, [T, hidden], of input_ids [T] at positions [T], both int64.
+        """Hidden states [T, hidden] of input_ids [T] at positions [T], both int64: on the last stage those after
+        the final norm, before it the residual stream, which the next stage takes as `inputs_embeds`.
 
-        `kv_caches` has one tensor a layer, [2, num_blocks, num_kv_heads, block_size, head_dim], which gets the
-        new keys and values at `attn.slot_mapping`. `inputs_embeds` [T, hidden], which is overwritten, takes the
-        place of `input_ids`.
+        `kv_caches` has one tensor for each of `layers`, [2, num_blocks, num_kv_heads, block_size, head_dim] with
+        `shard.num_kv_heads`, which gets the new keys and values at `attn.slot_mapping`. `inputs_embeds`
+        [T, hidden], which is overwritten, takes the place of `input_ids`.
         """
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         cos, sin = self.rotary.at(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, cos, sin, kv_cache, attn)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     __call__ = forward
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocab_size] of the hidden states [N, hidden] that `forward` gave."""
-        return F.linear(hidden, self.lm_head)
+        """Logits [N, vocab_size] of the hidden states [N, hidden] that `forward` gave; the same on all ranks.
 
-    def weight_slots(self) -> dict[str, Tensor]:
-        """The tensors to load, under the names of Hugging Face checkpoints; tied weights appear once."""
-        slots = {"model.embed_tokens.weight": self.embed_tokens}
-        for index, layer in enumerate(self.layers):
+        Raises:
+            NBEngineError: there is no output projection: this is not the last stage, or the model classifies.
+        """
+        if self.lm_head is None:
+            raise NBEngineError(f"{self.layout}: the model has no output projection here")
+        return self.lm_head(hidden)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """What to load, under the names of Hugging Face checkpoints; tied weights appear once."""
+        slots: dict[str, WeightSlot] = {}
+        if self.embed_tokens is not None:
+            slots.update(self.embed_tokens.slots(_EMBEDDING))
+        for index, layer in zip(self.shard.layers, self.layers, strict=True):
             slots.update(layer.slots(f"model.layers.{index}"))
-        slots.update(self.norm.slots("model.norm"))
-        if self.lm_head is not self.embed_tokens:
-            slots["lm_head.weight"] = self.lm_head
+        if self.norm is not None:
+            slots.update(self.norm.slots("model.norm"))
+        if self.lm_head is not None:
+            slots.update(self.lm_head.rows.slots(_EMBEDDING if self.config.tie_word_embeddings else _LM_HEAD))
         return slots
 
     @property
     def ignored_weights(self) -> frozenset[str]:
         """Tensors that a checkpoint may have and that nothing here uses."""
-        return frozenset(("lm_head.weight",)) if self.lm_head is self.embed_tokens else frozenset()
+        has_own = not (self.config.tie_word_embeddings or self.config.num_labels)
+        return frozenset() if has_own else frozenset((f"{_LM_HEAD}.weight",))
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight once; parts of a fused weight are views of one storage."""
-        yield from self.weight_slots().values()
+        return (slot.tensor for slot in self.weight_slots().values())
 
     @property
     def weights_bytes(self) -> int:
         """Memory of the weights in bytes."""
         return sum(weight.nbytes for weight in self.parameters())
+
+    def _vocabulary_rows(self, parallel: ParallelState) -> VocabParallelEmbedding:
+        sizes = (self.config.vocab_size, self.config.hidden_size)
+        return VocabParallelEmbedding(*sizes, parallel=parallel, dtype=self.dtype, device=self.device)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,6 +21,7 @@ from nbengine.models.decoder_config import DecoderConfig
 from nbengine.models.gguf import GGUFHeader, GGUFTensor, read_header
 from nbengine.models.gguf_config import ROPE_FACTORS, hf_tensor_name
 from nbengine.models.gguf_dequant import dequantize
+from nbengine.models.layers import WeightSlot
 
 _PERMUTED_ARCHITECTURE = "llama"
 """For this one llama.cpp's converter interleaves the rows of the q and k projections (its RoPE pairs
@@ -39,10 +44,13 @@ class GGUFWeights:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tensor.shape for name, tensor in self._tensors.items()
         }
-        self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
 
-    def load(self, slots: Mapping[str, Tensor], on_bytes: Callable[[int], None]) -> None:
-        """Dequantise the named tensors into their slots; shapes have been compared already.
+    def num_bytes(self, slots: Mapping[str, WeightSlot]) -> int:
+        """What `load` reads."""
+        return sum(_Region.of(self._tensors[name], slot).num_bytes for name, slot in slots.items())
+
+    def load(self, slots: Mapping[str, WeightSlot], on_bytes: Callable[[int], None]) -> None:
+        """Dequantise what the slots hold of the named tensors; shapes have been compared already.
 
         Each tensor is one thread's work, the largest first. Spreading every operation over all threads instead
         would make them wait for each other a few thousand times, which is slow when other processes want the
@@ -51,22 +59,73 @@ class GGUFWeights:
         Raises:
             ModelLoadError: the file cannot be read, or a type cannot be dequantised.
         """
-        names = sorted(slots, key=lambda name: self._tensors[name].num_bytes, reverse=True)
+        regions = {name: _Region.of(self._tensors[name], slot) for name, slot in slots.items()}
+        names = sorted(slots, key=lambda name: regions[name].num_bytes, reverse=True)
         with _single_threaded_operations() as num_threads, ThreadPoolExecutor(num_threads) as pool:
-            for num_bytes in pool.map(lambda name: self._load_one(name, slots[name]), names):
+            for num_bytes in pool.map(lambda name: self._load_one(name, regions[name], slots[name]), names):
                 on_bytes(num_bytes)
 
     @torch.inference_mode()
-    def _load_one(self, name: str, slot: Tensor) -> int:
-        tensor = self._tensors[name]
-        raw = torch.from_numpy(_read(self.path, tensor)).to(slot.device)
-        values = dequantize(raw, tensor.type)
+    def _load_one(self, name: str, region: _Region, slot: WeightSlot) -> int:
+        source, target = self._tensors[name], slot.tensor
+        raw = torch.from_numpy(_read(self.path, source.name, region)).to(target.device)
+        values = dequantize(raw, source.type).view(region.num_rows, -1)
+        values = values[:, region.skip : region.skip + region.num_columns]
         num_heads = self._heads.get(name.split(".")[-2])
         if num_heads is None:
-            slot.copy_(values.view(slot.shape))
+            target.copy_(values.view(target.shape))
         else:
-            _copy_unpermuted(values, slot, num_heads)
-        return tensor.num_bytes
+            _copy_unpermuted(values, target, slot.full_shape[0] // num_heads)
+        return region.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Where a file has a slot's values: `num_rows` runs of `run_bytes`, `stride` bytes apart, from `offset` on.
+
+    A run is of whole quantisation blocks; of its values those from `skip` on, `num_columns` of them, are meant.
+    """
+
+    offset: int
+    num_rows: int
+    run_bytes: int
+    stride: int
+    skip: int
+    num_columns: int
+
+    @classmethod
+    def of(cls, tensor: GGUFTensor, slot: WeightSlot) -> _Region:
+        """Vectors count as one row."""
+        *leading, num_columns = tensor.shape
+        rows, columns = range(math.prod(leading)), range(num_columns)
+        if slot.dim is not None:
+            held = range(slot.start, slot.start + slot.tensor.shape[slot.dim])
+            rows, columns = (rows, held) if slot.dim == len(leading) else (held, columns)
+        block_size, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        stride = num_columns // block_size * block_bytes
+        first = columns.start // block_size
+        num_blocks = -(-columns.stop // block_size) - first
+        return cls(
+            offset=tensor.offset + rows.start * stride + first * block_bytes,
+            num_rows=len(rows),
+            run_bytes=num_blocks * block_bytes,
+            stride=stride,
+            skip=columns.start - first * block_size,
+            num_columns=len(columns),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What has to be read."""
+        return self.num_rows * self.run_bytes
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """First byte and length of what has to be read; rows without a gap between them are one run."""
+        if self.run_bytes == self.stride:
+            yield self.offset, self.num_bytes
+            return
+        for row in range(self.num_rows):
+            yield self.offset + row * self.stride, self.run_bytes
 
 
 @contextlib.contextmanager
@@ -96,26 +155,37 @@ def _by_hf_name(header: GGUFHeader) -> dict[str, GGUFTensor]:
     return found
 
 
-def _read(path: Path, tensor: GGUFTensor) -> NDArray[np.uint8]:
-    """The tensor's bytes; read, not mapped, so that a file cut short meanwhile gives an error, not a crash."""
-    raw = np.empty(tensor.num_bytes, dtype=np.uint8)
+def _read(path: Path, name: str, region: _Region) -> NDArray[np.uint8]:
+    """The region's bytes; read, not mapped, so that a file cut short meanwhile gives an error, not a crash."""
+    raw = np.empty(region.num_bytes, dtype=np.uint8)
+    left = raw.data
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(tensor.offset)
-            done = 0
-            while done < tensor.num_bytes:
-                count = file.readinto(raw.data[done:])
-                if not count:
-                    raise ModelLoadError(f"{path}: truncated in tensor {tensor.name!r}")
-                done += count
+            for offset, length in region.runs():
+                if not _fill(file, offset, left[:length]):
+                    raise ModelLoadError(f"{path}: truncated in tensor {name!r}")
+                left = left[length:]
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error}") from error
     return raw
 
 
-def _copy_unpermuted(values: Tensor, slot: Tensor, num_heads: int) -> None:
-    """Undo the converter's permutation: within a head, rows 2 i and 2 i + 1 become rows i and i + half."""
-    half = slot.shape[0] // num_heads // 2
-    rest = slot.shape[1:]
-    interleaved = values.view(num_heads, half, 2, *rest)
-    slot.view(num_heads, 2, half, *rest).copy_(interleaved.transpose(1, 2))
+def _fill(file: FileIO, offset: int, target: memoryview) -> bool:
+    """Read `target` full; False at the end of the file."""
+    file.seek(offset)
+    while target:
+        count = file.readinto(target)
+        if not count:
+            return False
+        target = target[count:]
+    return True
+
+
+def _copy_unpermuted(values: Tensor, target: Tensor, head_rows: int) -> None:
+    """Undo the converter's permutation: of a head's rows, 2 i and 2 i + 1 become i and i + half.
+
+    `target` [rows, ...] has whole heads of `head_rows` rows.
+    """
+    heads, half, rest = target.shape[0] // head_rows, head_rows // 2, target.shape[1:]
+    interleaved = values.view(heads, half, 2, *rest)
+    target.view(heads, 2, half, *rest).copy_(interleaved.transpose(1, 2))

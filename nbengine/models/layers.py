@@ -1,18 +1,47 @@
 """Building blocks of the models: plain objects around weight tensors, without module hooks.
 
 A block allocates its weights uninitialised and names them: `slots(prefix)` yields the checkpoint's tensor
-names with the tensors (views into fused weights where several are stacked) that a loader fills.
+names with the places (views into fused weights where several are stacked) that a loader fills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Slots = Iterator[tuple[str, Tensor]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightSlot:
+    """Where a tensor of the checkpoint goes: all of it, or what a rank holds of it.
+
+    `tensor` takes, of the checkpoint's tensor of `full_shape`, the indices from `start` on along the dimension
+    `dim`, and all along the others; with `dim` None it takes all of it.
+    """
+
+    tensor: Tensor
+    full_shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> WeightSlot:
+        """For all of a checkpoint's tensor."""
+        return cls(tensor, tuple(tensor.shape))
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part of the checkpoint's tensor, for indexing it."""
+        if self.dim is None:
+            return (slice(None),) * len(self.full_shape)
+        here = slice(self.start, self.start + self.tensor.shape[self.dim])
+        return (*[slice(None)] * self.dim, here)
+
+
+Slots = Iterator[tuple[str, WeightSlot]]
 
 
 class Linear:
@@ -31,9 +60,19 @@ class Linear:
 
     def slots(self, prefix: str) -> Slots:
         """Weight and bias under the checkpoint's names."""
-        yield f"{prefix}.weight", self.weight
+        yield f"{prefix}.weight", WeightSlot.whole(self.weight)
         if self.bias is not None:
-            yield f"{prefix}.bias", self.bias
+            yield f"{prefix}.bias", WeightSlot.whole(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`size` of the `full_size` rows of the checkpoint's projection `name`, from `start` on."""
+
+    name: str
+    size: int
+    full_size: int
+    start: int = 0
 
 
 class MergedLinear(Linear):
@@ -44,23 +83,25 @@ class MergedLinear(Linear):
     def __init__(
         self,
         in_features: int,
-        parts: Sequence[tuple[str, int]],
+        parts: Sequence[Rows],
         *,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(in_features, sum(size for _, size in parts), bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, sum(part.size for part in parts), bias=bias, dtype=dtype, device=device)
         self.parts = tuple(parts)
 
     def slots(self, prefix: str) -> Slots:
         """Each part's rows under the checkpoint's name for that projection."""
-        start = 0
-        for name, size in self.parts:
-            yield f"{prefix}.{name}.weight", self.weight[start : start + size]
-            if self.bias is not None:
-                yield f"{prefix}.{name}.bias", self.bias[start : start + size]
-            start += size
+        first = 0
+        for part in self.parts:
+            rows = slice(first, first + part.size)
+            for kind, fused in (("weight", self.weight), ("bias", self.bias)):
+                if fused is not None:
+                    full_shape = (part.full_size, *fused.shape[1:])
+                    yield f"{prefix}.{part.name}.{kind}", WeightSlot(fused[rows], full_shape, 0, part.start)
+            first += part.size
 
 
 class RMSNorm:
@@ -82,7 +123,7 @@ class RMSNorm:
 
     def slots(self, prefix: str) -> Slots:
         """The weight under the checkpoint's name."""
-        yield f"{prefix}.weight", self.weight
+        yield f"{prefix}.weight", WeightSlot.whole(self.weight)
 
 
 class LayerNorm:
@@ -101,5 +142,5 @@ class LayerNorm:
 
     def slots(self, prefix: str) -> Slots:
         """Weight and bias under the checkpoint's names."""
-        yield f"{prefix}.weight", self.weight
-        yield f"{prefix}.bias", self.bias
+        yield f"{prefix}.weight", WeightSlot.whole(self.weight)
+        yield f"{prefix}.bias", WeightSlot.whole(self.bias)

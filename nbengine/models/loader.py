@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
+from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.errors import ModelLoadError
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
@@ -17,12 +17,14 @@ from nbengine.models.decoder_classifier import make_decoder
 from nbengine.models.decoder_config import DecoderConfig
 from nbengine.models.encoder_config import EncoderConfig
 from nbengine.models.gguf_loader import GGUFWeights
+from nbengine.models.layers import WeightSlot
 from nbengine.models.progress import Reporter
 from nbengine.models.safetensors_loader import SafetensorsWeights
 from nbengine.units import size
 
 _REPORT_INTERVAL_SECONDS = 0.1
 _SHOWN = 3
+_NOWHERE = torch.device("meta")
 
 
 class Weights(Protocol):
@@ -32,19 +34,18 @@ class Weights(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensors in their files."""
+    def num_bytes(self, slots: Mapping[str, WeightSlot]) -> int:
+        """How much of the files `load` reads for these slots."""
 
-    def load(self, slots: Mapping[str, Tensor], on_bytes: Callable[[int], None]) -> None:
-        """Fill the slots; `on_bytes` is told how much of the files has been used."""
+    def load(self, slots: Mapping[str, WeightSlot], on_bytes: Callable[[int], None]) -> None:
+        """Fill the slots, reading what they hold and no more; `on_bytes` is told how much has been read."""
 
 
 class LoadableModel(Protocol):
     """A model whose weights can be filled in."""
 
-    def weight_slots(self) -> dict[str, Tensor]:
-        """The tensors to load, under the names of Hugging Face checkpoints."""
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """What to load, under the names of Hugging Face checkpoints."""
 
     @property
     def ignored_weights(self) -> frozenset[str]:
@@ -66,19 +67,24 @@ def load_decoder(
     device: torch.device,
     max_positions: int | None,
     report: Reporter,
+    parallel: ParallelState = SINGLE,
 ) -> DecoderForCausalLM:
-    """A decoder with its weights from safetensors files or from one GGUF file.
+    """A rank's part of a decoder with its weights from safetensors files or from one GGUF file.
+
+    Every rank compares the headers with the whole decoder, and reads its own weights only.
 
     Raises:
         ModelLoadError: files and configuration do not fit together, a file is corrupt, or memory is short.
     """
+    report("reading the weights' headers", 0.0)
+    weights = open_weights(paths, config)
+    _compare(_sketch(lambda: _whole_decoder(config, dtype)), weights, paths[0])
 
     def build(where: torch.device) -> DecoderForCausalLM:
         positions = 1 if where.type == "meta" else max_positions
-        return make_decoder(config, dtype=dtype, device=where, max_positions=positions)
+        return make_decoder(config, dtype=dtype, device=where, max_positions=positions, parallel=parallel)
 
-    report("reading the weights' headers", 0.0)
-    return _load(build, open_weights(paths, config), paths[0], device, report)
+    return _load(build, weights, device, report)
 
 
 def load_encoder(
@@ -93,33 +99,12 @@ def load_encoder(
     report("reading the weights' headers", 0.0)
     _require_files(paths)
     weights = SafetensorsWeights(paths)
-    return _load(
-        lambda where: BertModel(config, dtype=dtype, device=where), weights, paths[0], device, report
-    )
 
+    def build(where: torch.device) -> BertModel:
+        return BertModel(config, dtype=dtype, device=where)
 
-def _load(
-    build: Callable[[torch.device], Model],
-    weights: Weights,
-    path: Path,
-    device: torch.device,
-    report: Reporter,
-) -> Model:
-    try:
-        expected = build(torch.device("meta"))
-    except RuntimeError as error:
-        raise ModelLoadError(f"the configuration's sizes are impossible: {error}") from error
-    _compare(expected, weights, path)
-    with torch.inference_mode():
-        try:
-            model = build(device)
-        except (MemoryError, RuntimeError) as error:
-            raise ModelLoadError(
-                f"cannot allocate {size(expected.weights_bytes)} of weights on {device}: {error}"
-            ) from error
-        weights.load(model.weight_slots(), _byte_counter(weights.num_bytes, report))
-    report("loaded the weights", 1.0)
-    return model
+    _compare(_sketch(lambda: build(_NOWHERE)), weights, paths[0])
+    return _load(build, weights, device, report)
 
 
 def reload_weights(model: DecoderForCausalLM | BertModel, paths: tuple[Path, ...], report: Reporter) -> None:
@@ -129,10 +114,47 @@ def reload_weights(model: DecoderForCausalLM | BertModel, paths: tuple[Path, ...
         ModelLoadError: the files are not those that it was loaded from any more.
     """
     _require_files(paths)
-    weights = SafetensorsWeights(paths) if isinstance(model, BertModel) else open_weights(paths, model.config)
-    _compare(model, weights, paths[0])
+    weights: Weights
+    if isinstance(model, BertModel):
+        weights = SafetensorsWeights(paths)
+        _compare(model, weights, paths[0])
+    else:
+        weights = open_weights(paths, model.config)
+        _compare(_whole_decoder(model.config, model.dtype), weights, paths[0])
     with torch.inference_mode():
-        weights.load(model.weight_slots(), _byte_counter(weights.num_bytes, report))
+        _fill(model, weights, report)
+
+
+def _whole_decoder(config: DecoderConfig, dtype: torch.dtype) -> DecoderForCausalLM:
+    """All ranks' parts as one, without memory."""
+    return make_decoder(config, dtype=dtype, device=_NOWHERE, max_positions=1)
+
+
+def _sketch(build: Callable[[], Model]) -> Model:
+    try:
+        return build()
+    except RuntimeError as error:
+        raise ModelLoadError(f"the configuration's sizes are impossible: {error}") from error
+
+
+def _load(
+    build: Callable[[torch.device], Model], weights: Weights, device: torch.device, report: Reporter
+) -> Model:
+    with torch.inference_mode():
+        try:
+            model = build(device)
+        except (MemoryError, RuntimeError) as error:
+            raise ModelLoadError(
+                f"cannot allocate {size(build(_NOWHERE).weights_bytes)} of weights on {device}: {error}"
+            ) from error
+        _fill(model, weights, report)
+    report("loaded the weights", 1.0)
+    return model
+
+
+def _fill(model: LoadableModel, weights: Weights, report: Reporter) -> None:
+    slots = model.weight_slots()
+    weights.load(slots, _byte_counter(weights.num_bytes(slots), report))
 
 
 def open_weights(paths: tuple[Path, ...], config: DecoderConfig) -> Weights:
@@ -158,10 +180,10 @@ def _compare(expected: LoadableModel, weights: Weights, path: Path) -> None:
     if missing:
         raise ModelLoadError(f"{path} lacks {_listed(missing)}")
     for name, slot in slots.items():
-        if weights.shapes[name] != tuple(slot.shape):
+        if weights.shapes[name] != slot.full_shape:
             raise ModelLoadError(
                 f"{path}: tensor {name} has the shape {list(weights.shapes[name])}, "
-                f"the configuration asks for {list(slot.shape)}"
+                f"the configuration asks for {list(slot.full_shape)}"
             )
     unexpected = weights.shapes.keys() - slots.keys() - expected.ignored_weights
     if unexpected:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from nbengine.config import ModelConfig
+from nbengine.distributed.communicator import SINGLE, ParallelState
+from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
@@ -66,8 +68,9 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: ProgressCallback | None = None,
+    parallel: ParallelState = SINGLE,
 ) -> DecoderForCausalLM:
-    """Load the weights of a resolved decoder; `progress` gets messages of the stage "load".
+    """Load a rank's weights of a resolved decoder; `progress` gets messages of the stage "load".
 
     Raises:
         ModelLoadError: the architecture is not supported, or the files are corrupt or do not fit together.
@@ -79,6 +82,7 @@ def load_model(
         device=device,
         max_positions=config.max_model_len,
         report=Reporter(progress, "load"),
+        parallel=parallel,
     )
 
 
@@ -98,8 +102,8 @@ def load_encoder_model(
     )
 
 
-def weights_bytes_of(hf_config: Mapping[str, Any], dtype: torch.dtype) -> int:
-    """Bytes that the weights will take; nothing is loaded for it.
+def weights_bytes_of(hf_config: Mapping[str, Any], dtype: torch.dtype, layout: RankLayout = ALONE) -> int:
+    """Bytes that a rank's weights will take; nothing is loaded for it.
 
     Raises:
         ModelLoadError: the architecture is not supported.
@@ -108,7 +112,8 @@ def weights_bytes_of(hf_config: Mapping[str, Any], dtype: torch.dtype) -> int:
     if is_encoder(hf_config):
         return BertModel(encoder_config(hf_config), dtype=dtype, device=nowhere).weights_bytes
     config = decoder_config(hf_config)
-    return make_decoder(config, dtype=dtype, device=nowhere, max_positions=1).weights_bytes
+    parallel = ParallelState(layout)
+    return make_decoder(config, dtype=dtype, device=nowhere, max_positions=1, parallel=parallel).weights_bytes
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from nbengine.errors import ModelLoadError
+from nbengine.models.layers import WeightSlot
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPUTED = (".rotary_emb.inv_freq", "embeddings.position_ids")
 """Endings of tensors that old checkpoints carry although they follow from the configuration."""
 
@@ -24,13 +25,17 @@ class SafetensorsWeights:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
+        self._element_bytes: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.num_bytes = 0
         for path in paths:
             self._index(path)
 
-    def load(self, slots: Mapping[str, Tensor], on_bytes: Callable[[int], None]) -> None:
-        """Copy the named tensors into their slots, converting the type; shapes have been compared already.
+    def num_bytes(self, slots: Mapping[str, WeightSlot]) -> int:
+        """What `load` reads."""
+        return sum(math.prod(slot.tensor.shape) * self._element_bytes[name] for name, slot in slots.items())
+
+    def load(self, slots: Mapping[str, WeightSlot], on_bytes: Callable[[int], None]) -> None:
+        """Copy what the slots hold of the named tensors, converting the type; shapes have been compared already.
 
         Raises:
             ModelLoadError: a file cannot be read any more.
@@ -42,9 +47,10 @@ class SafetensorsWeights:
             try:
                 with safe_open(str(path), framework="pt") as file:
                     for name in names:
-                        tensor = file.get_tensor(name)
-                        slots[name].copy_(tensor)
-                        on_bytes(tensor.nbytes)
+                        slot = slots[name]
+                        values = file.get_slice(name)[slot.index]
+                        slot.tensor.copy_(values)
+                        on_bytes(values.nbytes)
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"cannot read {path}: {error}") from error
 
@@ -56,16 +62,16 @@ class SafetensorsWeights:
                     self._add(path, name, tuple(part.get_shape()), str(part.get_dtype()))
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path} is truncated, corrupt or no safetensors file: {error}") from error
-        self.num_bytes += path.stat().st_size
 
     def _add(self, path: Path, name: str, shape: tuple[int, ...], kind: str) -> None:
         if name.endswith(_COMPUTED):
             return
         if name in self._files:
             raise ModelLoadError(f"tensor {name!r} is in both {self._files[name]} and {path}")
-        if kind not in _FLOATS:
+        if kind not in _FLOAT_BYTES:
             raise ModelLoadError(
                 f"{path}: tensor {name!r} has the type {kind}; quantised weights are not supported"
             )
         self._files[name] = path
+        self._element_bytes[name] = _FLOAT_BYTES[kind]
         self.shapes[name] = shape

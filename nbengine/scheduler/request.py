@@ -52,6 +52,7 @@ class Request:
         "block_ids",
         "client_index",
         "content_digests",
+        "due_step",
         "eos_token_id",
         "events",
         "extra_keys",
@@ -61,6 +62,7 @@ class Request:
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
+        "num_announced_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -118,6 +120,10 @@ class Request:
         """The step of its first admission."""
         self.last_step = -1
         """Of a preempted request: the last step in which it may have been planned."""
+        self.due_step = -1
+        """With pipeline parallelism: the last step in which it got a token."""
+        self.num_announced_tokens = self.num_prompt_tokens
+        """With pipeline parallelism: the tokens that the stages which do not sample have been told."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache at the first admission; -1 before it."""
 

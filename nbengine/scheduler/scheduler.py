@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nbengine.errors import NBEngineError
@@ -18,6 +19,7 @@ from nbengine.scheduler.output import (
 )
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
+from nbengine.scheduler.stages import announce_tokens, num_due
 from nbengine.scheduler.state import SchedulerState
 from nbengine.scheduler.stop import append_tokens, follow_grammar
 
@@ -71,9 +73,13 @@ class Scheduler(SchedulerState):
         if self.pause_state is not PauseState.PAUSED_ALL:
             num_preemptions = self.num_preemptions
             budget = self._schedule_running(plan, self.max_num_batched_tokens)
-            if self.waiting and self.num_preemptions == num_preemptions:
+            if self.num_preemptions != num_preemptions:
+                budget = self._schedule_left_out(plan, budget)
+            elif self.waiting:
                 budget = self._schedule_waiting(plan, budget)
             plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
+            if self._shares is not None:
+                announce_tokens(plan, self.requests)
         self.step_counter += 1
         if self._structured:
             plan.has_structured_output_requests = any(self._gets_mask(plan, r) for r in self._structured)
@@ -87,7 +93,8 @@ class Scheduler(SchedulerState):
         cached = plan.scheduled_cached_reqs
         num_scheduled_tokens = plan.num_scheduled_tokens
         lookahead = self.num_lookahead_tokens
-        for request in self.running:
+        shares, running = self._shares, self.running
+        for request in running if shares is None else shares.in_turn(running, self._num_in_flight):
             num_computed = request.num_computed_tokens
             num_known = request.num_tokens
             num_new = num_known - num_computed
@@ -122,6 +129,14 @@ class Scheduler(SchedulerState):
                 break
         return budget
 
+    def _schedule_left_out(self, plan: SchedulerOutput, budget: int) -> int:
+        """After preemptions: plan requests whose turn it was not where those whose turn it was had to give up."""
+        num_preemptions = -1
+        while not plan.num_scheduled_tokens and num_preemptions != self.num_preemptions:
+            num_preemptions = self.num_preemptions
+            budget = self._schedule_running(plan, budget)
+        return budget
+
     def _allocate_or_preempt(self, request: Request, num_new: int, plan: SchedulerOutput) -> list[int] | None:
         """Make room for a running request, at the expense of the last ones if need be.
 
@@ -141,8 +156,12 @@ class Scheduler(SchedulerState):
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> int:
         manager = self.kv_cache_manager
-        while budget and len(self.running) < self.max_num_seqs:
-            request = self._next_waiting()
+        most_due = self.max_num_seqs
+        if self._shares is not None:
+            num_admissible = self._count_admissible()
+            most_due = self._shares.most_due(plan, self.running, num_admissible, self._num_in_flight)
+        while budget and len(self.running) < self.max_num_seqs and num_due(plan) < most_due:
+            request = next(self._admissible(), None)
             if request is None:
                 break
             computed_blocks, num_computed = manager.get_computed_blocks(request)
@@ -159,14 +178,32 @@ class Scheduler(SchedulerState):
             budget -= num_new
         return budget
 
-    def _next_waiting(self) -> Request | None:
-        """The first request that may be admitted; one whose tokens are not all known yet lets none pass it."""
+    @property
+    def _num_in_flight(self) -> int:
+        """Plans that have been made, before the present one, and not been answered."""
+        return self.step_counter - self._last_answered_step - 1
+
+    def _admissible(self) -> Iterator[Request]:
+        """Requests that may be admitted, in order; one whose tokens are not all known yet lets none pass it."""
         for request in self.waiting:
             if request.status is RequestStatus.PREEMPTED:
-                return request if self._last_answered_step >= request.last_step else None
-            if self.pause_state is PauseState.UNPAUSED:
-                return request
-        return None
+                if self._last_answered_step < request.last_step:
+                    return
+                yield request
+            elif self.pause_state is PauseState.UNPAUSED:
+                yield request
+
+    def _count_admissible(self) -> int:
+        """How many waiting requests there is room for, as far as this can be told without looking up prefixes."""
+        manager = self.kv_cache_manager
+        num_seqs, num_blocks = self.max_num_seqs - len(self.running), manager.block_pool.num_free_blocks
+        count = 0
+        for request in self._admissible():
+            num_blocks -= manager.num_blocks_for(request.num_tokens)
+            if count == num_seqs or num_blocks < 0:
+                break
+            count += 1
+        return count
 
     def _first_chunk(self, num_uncomputed: int, budget: int) -> int:
         """How many tokens to compute of a request that is about to be admitted; 0: not in this step.

@@ -16,6 +16,7 @@ from nbengine.scheduler.limits import RequestLimits
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
+from nbengine.scheduler.stages import PipelineShares
 from nbengine.scheduler.stop import token_limit
 
 
@@ -36,6 +37,7 @@ class SchedulerState:
         *,
         num_lookahead_tokens: int = 0,
         async_scheduling: bool = False,
+        num_stages: int = 1,
         grammar_masks: GrammarMaskBuilder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -46,6 +48,8 @@ class SchedulerState:
                 tokens. Where a request goes on then depends on how many were accepted, so that nothing is
                 scheduled ahead.
             async_scheduling: plan requests further while what was sampled for them is in flight.
+            num_stages: of a pipeline, whose first stages know only the tokens that plans tell them: nothing is
+                scheduled ahead, and requests are shared out among as many steps.
             grammar_masks: needed by requests that have a grammar.
             clock: timestamps of events and outputs, in seconds.
         """
@@ -70,7 +74,7 @@ class SchedulerState:
         self._preempted_req_ids: set[str] = set()
         self._ended_by_client: defaultdict[int, list[str]] = defaultdict(list)
         self._last_answered_step = -1
-        self._schedules_ahead = async_scheduling and not num_lookahead_tokens
+        self._schedules_ahead = async_scheduling and not num_lookahead_tokens and num_stages == 1
         self._limits = RequestLimits(
             max_model_len,
             self.max_num_batched_tokens,
@@ -83,6 +87,7 @@ class SchedulerState:
         self._chunk_limit = self.max_num_batched_tokens
         if self.enable_chunked_prefill and scheduler_config.long_prefill_token_threshold:
             self._chunk_limit = min(self._chunk_limit, scheduler_config.long_prefill_token_threshold)
+        self._shares = PipelineShares(num_stages, self._chunk_limit) if num_stages > 1 else None
         self._num_added = 0
         self._grammar_masks = grammar_masks
         self._structured: dict[str, Request] = {}

@@ -6,8 +6,9 @@ another order indexes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ _ROW = np.dtype(
 
 
 _NO_SAMPLING = SamplingParams(temperature=0, seed=0)
-"""Stands in a pooling request's row. The seed keeps it from taking a stream that an unseeded request would get."""
+"""Stands in the row of a request that is not sampled here. The seed keeps it from taking a stream that an unseeded
+request would get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class InputBatch:
 
     Requests without a seed draw from streams that begin at `seed`. `token_ids` holds prompt and output tokens,
     `block_table` the KV blocks of each row, `sampling` what it asks of the sampler; `rows` the rest.
+
+    A batch that is not `sampled` here but on another pipeline stage takes the sampled tokens from the plans.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class InputBatch:
         device: torch.device = _CPU,
         processors: Sequence[LogitsProcessor] = (),
         seed: int = 0,
+        sampled: bool = True,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_table = np.zeros((max_num_reqs, max_blocks), np.int32)
@@ -80,6 +85,7 @@ class InputBatch:
         self.row_of: dict[str, int] = {}
         tokens = RowTokens(self.token_ids, self.rows["num_tokens"], self.rows["num_prompt_tokens"])
         self.sampling = SamplingBatch(tokens, vocab_size, device, processors)
+        self._is_sampled = sampled
         self._streams = UnseededStreams(seed)
         self._preempted: dict[str, CachedRequestState] = {}
         self._sampled: dict[str, _Sampled] = {}
@@ -96,14 +102,15 @@ class InputBatch:
 
     def update(self, plan: SchedulerOutput) -> None:
         """Take over what a plan changes: first the requests that leave, then those that come and go on."""
-        for req_id in plan.finished_req_ids:
+        # Sorted: all ranks must have the same rows, and a set's order is a process's own.
+        for req_id in sorted(plan.finished_req_ids):
             self._preempted.pop(req_id, None)
             self._sampled.pop(req_id, None)
             self.pooling_req_ids.discard(req_id)
             self.prompt_embeds.pop(req_id, None)
             if req_id in self.row_of:
                 self._remove(req_id)
-        for req_id in plan.preempted_req_ids:
+        for req_id in sorted(plan.preempted_req_ids):
             self._suspend(req_id)
         for new in plan.scheduled_new_reqs:
             self._add_new(new)
@@ -131,7 +138,7 @@ class InputBatch:
         self.sampling.append(rows, token_ids)
 
     def _add_new(self, new: NewRequestData) -> None:
-        params = new.sampling_params or _NO_SAMPLING
+        params = (self._is_sampled and new.sampling_params) or _NO_SAMPLING
         num_tokens = len(new.token_ids)
         row: np.void = np.zeros(1, _ROW)[0]
         row["num_tokens"] = row["num_prompt_tokens"] = num_tokens
@@ -149,13 +156,25 @@ class InputBatch:
     def _update_cached(self, cached: CachedRequestData) -> None:
         if not cached.req_ids:
             return
-        for req_id in cached.resumed_req_ids:
+        for req_id in sorted(cached.resumed_req_ids):
             self._add(req_id, self._preempted.pop(req_id))
+        if cached.new_token_ids and not self._is_sampled:
+            self._extend_tokens(cached.new_token_ids)
         rows = np.fromiter(map(self.row_of.__getitem__, cached.req_ids), np.int64, len(cached.req_ids))
         self.rows["num_computed_tokens"][rows] = cached.num_computed_tokens
         for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
             if block_ids:
                 self._extend_blocks(row, block_ids)
+
+    def _extend_tokens(self, new_token_ids: Mapping[str, Sequence[int]]) -> None:
+        rows = np.fromiter(map(self.row_of.__getitem__, new_token_ids), np.int64, len(new_token_ids))
+        counts = np.fromiter(map(len, new_token_ids.values()), np.int64, len(rows))
+        starts = self.rows["num_tokens"][rows]
+        self.rows["num_tokens"][rows] = starts + counts
+        # The i-th of all tokens is the (i - first)-th of its row.
+        firsts = counts.cumsum() - counts
+        positions = np.arange(counts.sum()) + (starts - firsts).repeat(counts)
+        self.token_ids[rows.repeat(counts), positions] = list(chain.from_iterable(new_token_ids.values()))
 
     def _extend_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         start = self.rows["num_blocks"][row]

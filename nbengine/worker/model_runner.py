@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.config import EngineConfig
+from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.kernels.dispatch import select_kernels
 from nbengine.kernels.huge_pages import zeros_in_huge_pages
@@ -33,6 +34,7 @@ from nbengine.units import size
 from nbengine.worker.async_output import StartTransfer, TokensInFlight, fill_output
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.pipeline_stage import PipelineStage
 from nbengine.worker.pooler import PooledStep, Pooler
 from nbengine.worker.prompt_logprobs import PromptLogprobs
 from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
@@ -55,6 +57,9 @@ class ModelRunner:
 
     On a GPU nothing is waited for in a step but the copy of the sampled token ids, and with async scheduling
     not even that: the step after it may come before that copy.
+
+    Every rank executes every plan. Those of the last pipeline stage all sample the same tokens of the same logits;
+    those of other stages make none, and take the tokens from later plans.
     """
 
     # Made by initialize_kv_cache, which knows their sizes.
@@ -72,6 +77,7 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         start_transfer: StartTransfer | None = None,
+        parallel: ParallelState = SINGLE,
     ) -> None:
         """With `start_transfer`, tokens are on their way to the host when `sample_tokens` returns."""
         self._config = config
@@ -79,7 +85,8 @@ class ModelRunner:
         self._device = device
         self._dtype = dtype
         self._kernels = select_kernels(device, dtype)
-        self._processors = create_logits_processors(config, device)
+        self._stage = PipelineStage(model, parallel)
+        self._processors = create_logits_processors(config, device) if self._stage.is_last else []
         self._sampler = Sampler(self._processors)
         self._prompt_logprobs = PromptLogprobs(model.compute_logits, model.config.vocab_size, device)
         self._state: ExecuteModelState | None = None
@@ -96,8 +103,8 @@ class ModelRunner:
         block_size = self._config.cache.block_size
         self._num_blocks = num_blocks
         self._kv_caches = self._new_kv_caches(num_blocks)
-        model = self._model.config
-        self._kernels.warm_up(model.num_heads, model.num_kv_heads, model.head_dim, block_size)
+        model, shard = self._model.config, self._model.shard
+        self._kernels.warm_up(shard.num_heads, shard.num_kv_heads, model.head_dim, block_size)
         self._batch = InputBatch(
             scheduler.max_num_seqs,
             max_model_len,
@@ -106,6 +113,7 @@ class ModelRunner:
             device=self._device,
             processors=self._processors,
             seed=self._config.model.seed,
+            sampled=self._stage.is_last,
         )
         self._builder = StepInputBuilder(
             self._batch,
@@ -148,20 +156,18 @@ class ModelRunner:
         if self._in_flight is not None:
             self._in_flight.prepare(plan.finished_req_ids, plan.preempted_req_ids)
         self._batch.update(plan)
-        self._pooler.update(plan)
-        self._prompt_logprobs.update(plan)
+        if self._stage.is_last:
+            self._pooler.update(plan)
+            self._prompt_logprobs.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = self._builder.build(plan)
         if self._in_flight is not None:
             self._in_flight.fill(inputs)
-        hidden = self._model.forward(
-            inputs.input_ids,
-            inputs.positions,
-            self._kv_caches,
-            inputs.attention,
-            self._embeds(inputs) if inputs.prompt_embeds else None,
-        )
+        hidden = self._stage.forward(inputs, self._kv_caches)
+        if hidden is None:
+            self._state = ExecuteModelState(inputs, None, [], None)
+            return None
         logits = None
         if len(inputs.sampled):
             rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
@@ -179,12 +185,16 @@ class ModelRunner:
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample the step that `execute_model` left waiting, and append its tokens to the batch.
 
+        The output of a stage that does not sample is empty.
+
         Raises:
             NBEngineError: there is none.
         """
         state, self._state = self._state, None
         if state is None:
             raise NBEngineError("sample_tokens: no step waits to be sampled")
+        if not self._stage.is_last:
+            return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = state.inputs
         output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids])
         output.prompt_logprobs = self._prompt_logprobs.take(state.prompts_done)
@@ -213,8 +223,10 @@ class ModelRunner:
         counts = np.full(num_reqs, num_tokens // num_reqs, np.int32)
         counts[-1] += num_tokens % num_reqs
         attention = self._dummy_attention(counts)
-        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        hidden = self._model.forward(tokens, tokens, self._new_kv_caches(1), attention)
+        positions = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        hidden = self._stage.forward_alone(positions, self._new_kv_caches(1), attention)
+        if hidden is None or self._model.lm_head is None:
+            return
         logits = self._model.compute_logits(hidden[:num_reqs])
         metadata = SamplingMetadata.build(
             temperature=np.ones(num_reqs, np.float32),
@@ -224,8 +236,7 @@ class ModelRunner:
             vocab_size=self._model.config.vocab_size,
             device=self._device,
         )
-        positions = list(range(num_reqs))
-        logprobs = LogprobRows(ALL_ROWS, positions, [MAX_LOGPROBS] * num_reqs)
+        logprobs = LogprobRows(ALL_ROWS, list(range(num_reqs)), [MAX_LOGPROBS] * num_reqs)
         uniform = torch.zeros(num_reqs, dtype=torch.float64, device=self._device)
         Sampler()(logits, replace(metadata, logprobs=logprobs), uniform).token_ids.cpu()
 
@@ -240,26 +251,19 @@ class ModelRunner:
         return metadata
 
     def _new_kv_caches(self, num_blocks: int) -> list[Tensor]:
-        model = self._model.config
-        shape = (2, num_blocks, model.num_kv_heads, self._config.cache.block_size, model.head_dim)
+        shard = self._model.shard
+        block_size, head_dim = self._config.cache.block_size, self._model.config.head_dim
+        shape = (2, num_blocks, shard.num_kv_heads, block_size, head_dim)
         try:
             if self._device.type == "cpu":
-                return [zeros_in_huge_pages(shape, self._dtype) for _ in range(model.num_layers)]
-            return [
-                torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(model.num_layers)
-            ]
+                return [zeros_in_huge_pages(shape, self._dtype) for _ in shard.layers]
+            return [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in shard.layers]
         except (MemoryError, OSError, RuntimeError) as error:
-            num_bytes = model.num_layers * math.prod(shape) * self._dtype.itemsize
+            num_bytes = shard.num_layers * math.prod(shape) * self._dtype.itemsize
             raise EngineStartError(
                 f"could not allocate a KV cache of {size(num_bytes)} ({num_blocks} blocks) on {self._device}; "
                 f"lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization: {error}"
             ) from error
-
-    def _embeds(self, inputs: StepInputs) -> Tensor:
-        embeds = self._model.embed(inputs.input_ids)
-        for start, given in inputs.prompt_embeds:
-            embeds[start : start + len(given)].copy_(given)
-        return embeds
 
     def _sample(
         self, logits: Tensor, rows: NDArray[np.int64], grammar_output: GrammarOutput | None

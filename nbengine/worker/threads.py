@@ -20,16 +20,17 @@ class TorchThreads:
     def __init__(self) -> None:
         self._original: int | None = None
 
-    def limit(self, weights_bytes: int) -> None:
-        """Lower the number to what pays for a model of this size, and to a container's CPU quota.
+    def limit(self, weights_bytes: int, num_ranks: int = 1) -> None:
+        """Lower the number to what pays for weights of this size, and to a container's CPU quota.
 
-        A number that the user has chosen (OMP_NUM_THREADS) stays.
+        `num_ranks` processes divide the cores among them. A number that the user has chosen (OMP_NUM_THREADS) stays.
         """
         if "OMP_NUM_THREADS" in os.environ:
             return
         current = torch.get_num_threads()
         quota = ControlGroup().cpu_limit() or current
-        wanted = 1 if weights_bytes <= SINGLE_THREAD_BYTES else min(current, quota)
+        share = max(1, min(current, quota) // num_ranks)
+        wanted = 1 if weights_bytes <= SINGLE_THREAD_BYTES else share
         if wanted < current:
             self._original = current
             torch.set_num_threads(wanted)

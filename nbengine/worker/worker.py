@@ -1,21 +1,29 @@
-"""One device: its model, its KV cache, and what is computed on them."""
+"""One rank: its device, its part of the model and of the KV cache, and what is computed on them."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nbengine.config import EngineConfig
+from nbengine.distributed.communicator import SINGLE, ParallelState
+from nbengine.distributed.init import init_parallel
 from nbengine.distributed.layout import ALONE, RankLayout
-from nbengine.errors import EngineStartError, UtilityError
+from nbengine.errors import EngineStartError, NBEngineError, UtilityError
 from nbengine.executor.files import ExecutorFiles
+from nbengine.executor.worker_board import WorkerBoard
+from nbengine.ipc.messages import WorkerInfo
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
+from nbengine.models.decoder_config import decoder_config
 from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
 from nbengine.models.loader import reload_weights
@@ -26,16 +34,18 @@ from nbengine.models.registry import (
     load_model,
     resolve_device,
     resolve_dtype,
-    weights_bytes_of,
 )
+from nbengine.models.sharding import check_parallel
 from nbengine.scheduler.output import (
     AsyncModelRunnerOutput,
     GrammarOutput,
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from nbengine.units import size
 from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.encoder_runner import EncoderRunner
+from nbengine.worker.footprint import Footprint
 from nbengine.worker.memory import (
     available_host_memory,
     check_kv_cache_fits,
@@ -44,15 +54,23 @@ from nbengine.worker.memory import (
     gpu_kv_budget,
     return_freed_memory,
 )
+from nbengine.worker.meter import WorkerMeter
 from nbengine.worker.model_runner import ModelRunner
 from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.profiler import WorkerProfiler
 from nbengine.worker.threads import TorchThreads
 
+logger = logging.getLogger(__name__)
+
 
 class Worker:
-    """Owns a device. Calls come in this order: `init_device`, `load_model`, `determine_available_memory`,
-    `initialize_kv_cache`, then `execute_model` and `sample_tokens` in turn."""
+    """Owns a device, or with the other ranks a CPU. Calls come in this order: `init_device`, `load_model`,
+    `determine_available_memory`, `check_kv_cache_fits`, `initialize_kv_cache`, then `execute_model` and `sample_tokens`
+    in turn. Every rank gets the same calls.
+
+    Ranks on a CPU have one memory among them. What they are about to take they check together, each for all, while none
+    takes any yet: that is why checking and allocating are two calls.
+    """
 
     model: DecoderForCausalLM | BertModel
     model_runner: ModelRunner | EncoderRunner
@@ -67,44 +85,79 @@ class Worker:
         self.config = config
         self.layout = layout
         self._files = files
+        self.board = _board(layout, files)
         self._progress = progress
+        self._parallel = SINGLE
         self._threads = TorchThreads()
         self._num_blocks = 0
         self._offload: WeightsOffload | None = None
         self._profiler: WorkerProfiler | None = None
 
     def init_device(self) -> None:
-        """Choose device and dtype.
+        """Choose device and dtype, and join the other ranks.
 
         Raises:
-            InvalidArgumentError: the device that was asked for is not there.
+            EngineStartError: there are too few devices, or the other ranks cannot be reached.
+            InvalidArgumentError: the device that was asked for is not there, or so many ranks cannot divide the model.
         """
         self.hf_config = load_hf_config(self.config.model)
-        self.device = resolve_device(self.config.model)
+        check_parallel(self.hf_config, self.config.parallel)
+        self.device = self._choose_device()
         self.dtype = resolve_dtype(self.config.model, self.hf_config, self.device)
+        self._parallel = self._join()
+        # All ranks are here now, and none of them has loaded anything.
+        self._free_at_start = self._free_memory()
+        self._footprint = Footprint(self.config, self.hf_config, self.device, self.dtype, self.layout)
+        self._meter = WorkerMeter(self.board.row(self.layout.rank), self.device)
 
     def load_model(self) -> None:
-        """Load the weights.
+        """Load this rank's weights.
 
         Raises:
             EngineStartError: they do not fit; nothing has been loaded then.
             ModelLoadError: the files cannot be used.
         """
         config = self.config.model
-        weights_bytes = weights_bytes_of(self.hf_config, self.dtype)
-        check_weights_fit(config.model, weights_bytes, self._free_memory(), str(self.device))
-        if self.device.type == "cpu":
-            self._threads.limit(weights_bytes)
+        footprint, num_ranks = self._footprint, self.layout.world_size
+        check_weights_fit(config.model, footprint.shared_weights_bytes, self._free_at_start, footprint.place)
+        if self.device.type == "cpu" or num_ranks > 1:
+            self._threads.limit(footprint.weights_bytes, num_ranks)
         if is_encoder(self.hf_config):
             encoder = load_encoder_model(config, self.device, self.dtype, self._progress)
             self.model, self.model_runner = encoder, EncoderRunner(self.config, encoder, self.device)
         else:
-            decoder = load_model(config, self.device, self.dtype, self._progress)
+            decoder = load_model(config, self.device, self.dtype, self._progress, self._parallel)
             self.model = decoder
             overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
+            transfer = CudaTransfer if overlaps else None
             self.model_runner = ModelRunner(
-                self.config, decoder, self.device, self.dtype, CudaTransfer if overlaps else None
+                self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
+        self._meter.measure_memory()
+        logger.info(
+            "%s has %s of weights on %s, %s",
+            self.layout,
+            size(self.model.weights_bytes),
+            self.device,
+            self.dtype,
+        )
+
+    def worker_info(self) -> WorkerInfo:
+        """Who this worker is and what it holds."""
+        layout, layers = self.layout, self.layout.stage_layers(self.model.config.num_layers)
+        return WorkerInfo(
+            rank=layout.rank,
+            tp_rank=layout.tp_rank,
+            pp_rank=layout.pp_rank,
+            pid=os.getpid(),
+            device=str(self.device),
+            weights_bytes=self.model.weights_bytes,
+            kv_cache_bytes=self._num_blocks * self.get_kv_cache_spec().page_size_bytes,
+            first_layer=layers.start,
+            num_layers=len(layers),
+            communicator=type(self._parallel.tp).__name__ if layout.tp_size > 1 else "",
+            link=type(self._parallel.previous or self._parallel.next).__name__ if layout.pp_size > 1 else "",
+        )
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded, in plain values."""
@@ -120,54 +173,57 @@ class Worker:
         }
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
-        """What a token leaves in the KV cache; an encoder's has no layers."""
-        if isinstance(self.model, BertModel):
-            return KVCacheSpec(0, 0, 0, self.dtype.itemsize, self.config.cache.block_size)
-        model = self.model.config
-        return KVCacheSpec(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype_bytes=self.dtype.itemsize,
-            block_size=self.config.cache.block_size,
-        )
+        """What a token leaves in this rank's KV cache; an encoder's has no layers."""
+        return self._footprint.kv_cache_spec
 
     def determine_available_memory(self) -> int:
-        """Bytes that the KV cache may take; on a GPU found by running the largest step there can be.
+        """Bytes that this rank's KV cache may take; on a GPU found by running the largest step there can be.
+
+        On a CPU it is the rank's share of what all of them may take together.
 
         Raises:
             EngineStartError: nothing is left.
         """
         if isinstance(self.model_runner, EncoderRunner):
             return 0
-        cache = self.config.cache
-        page_size = self.get_kv_cache_spec().page_size_bytes
+        cache, footprint = self.config.cache, self._footprint
         if cache.num_gpu_blocks_override is not None:
-            return cache.num_gpu_blocks_override * page_size
+            return cache.num_gpu_blocks_override * footprint.kv_cache_spec.page_size_bytes
         if cache.kv_cache_memory_bytes is not None:
-            return cache.kv_cache_memory_bytes
+            return footprint.own_part(cache.kv_cache_memory_bytes)
         if self.device.type == "cuda":
             return self._profile_gpu(self.model_runner)
-        sequence = -(-self._max_model_len() // cache.block_size) * page_size
-        return cpu_kv_budget(
+        sequence = -(-self._max_model_len() // cache.block_size) * footprint.shared_page_size_bytes
+        budget = cpu_kv_budget(
             self._free_memory(),
             asked_sequence=0 if self.config.model.max_model_len is None else sequence,
             all_sequences=sequence * self.config.scheduler.max_num_seqs,
         )
+        return footprint.own_part(budget)
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, all of it now: nothing grows while requests run.
+    def check_kv_cache_fits(self, num_blocks: int) -> None:
+        """Check that the KV cache can be allocated.
 
         Raises:
             EngineStartError: it does not fit; the message has the numbers and what to change.
         """
-        page_size = self.get_kv_cache_spec().page_size_bytes
-        check_kv_cache_fits(num_blocks, page_size, self._free_memory(), str(self.device))
+        footprint = self._footprint
+        check_kv_cache_fits(
+            num_blocks, footprint.shared_page_size_bytes, self._free_memory(), footprint.place
+        )
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate this rank's KV cache, all of it now: nothing grows while requests run.
+
+        Raises:
+            EngineStartError: the allocation failed.
+        """
         max_model_len = self._max_model_len()
-        if page_size:
+        if self.get_kv_cache_spec().page_size_bytes:
             max_model_len = min(max_model_len, num_blocks * self.config.cache.block_size)
         self.model_runner.initialize_kv_cache(num_blocks, max_model_len)
         self._num_blocks = num_blocks
+        self._meter.measure_memory()
 
     def sleep(self, level: int) -> None:
         """Free the KV cache and move the weights to host memory (level 1; a CPU's are there), or free both (level 2).
@@ -177,7 +233,7 @@ class Worker:
         Raises:
             RuntimeError: there is not enough host memory for the weights; nothing has changed.
         """
-        offload = self._offload or WeightsOffload(self.model.weight_slots().values())
+        offload = self._offload or WeightsOffload(self.model.parameters())
         if level == 2:
             offload.drop()
         elif self.device.type != "cpu":
@@ -186,25 +242,36 @@ class Worker:
         self.model_runner.release_kv_cache()
         return_freed_memory()
         torch.cuda.empty_cache()
+        self._meter.measure_memory()
+
+    def check_wake_up(self, tag: str) -> None:
+        """Check that there is memory for what `wake_up` restores.
+
+        Raises:
+            EngineStartError: there is not enough any more.
+        """
+        if tag == "kv_cache":
+            self.check_kv_cache_fits(self._num_blocks)
+        elif self._offload is not None and (missing := self._offload.num_missing_bytes):
+            footprint = self._footprint
+            missing += footprint.shared_weights_bytes - footprint.weights_bytes
+            check_weights_fit(self.config.model.model, missing, self._free_memory(), footprint.place)
 
     def wake_up(self, tag: str) -> None:
         """Restore the "weights" or the "kv_cache", which is empty then; weights first.
 
         Raises:
-            EngineStartError: there is not enough memory any more; nothing has changed.
+            EngineStartError: the KV cache cannot be allocated any more.
             ModelLoadError: weights that were freed cannot be read again.
         """
         if tag == "kv_cache":
-            page_size = self.get_kv_cache_spec().page_size_bytes
-            check_kv_cache_fits(self._num_blocks, page_size, self._free_memory(), str(self.device))
             self.model_runner.restore_kv_cache()
         elif self._offload is not None:
-            model = self.config.model
-            missing = self._offload.num_missing_bytes
-            check_weights_fit(model.model, missing, self._free_memory(), str(self.device))
             if not self._offload.restore():
-                reload_weights(self.model, tuple(map(Path, model.weights)), Reporter(None, "load"))
+                paths = tuple(map(Path, self.config.model.weights))
+                reload_weights(self.model, paths, Reporter(None, "load"))
             self._offload = None
+        self._meter.measure_memory()
 
     def start_profile(self, directory: str, max_steps: int) -> None:
         """Record what is computed, in at most `max_steps` steps.
@@ -229,23 +296,67 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See `ModelRunner.execute_model`."""
-        if self._profiler is not None and scheduler_output.total_num_scheduled_tokens:
+        if not scheduler_output.total_num_scheduled_tokens:
+            return self.model_runner.execute_model(scheduler_output)
+        if self._profiler is not None:
             self._profiler.begin_step()
-        return self.model_runner.execute_model(scheduler_output)
+        began = time.perf_counter()
+        output = self.model_runner.execute_model(scheduler_output)
+        self._meter.ran(began, is_over=output is not None)
+        return output
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None = None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """See `ModelRunner.sample_tokens`."""
-        return self.model_runner.sample_tokens(grammar_output)
+        began = time.perf_counter()
+        output = self.model_runner.sample_tokens(grammar_output)
+        self._meter.ran(began, is_over=True)
+        return output
 
     def shutdown(self) -> None:
-        """Free what has been loaded and allocated. The worker takes no calls afterwards."""
+        """Free what has been loaded and allocated, and leave the other ranks. It takes no calls afterwards."""
         for name in ("model", "model_runner"):
             vars(self).pop(name, None)
+        parallel, self._parallel = self._parallel, SINGLE
+        parallel.close()
         self._threads.restore()
         gc.collect()
         torch.cuda.empty_cache()
+
+    def _choose_device(self) -> torch.device:
+        device = resolve_device(self.config.model)
+        parallel, num_ranks = self.config.parallel, self.layout.world_size
+        if device.type == "cpu" or (num_ranks == 1 and parallel.distributed_init_method is None):
+            return device
+        num_devices = torch.cuda.device_count()
+        if num_devices < num_ranks:
+            raise EngineStartError(
+                f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
+                f"{parallel.pipeline_parallel_size} needs {num_ranks} GPUs, and there are {num_devices}; "
+                f"lower them, or set device='cpu'"
+            )
+        device = torch.device("cuda", self.layout.rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def _join(self) -> ParallelState:
+        method = self.config.parallel.distributed_init_method
+        if is_encoder(self.hf_config) or (self.layout.world_size == 1 and method is None):
+            return SINGLE
+        if method is None or self._files is None:
+            raise NBEngineError(f"{self.layout}: a worker among others needs a place to meet them at")
+        Reporter(self._progress, "load")("waiting for the other ranks")
+        # A step of one token may be padded to two.
+        num_rows = max(self.config.scheduler.max_num_batched_tokens, 2)
+        hidden_size = decoder_config(self.hf_config).hidden_size
+        return init_parallel(
+            self.layout,
+            self.device,
+            init_method=method,
+            directory=self._files.shared_memory,
+            max_tensor_bytes=num_rows * hidden_size * self.dtype.itemsize,
+        )
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
@@ -273,7 +384,7 @@ class Worker:
             model_runner.profile_run()
         except torch.OutOfMemoryError as error:
             raise EngineStartError(
-                f"{self.device} has too little memory for a step of max_num_batched_tokens="
+                f"{self._footprint.place} has too little memory for a step of max_num_batched_tokens="
                 f"{self.config.scheduler.max_num_batched_tokens} tokens and max_num_seqs="
                 f"{self.config.scheduler.max_num_seqs} requests; lower them: {error}"
             ) from error
@@ -282,3 +393,10 @@ class Worker:
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         return gpu_kv_budget(total, self.config.cache.gpu_memory_utilization, peak, others)
+
+
+def _board(layout: RankLayout, files: ExecutorFiles | None) -> WorkerBoard:
+    """The board that the executor has made, else one for this worker to be asked for."""
+    if files is None or files.board is None:
+        return WorkerBoard.private(layout.world_size)
+    return WorkerBoard.attach(files.board, layout.world_size)

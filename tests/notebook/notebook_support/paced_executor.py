@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Future
 
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.messages import Progress, WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput
 
@@ -43,7 +44,9 @@ class PacedExecutor(Executor):
             },
             "determine_available_memory": 1 << 20,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
+            "worker_info": WorkerInfo(0, 0, 0, os.getpid(), "cpu", 4, 1 << 20, 0, 1),
         }
         return [answers[method]]
 

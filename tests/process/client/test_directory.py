@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from nbengine.cli import main
 from nbengine.client.connection import ConnectionInfo, connection_file, new_run_dir, write_connection
 from nbengine.client.directory import count_clients, list_engines, reap, stop_engine
 from nbengine.client.processes import session_processes
+from nbengine.engine.logs import worker_log_path
 
 pytestmark = pytest.mark.usefixtures("short_grace")
 
@@ -37,7 +39,7 @@ def kill_all(info: ConnectionInfo) -> None:
         process.send_signal(signal.SIGSTOP)
     for process in processes:
         process.kill()
-    wait_for(lambda: not session_processes(info), "the end of the killed processes")
+    wait_for(lambda: not (info.host_alive or session_processes(info)), "the end of the killed processes")
 
 
 def unwatched(start_async: StartAsync, name: str, **options: object) -> ConnectionInfo:
@@ -60,8 +62,8 @@ def test_ps_shows_state_clients_and_memory(
     assert listing.memory_bytes > 10 << 20
     assert main(["ps"]) == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == ["NAME", "STATE", "PID", "CLIENTS", "MEMORY", "UP", "MODEL"]
-    assert row.split()[:4] == ["shown", "ready", str(llm.connection.host_pid), "1"]
+    assert header.split() == ["NAME", "STATE", "PID", "CLIENTS", "PROCESSES", "MEMORY", "UP", "MODEL"]
+    assert row.split()[:5] == ["shown", "ready", str(llm.connection.host_pid), "1", "2"]
     assert row.endswith("random-tiny")
 
 
@@ -133,6 +135,21 @@ def test_a_core_without_any_file_is_found_too(start_async: StartAsync) -> None:
     assert reap().removed_dirs == [info.run_dir]
 
 
+def test_a_worker_that_has_outlived_its_engine_is_found() -> None:
+    script = "(exec -a 'nbengine: worker TP0 gone' sleep 60) >/dev/null & echo $!"
+    leader = subprocess.run(
+        ["bash", "-c", script], start_new_session=True, stdout=subprocess.PIPE, check=True
+    )
+    worker = psutil.Process(int(leader.stdout))
+    wait_for(lambda: is_titled(worker), "the worker's title")
+    assert worker.pid in reap().killed_pids
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def is_titled(process: psutil.Process) -> bool:
+    return " ".join(process.cmdline()).startswith("nbengine: worker")
+
+
 def test_reaping_ends_engines_that_nobody_is_attached_to_only_when_asked(start_async: StartAsync) -> None:
     attached = start_async(name="attached", bound=False)
     lonely = unwatched(start_async, "lonely")
@@ -186,6 +203,23 @@ def test_logs_show_the_end_of_the_log_and_follow_it(
     assert "the engine was shut down" in capsys.readouterr().out
     assert main(["logs", "logged"]) == 0
     assert "the engine was shut down" in capsys.readouterr().out
+
+
+def test_logs_show_and_follow_the_log_of_a_worker(
+    start_async: StartAsync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = unwatched(start_async, "logged")
+    worker_log_path(info.log_path, 0).write_text("one\ntwo\nthree\n")
+    assert main(["logs", "logged", "--rank", "0", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "two\nthree\n"
+    assert main(["logs", "logged", "--rank", "1"]) == 1
+    assert "rank must be 0, got 1" in capsys.readouterr().err
+    follower = threading.Thread(target=main, args=(["logs", "-f", "logged", "--rank", "0"],))
+    follower.start()
+    stop_engine(info)
+    follower.join(10)
+    assert not follower.is_alive()
+    assert "the engine was shut down" not in capsys.readouterr().out
 
 
 def test_fetch_puts_a_model_into_the_cache(

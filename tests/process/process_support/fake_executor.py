@@ -3,7 +3,9 @@ given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
 long a step takes), `hidden_size`, `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the
-model), `fail_wake_up` (a message). While it sleeps it cannot compute.
+model), `fail_wake_up` (a message), `workers` (how many there seem to be: all rows of the board are written by this
+process, worker r holding 1000 + r bytes and taking r seconds longer than `step_seconds`). While it sleeps it cannot
+compute.
 
 Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
@@ -11,13 +13,15 @@ Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nbengine.errors import EngineStartError
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import LogprobsLists, Progress
+from nbengine.executor.worker_board import WorkerBoard
+from nbengine.ipc.messages import LogprobsLists, Progress, WorkerInfo
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -37,19 +41,45 @@ class FakeExecutor(Executor):
         self.knobs: dict[str, Any] = config.model.hf_overrides
         self.block_size = config.cache.block_size
         self.vocab_size = self.knobs.get("vocab_size", VOCAB_SIZE)
+        self.available_bytes = config.cache.kv_cache_memory_bytes or 1 << 20
         self.last_token: dict[str, int] = {}
         self.given_back: set[str] = set()
         self.rpc_calls: list[tuple[Any, ...]] = []
         self.logprobs: dict[str, int] = {}
         self.prompt_logprobs: dict[str, LogprobsLists] = {}
+        self.num_blocks = 0
+        self.num_workers = self.knobs.get("workers", 1)
+        self.board, self.rows_of_workers = self.make_board(files)
         if progress is not None:
             progress(Progress("load", "the model that adds one", 0.5))
         time.sleep(self.knobs.get("load_seconds", 0))
         if "fail_load" in self.knobs:
             raise RuntimeError(self.knobs["fail_load"]) from ValueError("the root of it")
 
+    def make_board(self, files):
+        """As many workers as asked for, all in this process; their rows are on pages mapped anew."""
+        if files is None:
+            board = WorkerBoard.private(self.num_workers)
+            return board, [board.row(rank) for rank in range(self.num_workers)]
+        board = WorkerBoard.create(files.shared_memory, self.num_workers)
+        attached = [WorkerBoard.attach(board.path, self.num_workers) for _ in range(self.num_workers)]
+        board.unlink()
+        return board, [page.row(rank) for rank, page in enumerate(attached)]
+
+    def worker_info(self):
+        cache_bytes = self.num_blocks * KVCacheSpec(1, 1, 4, 4, self.block_size).page_size_bytes
+        return [
+            WorkerInfo(rank, rank, 0, os.getpid(), "cpu", 4, cache_bytes, 0, 1)
+            for rank in range(self.num_workers)
+        ]
+
+    def worker_stats(self):
+        return self.board.read()
+
     def collective_rpc(self, method, args=(), kwargs=None, *, timeout=None, non_block=False):
         self.rpc_calls.append((method, *args))
+        if method == "initialize_kv_cache":
+            (self.num_blocks,) = args
         if method == "sleep":
             self.given_back = {"weights", "kv_cache"}
         if method == "wake_up":
@@ -65,10 +95,12 @@ class FakeExecutor(Executor):
                 "vocab_size": self.vocab_size,
                 "hidden_size": self.knobs.get("hidden_size", 4),
             },
-            "determine_available_memory": 1 << 20,
+            "determine_available_memory": self.available_bytes,
             "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
             "sleep": None,
+            "check_wake_up": None,
             "wake_up": None,
             "start_profile": None,
             "stop_profile": ProfileReport(["trace"], 3, "summary"),
@@ -88,6 +120,9 @@ class FakeExecutor(Executor):
             if seconds > 60:
                 logger.warning("an endless step begins")
             time.sleep(seconds)
+            for rank, row in enumerate(self.rows_of_workers):
+                row.set_memory(1000 + rank)
+                row.end_step(seconds + rank)
         for request_id in plan.finished_req_ids:
             self.last_token.pop(request_id, None)
             self.logprobs.pop(request_id, None)
@@ -137,7 +172,7 @@ class AsyncFakeExecutor(FakeExecutor):
     async_scheduling = True
 
     def __init__(self, config, progress=None, files=None):
-        super().__init__(config, progress)
+        super().__init__(config, progress, files)
         self.thread = ThreadPoolExecutor(1)
         self.output: ModelRunnerOutput | None = None
 

@@ -12,9 +12,10 @@ import pytest
 from nbengine.client import launch
 from nbengine.client.connection import ConnectionInfo, connection_file, log_dir, new_run_dir, write_connection
 from nbengine.client.directory import find_engine
-from nbengine.client.logs import find_log, follow_log
+from nbengine.client.logs import find_log, find_worker_log, follow_log
 from nbengine.client.processes import create_time_of
 from nbengine.config import EngineConfig
+from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
 
 
@@ -104,6 +105,52 @@ def test_old_logs_go_and_those_of_running_engines_stay() -> None:
     assert others[-1] not in remaining
     assert len(remaining - {kept}) == launch.KEPT_LOGS
     assert created.stat().st_mode & 0o777 == 0o600
+
+
+def test_logs_of_workers_go_with_the_log_of_their_engine() -> None:
+    running = Path(running_engine("old").log_path)
+    os.utime(worker_log(running, 3), (1, 1))
+    engines = [log_dir() / f"e{index}-20260101-000000-1.log" for index in range(30)]
+    for age, path in enumerate(engines):
+        path.touch()
+        os.utime(path, (time.time() - age, time.time() - age))
+        for rank in (0, 11):
+            worker_log(path, rank)
+    named_like_one = log_dir() / "x.rank0-20260101-000000-1.log"
+    named_like_one.touch()
+    launch._new_log_file("new")
+    logs = set(log_dir().glob("*.log"))
+    assert named_like_one in logs
+    assert worker_log_path(running, 3) in logs
+    left = [path for path in engines if path in logs]
+    assert left == engines[: launch.KEPT_LOGS - 2]
+    ranks = {path for path in logs if ".rank" in path.name} - {named_like_one, worker_log_path(running, 3)}
+    assert ranks == {worker_log_path(path, rank) for path in left for rank in (0, 11)}
+
+
+def test_the_log_of_a_worker_is_found_by_its_rank() -> None:
+    path = launch._new_log_file("e")
+    for rank in (0, 1, 10):
+        worker_log(path, rank)
+    worker_log(launch._new_log_file("e-2"), 2)
+    assert find_worker_log(path, 10) == worker_log_path(path, 10)
+    for rank in (-1, 2, 11):
+        with pytest.raises(InvalidArgumentError, match=f"rank must be one of 0, 1, 10, got {rank}"):
+            find_worker_log(path, rank)
+    assert find_log("e")[0] == path
+
+
+def test_a_worker_inside_the_engine_core_writes_to_the_engines_log() -> None:
+    path = launch._new_log_file("e")
+    assert find_worker_log(path, 0) == path
+    with pytest.raises(InvalidArgumentError, match="rank must be 0, got 1"):
+        find_worker_log(path, 1)
+
+
+def worker_log(engine_log: Path, rank: int) -> Path:
+    path = worker_log_path(engine_log, rank)
+    path.touch()
+    return path
 
 
 def test_engines_of_one_name_have_a_log_each() -> None:

@@ -15,6 +15,7 @@ from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from nbengine.engine.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
+from nbengine.metrics.stats import WorkerStats
 from nbengine.sampling.logits_processor import BatchUpdate, LogitsProcessor
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
@@ -294,6 +295,22 @@ def test_the_pool_is_sized_from_the_memory_that_the_executor_finds() -> None:
     assert ready.num_blocks == (1 << 20) // (2 * 4 * 4 * 16)
     assert ready.kv_cache_bytes == 1 << 20
     assert (ready.device, ready.dtype, ready.weights_bytes) == ("cpu", "float32", 4)
+
+
+def test_what_the_workers_hold_is_added_up() -> None:
+    core = make_core({"workers": 3})
+    ready = core.ready_message(0)
+    assert [worker.rank for worker in ready.workers] == [0, 1, 2]
+    assert ready.weights_bytes == 3 * 4
+    assert ready.kv_cache_bytes == 3 * ready.workers[0].kv_cache_bytes > 0
+
+
+def test_the_statistics_have_a_row_for_each_worker() -> None:
+    core = make_core({"workers": 2})
+    assert core.stats().workers == [WorkerStats(0), WorkerStats(1)]
+    add(core, "a", [1, 2, 3], max_tokens=2)
+    core.step()
+    assert core.stats().workers == [WorkerStats(0, 1000, 1, 0.0), WorkerStats(1, 1001, 1, 1.0)]
 
 
 def test_utilities_are_those_of_the_table_and_no_others() -> None:

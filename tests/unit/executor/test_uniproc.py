@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ import pytest
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError, NotSupportedError
 from nbengine.executor.base import Executor
+from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import Progress
 from nbengine.models.tiny import random_tiny
@@ -53,24 +55,28 @@ def test_is_what_a_configuration_without_backend_gets(config: EngineConfig) -> N
 
 
 @pytest.mark.parametrize(
-    ("parallel", "message"),
+    "parallel",
     [
-        (ParallelConfig(distributed_executor_backend="mp"), "distributed_executor_backend='mp'"),
-        (ParallelConfig(distributed_executor_backend="ray"), "distributed_executor_backend='ray'"),
-        (ParallelConfig(tensor_parallel_size=2), "tensor_parallel_size=2"),
-        (ParallelConfig(pipeline_parallel_size=3), "pipeline_parallel_size=3"),
+        ParallelConfig(distributed_executor_backend="mp"),
+        ParallelConfig(tensor_parallel_size=2),
+        ParallelConfig(pipeline_parallel_size=3),
     ],
 )
-def test_backends_that_are_missing_are_named(
-    config: EngineConfig, parallel: ParallelConfig, message: str
+def test_several_workers_or_the_mp_backend_have_processes_of_their_own(
+    config: EngineConfig, parallel: ParallelConfig
 ) -> None:
-    with pytest.raises(NotSupportedError, match=message):
+    assert Executor.get_class(replace(config, parallel=parallel)) is MultiprocExecutor
+
+
+def test_a_backend_that_is_missing_is_named(config: EngineConfig) -> None:
+    parallel = ParallelConfig(distributed_executor_backend="ray")
+    with pytest.raises(NotSupportedError, match="distributed_executor_backend='ray'"):
         Executor.get_class(replace(config, parallel=parallel))
 
 
 def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> None:
-    spec = executor.get_kv_cache_spec()
-    assert executor.determine_available_memory() == 8 * spec.page_size_bytes
+    (spec,) = executor.get_kv_cache_specs()
+    assert executor.determine_available_memory() == [8 * spec.page_size_bytes]
     executor.initialize_kv_cache(8)
     assert executor.max_concurrent_batches == 1
     assert executor.execute_model(one_request([1, 2, 3])) is None
@@ -112,7 +118,7 @@ def test_shutdown_frees_model_and_cache_and_may_be_repeated(config: EngineConfig
     executor.sample_tokens()
     executor.check_health()
     runner = executor._worker.model_runner
-    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens)]
+    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens.weight)]
     del runner
     executor.shutdown()
     executor.shutdown()
@@ -135,3 +141,25 @@ def test_reports_progress_of_loading(config: EngineConfig) -> None:
     UniProcExecutor(config, messages.append).shutdown()
     assert [message.stage for message in messages] == ["load"] * len(messages)
     assert messages[-1].fraction == 1
+
+
+def test_its_worker_is_seen_without_a_call_to_it(
+    executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.initialize_kv_cache(8)
+    executor.execute_model(SchedulerOutput([], CachedRequestData(), {}, 0, set()))
+    executor.execute_model(one_request([1, 2, 3]))
+    executor.sample_tokens()
+    (info,) = executor.worker_info()
+    page_size = executor.get_kv_cache_specs()[0].page_size_bytes
+    assert (info.rank, info.tp_rank, info.pp_rank, info.pid) == (0, 0, 0, os.getpid())
+    assert (info.device, info.first_layer, info.num_layers) == ("cpu", 0, 2)
+    assert (info.weights_bytes, info.kv_cache_bytes) == (
+        executor.model_info()["weights_bytes"],
+        8 * page_size,
+    )
+    monkeypatch.setattr(executor, "collective_rpc", None)
+    (stats,) = executor.worker_stats()
+    assert (stats.rank, stats.num_steps) == (0, 1)
+    assert 0 < stats.step_seconds < 60
+    assert stats.memory_bytes > info.weights_bytes

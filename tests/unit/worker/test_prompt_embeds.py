@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers_in_chunks_mixed_and_preempted(
 
 def test_the_models_own_embeddings_give_the_tokens_that_the_token_ids_give(driver, new_runner) -> None:
     runner = new_runner()
-    table = runner._model.embed_tokens
+    table = runner._model.embed_tokens.weight
     prompts = [[Random(i).randrange(256) for _ in range(5 * i + 1)] for i in range(6)]
     outputs = {}
     for kind in ("tokens", "embeds"):
@@ -121,7 +121,7 @@ def test_embeddings_are_forgotten_with_their_request_and_not_changed_before(driv
 
 def test_only_steps_that_compute_a_prompt_of_embeddings_build_any(driver) -> None:
     run = driver()
-    run.runner._model = spy = _Spy(run.runner._model)
+    run.runner._stage._model = spy = _Spy(run.runner._model)
     run.add_embeds("embeds", random_embeds(1)[0], GREEDY)
     run.add("tokens", [1, 2, 3], GREEDY)
     run.run()

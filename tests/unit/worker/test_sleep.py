@@ -70,7 +70,7 @@ def test_memory_that_others_have_taken_is_an_error_and_can_be_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(worker_module, "available_host_memory", lambda: 100)
         with pytest.raises(EngineStartError, match=f"{what} .*does not fit"):
-            worker.wake_up(tag)
+            worker.check_wake_up(tag)
     worker.wake_up("weights")
     worker.wake_up("kv_cache")
     assert same(contents(worker), before)

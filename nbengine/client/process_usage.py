@@ -1,0 +1,94 @@
+"""What single processes use, seen from outside; they may vanish while they are looked at, or belong to others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from nbengine.client.connection import ConnectionInfo
+
+_CONNECT_TIMEOUT = 0.2
+_CREDENTIALS = struct.Struct("3i")
+"""`struct ucred` of Linux: pid, uid, gid."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """A process at one moment. A number is None where the system does not tell it, as for one that is gone."""
+
+    pid: int
+    title: str = ""
+    """Its command line, or what it has made of that; in printable characters."""
+    is_running: bool = False
+    memory_bytes: int | None = None
+    """Resident, pages shared with other processes included."""
+    cpu_seconds: float | None = None
+    """On all cores since its start."""
+    num_threads: int | None = None
+
+
+def usage_of(pid: int, *, session: int | None = None, parent: int | None = None) -> ProcessUsage:
+    """Look at a process; one of another session or parent than given is a later process with the same pid."""
+    try:
+        if session is not None and os.getsid(pid) != session:
+            return ProcessUsage(pid)
+        process = psutil.Process(pid)
+        with process.oneshot():
+            is_stranger = parent is not None and process.ppid() != parent
+            if is_stranger or process.status() == psutil.STATUS_ZOMBIE:
+                return ProcessUsage(pid)
+            return _usage(process)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return ProcessUsage(pid)
+    except (psutil.AccessDenied, PermissionError):
+        return ProcessUsage(pid, is_running=True)
+
+
+def client_pids(info: ConnectionInfo) -> list[int]:
+    """The processes that have a client's socket open in the run directory; empty where the system does not tell."""
+    pids = {_listener(path) for path in Path(info.run_dir).glob("c-*.in")}
+    return sorted(pid for pid in pids if pid)
+
+
+def _usage(process: psutil.Process) -> ProcessUsage:
+    command = process.cmdline()
+    title = " ".join([os.path.basename(command[0]), *command[1:]]) if command else process.name()
+    memory = cpu = threads = None
+    with contextlib.suppress(psutil.AccessDenied):
+        memory = int(process.memory_info().rss)
+    with contextlib.suppress(psutil.AccessDenied):
+        times = process.cpu_times()
+        cpu = float(times.user + times.system)
+    with contextlib.suppress(psutil.AccessDenied):
+        threads = int(process.num_threads())
+    return ProcessUsage(process.pid, printable(title), True, memory, cpu, threads)
+
+
+def _listener(path: Path) -> int:
+    """The process that listens on a Unix socket, 0 if there is none or it cannot be told."""
+    if sys.platform != "linux":
+        return 0
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT)
+        try:
+            probe.connect(str(path))
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except OSError:
+            return 0
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
+
+
+def printable(text: str) -> str:
+    """The text on one line, without what could steer a terminal or is no character of XML."""
+    return "".join(
+        character if character.isprintable() else " " if character.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    ).strip()

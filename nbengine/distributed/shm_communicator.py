@@ -1,0 +1,102 @@
+"""Communicator of CPU ranks on one machine, through memory that all of them have mapped."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, create_memory
+from nbengine.kernels.all_reduce_cpu import SLOTS, ExchangeArguments, compile_all_gather, compile_all_reduce
+from nbengine.kernels.cpu_backend import ELEMENTS, supports
+from nbengine.kernels.cpu_flags import Patience
+from nbengine.kernels.cpu_jit import Function
+
+SLOT_BYTES = 1 << 20
+ONE_PHASE_BYTES = 256 << 10
+
+
+class ShmCommunicator:
+    """A `Communicator`; see `nbengine.kernels.all_reduce_cpu` for how. Sums are float32 in rank order, rounded once.
+
+    `all_reduce` overwrites a contiguous argument. While a rank waits it holds no lock of Python's, and gives way to signals
+    several times a second. Of one thread at a time.
+
+    Raises of all calls:
+        PeerDiedError: a rank that is waited for has ended.
+        QueueClosedError: a rank that is waited for has closed its end.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int, size: int, patience: Patience, peers: Peers) -> None:
+        self.rank = rank
+        self.size = size
+        self._memory = memory
+        self._peers = peers
+        self._gather = compile_all_gather(size)
+        self._token = torch.zeros(1, dtype=torch.uint8)
+        self._arguments = ExchangeArguments(
+            patience=patience,
+            flags=memory.flags,
+            slots=memory.data.data_ptr(),
+            slot_bytes=memory.handle.data_bytes // (size * SLOTS),
+            rank=rank,
+            phase=1,
+        )
+        self._address = ctypes.addressof(self._arguments)
+
+    @staticmethod
+    def reserve(directory: str, size: int) -> MemoryHandle:
+        """Make the memory of a group of `size` ranks.
+
+        Raises:
+            EngineStartError: there is no room for it.
+        """
+        return create_memory(directory, size, size * SLOTS * SLOT_BYTES)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Communicator.all_reduce`."""
+        if not supports(x.dtype):
+            return self._all_reduce_gathered(x)
+        x = x.contiguous()
+        compiled = compile_all_reduce(self.size, ELEMENTS[x.dtype])
+        self._exchange(
+            compiled.one_phase if x.nbytes <= ONE_PHASE_BYTES else compiled.two_phases, x, x.numel()
+        )
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Communicator.all_gather`."""
+        x = x.contiguous()
+        *rows, width = x.shape
+        output = x.new_empty((*rows, width * self.size))
+        self._arguments.output = output.data_ptr()
+        self._arguments.width = width * x.itemsize
+        self._exchange(self._gather, x, x.nbytes)
+        return output
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+        self.all_gather(self._token)
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._memory.close()
+
+    def _all_reduce_gathered(self, x: Tensor) -> Tensor:
+        """The sum of a type for which nothing can be compiled here: float16 on an old processor, and integers."""
+        first, *rest = self.all_gather(x.flatten()).view(self.size, *x.shape)
+        total: Tensor = first.float() if x.is_floating_point() and x.itemsize < 4 else first
+        for term in rest:
+            total = total + term
+        return total.to(x.dtype)
+
+    def _exchange(self, function: Function, x: Tensor, total: int) -> None:
+        arguments = self._arguments
+        arguments.x = x.data_ptr()
+        arguments.total = total
+        arguments.position = arguments.stage = 0
+        function.call(self._address)
+        while not arguments.done:
+            self._peers.check(self._memory)
+            function.call(self._address)

@@ -1,0 +1,113 @@
+"""How the CPU ranks of an engine come to share memory: who makes it, who maps it, and when its files go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from nbengine.distributed.layout import RankLayout
+from nbengine.distributed.rendezvous import Rendezvous
+from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, num_cores, patience, unlink
+from nbengine.distributed.shm_communicator import ShmCommunicator
+from nbengine.distributed.shm_link import ShmLink
+from nbengine.errors import EngineStartError
+from nbengine.ipc.liveness import ProcessWatch, start_time
+
+
+class _Process(msgspec.Struct):
+    pid: int
+    created: float
+
+
+class _Made(msgspec.Struct):
+    """The memory that a rank has made: for its group, and for the link to the next stage."""
+
+    group: MemoryHandle | None
+    link: MemoryHandle | None
+
+
+@dataclass(frozen=True)
+class SharedEnds:
+    """A rank's ends of what it shares with others."""
+
+    tp: ShmCommunicator | None
+    previous: ShmLink | None
+    next: ShmLink | None
+
+
+def share_memory(
+    layout: RankLayout, rendezvous: Rendezvous, directory: str, max_tensor_bytes: int
+) -> SharedEnds:
+    """Make and map the memory of the rank's group and links. All ranks must call this.
+
+    The first rank of a stage makes the memory of its group, the sender that of a link. When all ranks have mapped theirs the files
+    are unlinked, so that nothing is left behind however they end.
+
+    The ranks of a group wait for each other briefly, since all of them do the same; but with fewer cores than ranks, whoever
+    spends that time looking keeps a core from the one that is waited for: 4 ranks on 2 cores sum [32, 576] in 30 µs when they
+    sleep almost at once, and in 200 µs when they look for 40 µs. A stage waits for as long as another one computes.
+
+    Raises:
+        EngineStartError: there is no room, or a rank has not come in time.
+    """
+    made = _make(layout, directory, max_tensor_bytes)
+    handles = [handle for handle in (made.group, made.link) if handle is not None]
+    try:
+        me = _Process(os.getpid(), start_time())
+        processes = [
+            msgspec.json.decode(other, type=_Process)
+            for other in rendezvous.share("process", msgspec.json.encode(me).decode())
+        ]
+        all_made = [
+            msgspec.json.decode(other, type=_Made)
+            for other in rendezvous.share("memory", msgspec.json.encode(made).decode())
+        ]
+
+        def peers(ranks: Iterable[int]) -> Peers:
+            others = (rank for rank in ranks if rank != layout.rank)
+            return Peers(
+                {rank: ProcessWatch(processes[rank].pid, processes[rank].created) for rank in others}
+            )
+
+        def link(maker: int, other: int) -> ShmLink | None:
+            handle = all_made[maker].link if maker in range(layout.world_size) else None
+            if handle is None:
+                return None
+            memory = SharedMemory(handle)
+            return ShmLink(memory, patience(memory, short=False), peers((other,)))
+
+        first = layout.rank - layout.tp_rank
+        tp, group = None, all_made[first].group
+        if group is not None:
+            memory = SharedMemory(group)
+            tp = ShmCommunicator(
+                memory,
+                layout.tp_rank,
+                layout.tp_size,
+                patience(memory, short=layout.world_size <= num_cores()),
+                peers(range(first, first + layout.tp_size)),
+            )
+        before, after = layout.rank - layout.tp_size, layout.rank + layout.tp_size
+        ends = SharedEnds(tp, link(before, before), link(layout.rank, after))
+        rendezvous.meet("mapped")
+        return ends
+    finally:
+        for handle in handles:
+            unlink(handle)
+
+
+def _make(layout: RankLayout, directory: str, max_tensor_bytes: int) -> _Made:
+    group = link = None
+    if layout.tp_size > 1 and layout.tp_rank == 0:
+        group = ShmCommunicator.reserve(directory, layout.tp_size)
+    if not layout.is_last_stage:
+        try:
+            link = ShmLink.reserve(directory, max_tensor_bytes)
+        except EngineStartError:
+            if group is not None:
+                unlink(group)
+            raise
+    return _Made(group, link)

@@ -1,0 +1,140 @@
+"""What every worker measures of itself, on a page of memory that the engine core reads without asking them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from nbengine.checks import require, require_int
+from nbengine.errors import NBEngineError
+from nbengine.metrics.stats import WorkerStats
+
+_WORDS = 8
+"""A row's 8-byte words: a cache line, so that workers that write at once do not slow each other down."""
+_ROW_BYTES = 8 * _WORDS
+_MEMORY, _STEPS, _SECONDS = range(3)
+_MAX_WORKERS = 4096
+
+
+class WorkerRow:
+    """One worker's row, which nobody else writes.
+
+    Each value is stored by itself, as one aligned word: a reader sees an old or a new one, never half of each. Two
+    values that it reads may be of different steps.
+    """
+
+    def __init__(self, integers: memoryview[int], floats: memoryview[float]) -> None:
+        self._integers = integers
+        self._floats = floats
+        self._num_steps = 0
+
+    def set_memory(self, num_bytes: int) -> None:
+        """Write what the worker holds, in bytes."""
+        self._integers[_MEMORY] = num_bytes
+
+    def end_step(self, seconds: float) -> None:
+        """Count a step with tokens, and write how long the worker's part of it took."""
+        self._num_steps += 1
+        self._floats[_SECONDS] = seconds
+        self._integers[_STEPS] = self._num_steps
+
+
+class WorkerBoard:
+    """A row a worker. The page is unmapped when nothing refers to it or to a row any more."""
+
+    def __init__(self, page: mmap.mmap, num_workers: int, path: Path | None = None) -> None:
+        """Use `private`, `create` or `attach`."""
+        self.path = path
+        """The file, for `attach`; None if there is none."""
+        self.num_workers = num_workers
+        memory = memoryview(page)
+        self._integers = memory.cast("q")
+        self._floats = memory.cast("d")
+
+    @classmethod
+    def private(cls, num_workers: int) -> WorkerBoard:
+        """A board for workers in this process.
+
+        Raises:
+            InvalidArgumentError: `num_workers` is not from 1 to 4096.
+        """
+        return cls(mmap.mmap(-1, _size(num_workers)), num_workers)
+
+    @classmethod
+    def create(cls, directory: str | Path, num_workers: int) -> WorkerBoard:
+        """A board in a new file (0600), for workers in other processes.
+
+        Raises:
+            InvalidArgumentError: `num_workers` is not from 1 to 4096.
+            OSError: there is no room for it.
+        """
+        size = _size(num_workers)
+        path = Path(directory) / f"workers-{secrets.token_hex(16)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "r+b") as file:
+                # Written, not only made longer: a store to a page that there is no room for would end the process.
+                file.write(bytes(size))
+                file.flush()
+                return cls(mmap.mmap(file.fileno(), size), num_workers, path)
+        except BaseException:
+            path.unlink()
+            raise
+
+    @classmethod
+    def attach(cls, path: str | Path, num_workers: int) -> WorkerBoard:
+        """The board that another process has made.
+
+        Raises:
+            InvalidArgumentError: `num_workers` is not from 1 to 4096.
+            NBEngineError: the file is gone, or is no board of so many workers.
+        """
+        size = _size(num_workers)
+        try:
+            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+        except OSError as error:
+            raise NBEngineError(f"the workers' board {path} cannot be opened: {error.strerror}") from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+                raise NBEngineError(
+                    f"{path} is no board of {num_workers} workers: it has {status.st_size} bytes, not {size}"
+                )
+            return cls(mmap.mmap(descriptor, size), num_workers, Path(path))
+        finally:
+            os.close(descriptor)
+
+    def row(self, rank: int) -> WorkerRow:
+        """The row that the worker of this rank writes; its count of steps begins anew.
+
+        Raises:
+            InvalidArgumentError: there is no such rank.
+        """
+        require("rank", rank, 0 <= rank < self.num_workers, f"from 0 to {self.num_workers - 1}")
+        words = slice(rank * _WORDS, (rank + 1) * _WORDS)
+        return WorkerRow(self._integers[words], self._floats[words])
+
+    def read(self) -> list[WorkerStats]:
+        """What the workers have written last, by rank."""
+        integers, floats = self._integers, self._floats
+        return [
+            WorkerStats(rank, integers[start + _MEMORY], integers[start + _STEPS], floats[start + _SECONDS])
+            for rank, start in enumerate(range(0, self.num_workers * _WORDS, _WORDS))
+        ]
+
+    def unlink(self) -> None:
+        """Remove the file, when all have attached to it; calling it again does nothing."""
+        path, self.path = self.path, None
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+
+def _size(num_workers: int) -> int:
+    require_int("num_workers", num_workers)
+    require("num_workers", num_workers, 1 <= num_workers <= _MAX_WORKERS, f"from 1 to {_MAX_WORKERS}")
+    return num_workers * _ROW_BYTES

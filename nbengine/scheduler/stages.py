@@ -1,0 +1,87 @@
+"""How requests are shared out among the steps that a pipeline of stages has in flight.
+
+A request whose token is in flight cannot be planned. If one step took all that can be, there would be nothing to plan
+for the stages that it has not reached or has left; so each step leaves their part to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+
+from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.queue import RequestQueue
+from nbengine.scheduler.request import Request
+
+_due_step = attrgetter("due_step")
+
+
+class PipelineShares:
+    """What a step takes where as many of them as there are stages are to be in flight.
+
+    Only requests that get a token count: a chunk of a prompt leaves its request free for the next step, and the
+    chunks of one prompt follow each other through the stages.
+    """
+
+    def __init__(self, num_stages: int, chunk_limit: int) -> None:
+        """`chunk_limit` is the most tokens of one request in a step."""
+        self._num_stages = num_stages
+        self._chunk_limit = chunk_limit
+
+    def in_turn(self, running: RequestQueue, num_in_flight: int) -> Iterable[Request]:
+        """The running requests that the next step may take, in their order.
+
+        Of those that would get a token, a share: first those that have never got one, then those that have not for the
+        longest time.
+        """
+        due = self._due(running)
+        share = self._share(len(running), len(due), num_in_flight)
+        if len(due) <= share:
+            return running
+        left_out = set(sorted(due, key=_due_step)[share:])
+        return (request for request in running if request not in left_out)
+
+    def most_due(
+        self, plan: SchedulerOutput, running: RequestQueue, num_admissible: int, num_in_flight: int
+    ) -> int:
+        """How many requests may get a token in a step to which waiting requests are being admitted.
+
+        A share of those that run or could, but always one more than are in the plan by then: else requests that
+        run could keep the others out for as long as they run.
+        """
+        planned = num_due(plan)
+        num_free = planned + len(self._due(running)) + num_admissible
+        return max(self._share(len(running) + num_admissible, num_free, num_in_flight), planned + 1)
+
+    def _due(self, running: RequestQueue) -> list[Request]:
+        limit = self._chunk_limit
+        return [
+            request for request in running if 0 < request.num_tokens - request.num_computed_tokens <= limit
+        ]
+
+    def _share(self, num_requests: int, num_free: int, num_in_flight: int) -> int:
+        """Divide those that are in no step among the steps that are to come, and no step gets more than if all
+        were divided anew."""
+        num_to_come = max(1, self._num_stages - num_in_flight)
+        return min(-(-num_requests // self._num_stages), -(-num_free // num_to_come))
+
+
+def num_due(plan: SchedulerOutput) -> int:
+    """How many requests get a token in a step."""
+    return len(plan.num_scheduled_tokens) - len(plan.incomplete_req_ids)
+
+
+def announce_tokens(plan: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+    """Write into a plan what the stages that do not sample have yet to be told of its requests.
+
+    Also note which of them have had their turn.
+    """
+    new_token_ids = plan.scheduled_cached_reqs.new_token_ids
+    for request_id in plan.num_scheduled_tokens:
+        request = requests[request_id]
+        if request_id not in plan.incomplete_req_ids:
+            request.due_step = plan.step
+        num_announced = request.num_announced_tokens
+        if num_announced < request.num_tokens:
+            new_token_ids[request_id] = request.all_token_ids[num_announced:]
+            request.num_announced_tokens = request.num_tokens

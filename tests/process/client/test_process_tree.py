@@ -1,0 +1,72 @@
+"""The process tree of real engines, beside what the system says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import psutil
+from process_support.engine_under_test import wait_for
+
+from nbengine import LLM, AsyncLLM
+from nbengine.client.connection import ConnectionInfo
+from nbengine.widgets.process_tree import read_process_tree
+
+StartAsync = Callable[..., AsyncLLM]
+StartLLM = Callable[..., LLM]
+Script = Callable[[str], "subprocess.Popen[str]"]
+
+ATTACH = """
+from nbengine import AsyncLLM
+llm = AsyncLLM.attach({name!r})
+print("attached")
+input()
+llm.detach()
+"""
+
+
+def test_the_tree_has_the_processes_that_the_system_has(start_llm: StartLLM) -> None:
+    llm = start_llm()
+    tree = llm.process_tree()
+    assert tree.host is not None
+    (core,) = tree.cores
+    engine = {process.pid for process in psutil.Process(tree.host.pid).children(recursive=True)}
+    assert {process.pid for process in tree.engine_processes} == {tree.host.pid, *engine}
+    assert tree.host.pid in [child.pid for child in psutil.Process().children()]
+    assert core.process.pid == llm.llm_engine.ready.pid
+    assert [process.pid for process in tree.frontends] == [os.getpid()]
+    assert all(process.is_running and process.memory_bytes for process in tree.processes)
+    assert tree.host.title == f"nbengine: host {tree.engine}"
+    assert core.process.title == f"nbengine: core 0 {tree.engine}"
+
+
+def test_other_frontends_are_in_it_while_they_are_attached(start_async: StartAsync, script: Script) -> None:
+    llm = start_async(name="shared")
+    other = script(ATTACH.format(name="shared"))
+    assert other.stdout is not None
+    assert other.stdout.readline() == "attached\n"
+    assert {process.pid for process in llm.process_tree().frontends} == {os.getpid(), other.pid}
+    assert llm.process_tree().frontends[0].pid == os.getpid()
+    other.communicate("\n", timeout=30)
+    wait_for(lambda: len(llm.process_tree().frontends) == 1, "the end of the other frontend's sockets")
+
+
+def test_after_a_death_all_is_shown_as_gone(start_async: StartAsync) -> None:
+    llm = start_async()
+    info: ConnectionInfo = llm.connection
+    before = llm.process_tree()
+    os.kill(before.cores[0].process.pid, signal.SIGKILL)
+    wait_for(lambda: not any(p.is_running for p in llm.process_tree().engine_processes), "the engine's end")
+    after = llm.process_tree()
+    assert [process.pid for process in after.processes] == [process.pid for process in before.processes]
+    assert str(after).count("✗ gone") == 2
+    assert [process.is_running for process in after.frontends] == [True]
+    wait_for(lambda: not read_process_tree(info, attached=False).frontends, "the end of the sockets")
+
+
+def test_an_engine_in_this_process_is_shown_as_this_process(start_llm: StartLLM) -> None:
+    tree = start_llm(multiprocess=False).process_tree()
+    assert tree.host is None
+    assert [process.pid for process in tree.processes] == [os.getpid()]

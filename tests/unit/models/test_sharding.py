@@ -1,0 +1,110 @@
+"""Which numbers of workers divide a model, and what is said of the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
+from nbengine.distributed.layout import layouts
+from nbengine.errors import InvalidArgumentError, ModelLoadError
+from nbengine.frontend.assembly import resolve_files
+from nbengine.models.decoder_config import decoder_config
+from nbengine.models.sharding import DecoderShard, check_parallel
+
+
+def hf_config(heads: int, kv_heads: int, inner: int, layers: int = 30) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": heads * 64,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 64,
+    }
+
+
+def parallel(tp_size: int = 1, pp_size: int = 1) -> ParallelConfig:
+    return ParallelConfig(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "allowed"),
+    [
+        (9, 3, 1536, "1 or 3"),
+        (9, 3, 1539, "1, 3 or 9"),
+        (4, 2, 176, "1, 2 or 4"),
+        (12, 2, 24, "1, 2, 4, 6 or 12"),
+        (12, 3, 24, "1, 3, 6 or 12"),
+        (12, 4, 24, "1, 2, 4 or 12"),
+        (8, 8, 12, "1, 2 or 4"),
+        (7, 7, 16, "1"),
+    ],
+)
+def test_exactly_the_sizes_that_are_named_are_allowed(
+    heads: int, kv_heads: int, inner: int, allowed: str
+) -> None:
+    sizes = {int(size) for size in allowed.replace(" or ", ", ").split(", ")}
+    for size in range(1, 40):
+        if size in sizes:
+            check_parallel(hf_config(heads, kv_heads, inner), parallel(size))
+            continue
+        with pytest.raises(InvalidArgumentError) as refusal:
+            check_parallel(hf_config(heads, kv_heads, inner), parallel(size))
+        assert str(refusal.value) == (
+            f"tensor_parallel_size must be {allowed} for this model ({heads} attention heads, {kv_heads} "
+            f"key-value heads, intermediate size {inner}), got {size}"
+        )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (12, 2), (12, 4), (8, 8), (8, 1)])
+def test_each_query_head_is_with_its_key_value_head_on_one_rank(heads: int, kv_heads: int) -> None:
+    config = decoder_config(hf_config(heads, kv_heads, heads))
+    for tp_size in range(1, heads + 1):
+        try:
+            check_parallel(hf_config(heads, kv_heads, heads), parallel(tp_size))
+        except InvalidArgumentError:
+            continue
+        for layout in layouts(parallel(tp_size)):
+            shard = DecoderShard.of(config, layout)
+            for local in range(shard.num_heads):
+                query_head = layout.tp_rank * shard.num_heads + local
+                kv_head = shard.first_kv_head + local // (shard.num_heads // shard.num_kv_heads)
+                assert kv_head == query_head // (heads // kv_heads)
+
+
+def test_a_stage_needs_a_layer() -> None:
+    check_parallel(hf_config(4, 4, 4, layers=3), parallel(1, 3))
+    with pytest.raises(InvalidArgumentError, match=r"pipeline_parallel_size must be at most 3, .*, got 4"):
+        check_parallel(hf_config(4, 4, 4, layers=3), parallel(1, 4))
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((2, 1), "tensor"), ((1, 2), "pipeline"), ((2, 2), "tensor")])
+def test_encoders_are_computed_by_one_worker(sizes: tuple[int, int], name: str) -> None:
+    encoder = {"architectures": ["BertModel"], "model_type": "bert"}
+    check_parallel(encoder, parallel())
+    with pytest.raises(InvalidArgumentError, match=f"{name}_parallel_size must be 1 .*encoders.*, got 2"):
+        check_parallel(encoder, parallel(*sizes))
+
+
+def test_an_unsupported_architecture_is_named_before_anything_is_divided() -> None:
+    with pytest.raises(ModelLoadError, match="GPT2LMHeadModel is not supported"):
+        check_parallel({"architectures": ["GPT2LMHeadModel"]}, parallel(2))
+
+
+def test_the_frontend_refuses_before_anything_is_started() -> None:
+    config = EngineConfig(model=ModelConfig("random-tiny"), parallel=parallel(3))
+    with pytest.raises(InvalidArgumentError, match="tensor_parallel_size must be 1, 2 or 4 for this model"):
+        resolve_files(config)
+
+
+def test_the_check_does_not_import_torch() -> None:
+    code = (
+        "import sys, nbengine.models.sharding, nbengine.frontend.assembly; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,145 @@
+"""Drawing with SVG: boxes, lines and text that fits, everything escaped."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from html import escape
+
+FONT = "var(--jp-code-font-family,ui-monospace),Menlo,Consolas,'DejaVu Sans Mono',monospace"
+FONT_SIZE = 12.0
+ADVANCE = 0.61
+"""Width of a character of a monospaced font, in font sizes; the widest in use have 0.602."""
+LINE = 16.0
+_HEAD = 3.5
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """A rectangle, in user units."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        """Its right edge."""
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        """Its lower edge."""
+        return self.y + self.height
+
+    @property
+    def center(self) -> float:
+        """The x in its middle."""
+        return self.x + self.width / 2
+
+    @property
+    def middle(self) -> float:
+        """The y in its middle."""
+        return self.y + self.height / 2
+
+
+def text_width(text: str, size: float = FONT_SIZE) -> float:
+    """Width of a line of monospaced text; East Asian wide characters take two places."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return (len(text) + wide) * ADVANCE * size
+
+
+def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
+    """The text, cut with an ellipsis if it is wider than `width`."""
+    if text_width(text, size) <= width:
+        return text
+    while text and text_width(text + "…", size) > width:
+        text = text[:-1]
+    return text.rstrip() + "…"
+
+
+class Drawing:
+    """Elements of an SVG in the order in which they are painted."""
+
+    def __init__(self) -> None:
+        self._elements: list[str] = []
+
+    def box(self, rect: Rect, color: str, *, opacity: float = 0.08, dashed: bool = False) -> None:
+        """A rounded rectangle, outlined and lightly filled."""
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self._elements.append(
+            f'<rect x="{rect.x:g}" y="{rect.y:g}" width="{rect.width:g}" height="{rect.height:g}" rx="5" '
+            f'fill="{color}" fill-opacity="{opacity:g}" stroke="{color}" stroke-width="1.5"{dash}/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        width: float,
+        anchor: str = "start",
+        bold: bool = False,
+        muted: bool = False,
+        color: str = "currentColor",
+    ) -> None:
+        """A line of text on the base line `y`, cut where it would be wider than `width`."""
+        weight = ' font-weight="600"' if bold else ""
+        faint = ' opacity="0.72"' if muted else ""
+        self._elements.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}"{weight}{faint}>'
+            f"{escape(fitted(text, width))}</text>"
+        )
+
+    def line(
+        self, *points: tuple[float, float], start: bool = False, end: bool = False, dashed: bool = False
+    ) -> None:
+        """A line through points, horizontal or vertical piece by piece; with arrow heads where wanted."""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        dash = ' stroke-dasharray="3 4"' if dashed else ""
+        self._elements.append(
+            f'<polyline points="{path}" fill="none" stroke="currentColor" stroke-opacity="0.6"{dash}/>'
+        )
+        if end:
+            self._head(points[-2], points[-1])
+        if start:
+            self._head(points[1], points[0])
+
+    def cross(self, rect: Rect, color: str) -> None:
+        """Both diagonals of a rectangle."""
+        corners = f"M{rect.x:g},{rect.y:g}L{rect.right:g},{rect.bottom:g}M{rect.right:g},{rect.y:g}L{rect.x:g},{rect.bottom:g}"
+        self._elements.append(f'<path d="{corners}" stroke="{color}" stroke-opacity="0.45" fill="none"/>')
+
+    def open_group(self, title: str, **data: object) -> None:
+        """Begin a group with a tooltip."""
+        attributes = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
+        self._elements.append(f"<g{attributes}><title>{escape(title)}</title>")
+
+    def close_group(self) -> None:
+        """End the group."""
+        self._elements.append("</g>")
+
+    def render(
+        self, width: float, height: float, label: str, description: str, *, style: str = "", sheet: str = ""
+    ) -> str:
+        """The whole SVG, at most as wide as its place allows; `label` and `description` are read aloud.
+
+        `style` is for the SVG itself, `sheet` a style sheet, as an element.
+        """
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" '
+            f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
+            f'font-family="{escape(FONT)}" font-size="{FONT_SIZE:g}" '
+            f'style="max-width:100%;height:auto;{style}">'
+            f"{sheet}<desc>{escape(description)}</desc>{''.join(self._elements)}</svg>"
+        )
+
+    def _head(self, before: tuple[float, float], tip: tuple[float, float]) -> None:
+        (x0, y0), (x, y) = before, tip
+        length = abs(x - x0) + abs(y - y0)
+        dx, dy = (x - x0) / length * _HEAD, (y - y0) / length * _HEAD
+        corners = [(x, y), (x - 2 * dx + dy, y - 2 * dy - dx), (x - 2 * dx - dy, y - 2 * dy + dx)]
+        points = " ".join(f"{a:g},{b:g}" for a, b in corners)
+        self._elements.append(f'<polygon points="{points}" fill="currentColor" fill-opacity="0.6"/>')
