@@ -51,11 +51,14 @@ _HELP = {
     "stream_interval": "tokens between two updates of a stream",
     "logits_processors": "classes that change the logits, as module:Class,module:Class",
     "enforce_eager": "no compilation, no CUDA graphs",
-    "tensor_parallel_size": "GPUs that share each layer, only 1 for now",
-    "pipeline_parallel_size": "stages that share the layers, only 1 for now",
+    "tensor_parallel_size": "processes that share every layer, by its heads and columns (on GPUs, one each)",
+    "pipeline_parallel_size": "stages of so many processes that have some of the layers each",
     "data_parallel_size": "copies of the engine, only 1 for now",
     "enable_expert_parallel": "spread experts over GPUs: not available yet",
-    "distributed_executor_backend": "uni; mp and ray are not available yet",
+    "distributed_executor_backend": "uni (the model in the engine core), mp (a process for each worker, the default "
+    "for several) or module:Class; ray is not available yet",
+    "distributed_init_method": "where workers find each other, tcp://127.0.0.1:29500 for instance (default: a file "
+    "in the engine's own directory)",
     "data_parallel_backend": "mp; ray is not available yet",
     "keep_alive": "seconds that the engine outlives its last notebook",
     "lease": "seconds without a heartbeat after which a notebook's requests are dropped",
@@ -68,6 +71,7 @@ examples:
   %engine start random-tiny --num-blocks 64       a toy model and a tight KV cache, to watch preemption
   %engine start ./model.gguf --max-model-len 4096
   %engine start smollm2-135m --name second        beside an engine that runs already
+  %engine start random-tiny --tp 2 --pp 2         the model divided among four processes
 """
 
 

@@ -14,6 +14,7 @@ from nbengine.client.processes import session_processes
 from nbengine.ipc.messages import EngineReady
 from nbengine.magics.render import age, count, seconds, table
 from nbengine.magics.session import AttachedEngine
+from nbengine.magics.workers import lone_worker_rows, workers_table
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.units import size
 
@@ -68,7 +69,9 @@ def started_sentence(engine: AttachedEngine, took: float) -> str:
 def capacity(ready: EngineReady) -> str:
     """Where an engine runs and how much it holds."""
     cache = f"{count(ready.num_blocks, 'block')} of {count(ready.block_size, 'token')} ({size(ready.kv_cache_bytes)})"
-    return f"{ready.device} {ready.dtype}, KV cache {cache}, context {count(ready.max_model_len, 'token')}"
+    workers = f"{len(ready.workers)} workers on " if len(ready.workers) > 1 else ""
+    where = f"{workers}{ready.device} {ready.dtype}"
+    return f"{where}, KV cache {cache}, context {count(ready.max_model_len, 'token')}"
 
 
 def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool) -> tuple[str, str]:
@@ -83,7 +86,8 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
             "topology",
             (
                 f"TP {parallel.tensor_parallel_size} × PP {parallel.pipeline_parallel_size} × "
-                f"DP {parallel.data_parallel_size}, {count(len(session_processes(info)), 'process', 'processes')}"
+                f"DP {parallel.data_parallel_size}, {count(parallel.world_size, 'worker')}, "
+                f"{count(len(session_processes(info)), 'process', 'processes')}"
             ),
         ],
         ["context", count(ready.max_model_len, "token")],
@@ -107,12 +111,20 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
             ],
             [f"{prefix}prefix cache", f"{hits:,} of {queries:,} prompt tokens reused{rate}"],
             [f"{prefix}steps", f"{rank.step_counter:,}, {count(rank.num_preemptions, 'preemption')}"],
+            *lone_worker_rows(rank, prefix),
         ]
     rows += [
         ["up", f"{age(info.created)}; outlives its last notebook by {seconds(config.keep_alive)}"],
         ["log", info.log_path],
     ]
-    return table(rows)
+    tables = [table(rows)]
+    ready_of = {of_core.rank: of_core for of_core in (*info.ready, ready)}
+    for core in stats.engines:
+        if len(core.workers) > 1:
+            tables.append(
+                workers_table(ready_of.get(core.engine_index, ready).workers, core.workers, parallel)
+            )
+    return "\n\n".join(plain for plain, _ in tables), "".join(html for _, html in tables)
 
 
 def _held(stats: SchedulerStats) -> str:
@@ -134,13 +146,16 @@ def engines_table(engines: Iterable[EngineListing], here: dict[str, str]) -> tup
             engine.state,
             str(engine.num_clients),
             str(engine.info.host_pid),
+            str(len(engine.pids)),
             size(engine.memory_bytes),
             age(engine.info.created),
             here.get(engine.info.name, ""),
         ]
         for engine in engines
     ]
-    return table(rows, ["NAME", "MODEL", "STATE", "CLIENTS", "PID", "MEMORY", "AGE", "THIS NOTEBOOK"])
+    return table(
+        rows, ["NAME", "MODEL", "STATE", "CLIENTS", "PID", "PROCESSES", "MEMORY", "AGE", "THIS NOTEBOOK"]
+    )
 
 
 def reap_sentences(report: ReapReport) -> str:

@@ -88,13 +88,13 @@ def _ps(options: argparse.Namespace) -> int:
     del options
     from nbengine.client.directory import list_engines
 
-    rows = [("NAME", "STATE", "PID", "CLIENTS", "MEMORY", "UP", "MODEL")]
+    rows = [("NAME", "STATE", "PID", "CLIENTS", "PROCESSES", "MEMORY", "UP", "MODEL")]
     for engine in list_engines():
         info = engine.info
         up = _duration(time.time() - info.created) if engine.pids else "-"
         pid, model = str(info.host_pid), info.config.model.model
-        memory = size(engine.memory_bytes)
-        rows.append((info.name, engine.state, pid, str(engine.num_clients), memory, up, model))
+        clients, processes, memory = str(engine.num_clients), str(len(engine.pids)), size(engine.memory_bytes)
+        rows.append((info.name, engine.state, pid, clients, processes, memory, up, model))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

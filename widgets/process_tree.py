@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
@@ -149,46 +150,43 @@ class ProcessTree:
 
 def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> ProcessTree:
     """Look at the processes of an engine; `attached`: this process has a client of it."""
-    session = info.host_pid
-    own = os.getpid()
+    own, host = os.getpid(), info.host_pid
     clients = [own] if attached else []
     clients += [pid for pid in client_pids(info) if pid not in clients]
-    cores = _core_nodes(info.ready, session)
-    known = {session, *(process.pid for core in cores for process in _processes_of(core))}
-    others = [process.pid for process in session_processes(info) if process.pid not in known]
+    look = partial(usage_of, session=host)
+    cores = tuple(_core_node(engine, look(engine.pid), look) for engine in info.ready)
+    known = {host, *(process.pid for core in cores for process in _processes_of(core))}
+    others = [look(process.pid) for process in session_processes(info) if process.pid not in known]
     return ProcessTree(
         engine=printable(info.name),
         model=printable(info.config.model.model),
         parallel=info.config.parallel,
         frontends=tuple(map(usage_of, clients)),
-        host=usage_of(session, session) if info.host_alive else ProcessUsage(session),
+        host=look(host) if info.host_alive else ProcessUsage(host),
         cores=cores,
-        others=tuple(process for pid in others if (process := usage_of(pid, session)).is_running),
+        others=tuple(process for process in others if process.is_running),
     )
 
 
 def read_own_process_tree(config: EngineConfig, ready: EngineReady) -> ProcessTree:
     """Look at an engine whose core is in this process, and at its workers."""
+    own = usage_of(os.getpid())
     return ProcessTree(
         engine="in this process",
         model=printable(config.model.model),
         parallel=config.parallel,
-        frontends=(usage_of(os.getpid()),),
+        frontends=(own,),
         host=None,
-        cores=_core_nodes([ready], os.getsid(0)),
+        cores=(_core_node(ready, own, partial(usage_of, parent=own.pid)),),
     )
 
 
-def _core_nodes(ready: Sequence[EngineReady], session: int) -> tuple[CoreNode, ...]:
-    cores = []
-    for engine in ready:
-        process = usage_of(engine.pid, session)
-        workers = [
-            WorkerNode(process if worker.pid == engine.pid else usage_of(worker.pid, session), worker)
-            for worker in engine.workers
-        ]
-        cores.append(CoreNode(process, engine.rank, tuple(workers)))
-    return tuple(cores)
+def _core_node(engine: EngineReady, process: ProcessUsage, look: Callable[[int], ProcessUsage]) -> CoreNode:
+    workers = [
+        WorkerNode(process if worker.pid == engine.pid else look(worker.pid), worker)
+        for worker in engine.workers
+    ]
+    return CoreNode(process, engine.rank, tuple(workers))
 
 
 def _processes_of(core: CoreNode) -> list[ProcessUsage]:
@@ -230,22 +228,20 @@ def _links_between_workers(core: CoreNode) -> Iterator[Link]:
     for group in stages:
         if len(group) > 1:
             pids = tuple(worker.process.pid for worker in group)
-            yield Link("tensor", pids, pids, (all_reduce_channel(group[0].info.device),))
+            info = group[0].info
+            yield Link("tensor", pids, pids, (f"all-reduce by {_channel(info.communicator, info.device)}",))
     for stage, following in itertools.pairwise(stages):
         for sender, receiver in zip(stage, following, strict=False):
-            yield Link(
-                "pipeline",
-                (sender.process.pid,),
-                (receiver.process.pid,),
-                (pipeline_channel(sender.info.device),),
-            )
+            channel = _channel(sender.info.link, sender.info.device)
+            yield Link("pipeline", (sender.process.pid,), (receiver.process.pid,), (channel,))
 
 
-def all_reduce_channel(device: str) -> str:
-    """What a tensor-parallel group sums its partial results through."""
-    return "torch.distributed, gloo" if device == "cpu" else "torch.distributed, NCCL"
-
-
-def pipeline_channel(device: str) -> str:
-    """What a stage sends its hidden states to the next one through."""
-    return "hidden states, gloo" if device == "cpu" else "hidden states, NCCL"
+def _channel(kind: str, device: str) -> str:
+    """What tensors go through: the class at both ends, and what carries them."""
+    if not kind:
+        return "not told"
+    if kind.startswith("Shm"):
+        return f"{kind}: shared memory"
+    if kind.startswith("Torch"):
+        return f"{kind}: {'gloo' if device == 'cpu' else 'NCCL'}"
+    return kind

@@ -44,12 +44,15 @@ ORPHAN_GRACE = 2.0
 _CONNECT_TIMEOUT = 0.2
 _YOUNG = 60.0
 """Seconds for which a run directory without processes may belong to an engine that is being started."""
+_INSIDE_ENGINE = re.compile(r"^nbengine: (core|worker) |-m nbengine\.engine (core|worker) ")
+"""Command lines of an engine's processes other than its host, before and after they have taken a title. Workers of an
+engine in a program's own process lead sessions of their own."""
 _RUN_DIR = re.compile(r"nbe-\w{8}")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineListing:
-    """An engine as `nbengine ps` shows it. `memory_bytes` is the resident memory of all its processes."""
+    """An engine as `nbengine ps` shows it. `memory_bytes` is the resident memory of all its processes, workers included."""
 
     info: ConnectionInfo
     state: str
@@ -168,7 +171,7 @@ def _listens(path: Path) -> bool:
 
 
 def _kill_orphans() -> list[int]:
-    """Kill engine cores of this user whose host is gone, and that do not end by themselves as they should."""
+    """Kill engine cores and workers of this user whose host is gone, and that do not end by themselves as they should."""
     orphans = _find_orphans()
     wait_until(lambda: not any(map(is_running, orphans)), ORPHAN_GRACE)
     return kill_processes(filter(is_running, orphans))
@@ -180,15 +183,14 @@ def _find_orphans() -> list[psutil.Process]:
         with contextlib.suppress(
             psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError, PermissionError
         ):
-            if _is_core(process) and _leader_is_gone(process):
+            if _is_inside_engine(process) and _leader_is_gone(process):
                 found.append(process)
     return found
 
 
-def _is_core(process: psutil.Process) -> bool:
+def _is_inside_engine(process: psutil.Process) -> bool:
     command = " ".join(process.cmdline())
-    ours = process.uids().real == os.getuid()
-    return ours and (command.startswith("nbengine: core ") or "-m nbengine.engine core " in command)
+    return process.uids().real == os.getuid() and _INSIDE_ENGINE.search(command) is not None
 
 
 def _leader_is_gone(process: psutil.Process) -> bool:

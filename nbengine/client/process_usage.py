@@ -34,14 +34,15 @@ class ProcessUsage:
     num_threads: int | None = None
 
 
-def usage_of(pid: int, session: int | None = None) -> ProcessUsage:
-    """Look at a process; one of another session than the one given is a later process with the same pid."""
+def usage_of(pid: int, *, session: int | None = None, parent: int | None = None) -> ProcessUsage:
+    """Look at a process; one of another session or parent than given is a later process with the same pid."""
     try:
         if session is not None and os.getsid(pid) != session:
             return ProcessUsage(pid)
         process = psutil.Process(pid)
         with process.oneshot():
-            if process.status() == psutil.STATUS_ZOMBIE:
+            is_stranger = parent is not None and process.ppid() != parent
+            if is_stranger or process.status() == psutil.STATUS_ZOMBIE:
                 return ProcessUsage(pid)
             return _usage(process)
     except (psutil.NoSuchProcess, ProcessLookupError):

@@ -84,10 +84,11 @@ def start_core(run_dir: str, rank: int) -> CoreProcess:
     return CoreProcess(rank, process, ours)
 
 
-def start_worker(log: str | os.PathLike[str] | None) -> WorkerProcess:
+def start_worker(log: str | os.PathLike[str] | None, *, own_session: bool = False) -> WorkerProcess:
     """Start a worker in this process's session and group; what it is to do it reads from the line.
 
-    Its output goes to the file `log` (0600), which is emptied, or where this process's goes.
+    With `own_session` it survives what ends this process's whole group, and sees the end of the line then. Its output
+    goes to the file `log` (0600), which is emptied, or where this process's goes.
     """
     theirs, ours = socket.socketpair()
     with theirs, ours, contextlib.ExitStack() as stack:
@@ -102,6 +103,7 @@ def start_worker(log: str | os.PathLike[str] | None) -> WorkerProcess:
             stderr=output,
             env=child_environment(),
             pass_fds=(theirs.fileno(),),
+            start_new_session=own_session,
         )
         return WorkerProcess(process, Connection(ours.detach()))
 

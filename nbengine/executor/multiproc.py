@@ -17,7 +17,14 @@ from nbengine.config import EngineConfig
 from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.engine.logs import log_tail, worker_log_path
 from nbengine.engine.processes import end_processes, start_worker
-from nbengine.errors import EngineDeadError, NBEngineError, PeerDiedError, QueueClosedError, WireError
+from nbengine.errors import (
+    EngineDeadError,
+    EngineStartError,
+    NBEngineError,
+    PeerDiedError,
+    QueueClosedError,
+    WireError,
+)
 from nbengine.executor.base import Executor, FailureCallback
 from nbengine.executor.calls import FAILURE, Answer, PendingCalls
 from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure, WorkerReport
@@ -40,6 +47,8 @@ VERDICT_SECONDS = 2 * SETTLE_SECONDS
 """How long the thread that watches the workers may take to say why a queue has broken."""
 FULL_QUEUE_SECONDS = 0.05
 """How long a full queue of calls is waited for before answers are taken in, whose queues may be full, too."""
+_BROKEN = (QueueClosedError, PeerDiedError)
+"""What a queue raises when an end of it is gone."""
 
 
 class MultiprocExecutor(Executor):
@@ -80,7 +89,7 @@ class MultiprocExecutor(Executor):
         self._has_failed = threading.Event()
         self._failure_callbacks: list[FailureCallback] = []
         self._closed = False
-        self._board = WorkerBoard.create(files.shared_memory, len(self._layouts))
+        self._board: WorkerBoard | None = None
         self._watch: WorkerWatch | None = None
         self._monitor: threading.Thread | None = None
         try:
@@ -107,9 +116,13 @@ class MultiprocExecutor(Executor):
             )
         )
         handle = self._rpc_broadcast_mq.export_handle()
+        self._board = self._make_board()
         files = replace(self._files, board=str(self._board.path))
+        # A kernel that is restarted is killed with its group; who is left then removes the directories.
+        own_session = bool(self._own_directories.paths)
         for layout in self._layouts:
-            worker = Watched.of(layout, start_worker(self._log_path(layout)))
+            started = start_worker(self._log_path(layout), own_session=own_session)
+            worker = Watched.of(layout, started)
             self._workers.append(worker)
             spec = WorkerSpec(config, layout.rank, self.worker_class, handle, files, self._own_directories)
             # A worker that has ended already is heard of below.
@@ -130,9 +143,18 @@ class MultiprocExecutor(Executor):
         try:
             for queue in self._queues:
                 queue.wait_until_ready(READY_TIMEOUT)
-        except (QueueClosedError, PeerDiedError) as error:
-            raise self._verdict(error) from None
-        logger.info("%d workers are ready", len(self._layouts))
+        except _BROKEN as error:
+            broken = error
+        else:
+            return
+        raise self._verdict(broken)
+
+    def _make_board(self) -> WorkerBoard:
+        directory = self._files.shared_memory
+        try:
+            return WorkerBoard.create(directory, len(self._layouts))
+        except OSError as error:
+            raise EngineStartError(f"no room for the workers' board in {directory}: {error}") from error
 
     def _add_queue(self, queue: MessageQueue) -> MessageQueue:
         self._queues.append(queue)
@@ -211,19 +233,23 @@ class MultiprocExecutor(Executor):
             except TimeoutError:
                 # A worker whose answers nobody takes in takes no calls, either.
                 self._calls.poll()
-            except (QueueClosedError, PeerDiedError) as error:
-                raise self._verdict(error) from None
+            except _BROKEN as error:
+                broken = error
+                break
             else:
                 return
+        raise self._verdict(broken)
 
     def _receive(self, rank: int, timeout: float | None) -> Answer:
         try:
             answer: Answer = self._response_mqs[rank].dequeue(timeout)
-        except (QueueClosedError, PeerDiedError) as error:
-            raise self._verdict(error) from None
         except WireError as error:
             return FAILURE, WorkerReport.of("an answer", error)
-        return answer
+        except _BROKEN as error:
+            broken = error
+        else:
+            return answer
+        raise self._verdict(broken)
 
     def _give_up(self, rank: int, report: WorkerReport) -> Exception:
         """A worker has failed in a call that others wait for it in: they take no part in anything any more."""
@@ -232,7 +258,7 @@ class MultiprocExecutor(Executor):
         return self._dead()
 
     def worker_stats(self) -> list[WorkerStats]:
-        return self._board.read()
+        return [] if self._board is None else self._board.read()
 
     # Failures.
 
@@ -323,7 +349,8 @@ class MultiprocExecutor(Executor):
             worker.close()
         for queue in self._queues:
             queue.close()
-        self._board.unlink()
+        if self._board is not None:
+            self._board.unlink()
         self._calls.fail(self._dead())
         self._own_directories.remove()
 

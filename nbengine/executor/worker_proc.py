@@ -66,6 +66,8 @@ class WorkerProc:
         # The loader may report from a thread of its own.
         self._connection_lock = threading.Lock()
         self._progress_rank = spec.rank if spec.config.parallel.world_size > 1 else None
+        # What comes next imports torch, which takes seconds.
+        self._report_progress(Progress("load", "starting"))
         self._rpc_broadcast_mq = MessageQueue.create_from_handle(spec.rpc_handle, spec.rank)
         self._async_scheduling = schedules_asynchronously(spec.config)
         scheduler = replace(spec.config.scheduler, async_scheduling=self._async_scheduling)
@@ -93,6 +95,7 @@ class WorkerProc:
         self._worker_response_mq.wait_until_ready(READY_TIMEOUT)
         if self._async_scheduling:
             self._async_output_thread.start()
+        logger.info("rank %d takes calls", self._rank)
 
     def worker_busy_loop(self) -> bool:
         """Carry out calls until the executor shuts the queue down; returns whether all went well."""
@@ -187,7 +190,9 @@ def run_worker(spec: WorkerSpec, connection: Connection[Any, Any]) -> int:
         worker.start()
     except Exception as error:
         logger.exception("did not start")
-        connection.send(WorkerReport.of("start", error))
+        # The executor may be why: it is gone then.
+        with contextlib.suppress(OSError):
+            connection.send(WorkerReport.of("start", error))
         return 1
     if not worker.worker_busy_loop():
         # The others may be inside an operation that this one takes part in: nothing can be ended in order.

@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_size: int
     enable_expert_parallel: bool
     distributed_executor_backend: str | None
+    distributed_init_method: str | None
     data_parallel_backend: str
     keep_alive: float
     lease: float

@@ -131,16 +131,15 @@ class QueueReader(ABC):
         """Make sure that there is a message in `taken`."""
 
     @abstractmethod
-    def check_writer(self) -> None:
-        """Raise if the writer has shut down or is gone."""
+    def writer_end(self) -> QueueClosedError | PeerDiedError | None:
+        """The error to raise if the writer has shut down or is gone, and nothing more comes."""
 
     def wait_until_ready(self, timeout: float | None) -> None:
         """Wait until the writer says that all readers have connected."""
         end = _Deadline(timeout)
         self.check_open()
         while not self._subscriber.receive(end.next_look()):
-            self.check_open()
-            self.check_writer()
+            self.look_around()
             if end.passed():
                 raise QueueTimeoutError(f"the writer of a message queue was not ready within {timeout} s")
         if number_of(self._subscriber.frames[0]) != READY:
@@ -151,6 +150,14 @@ class QueueReader(ABC):
         """Raise if this end has shut down."""
         if self._closed:
             raise QueueClosedError("this end of a message queue has shut down")
+
+    def look_around(self) -> None:
+        """After a while in which nothing came: raise if nothing ever will."""
+        self.check_open()
+        ended = self.writer_end()
+        # What the writer sent last may still be on its way through ZeroMQ.
+        if ended is not None and not self._subscriber.receive(_SETTLE_MS):
+            raise ended
 
     def shutdown(self) -> None:
         """End the use of this end, from any thread."""
@@ -177,9 +184,8 @@ class LocalReader(QueueReader):
             # An interrupt came between decoding and giving back.
             ring.release_read()
 
-    def check_writer(self) -> None:
-        if dead := self._ring.find_dead():
-            raise dead
+    def writer_end(self) -> QueueClosedError | PeerDiedError | None:
+        return self._ring.writer_end()
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -203,8 +209,7 @@ class LocalReader(QueueReader):
             if subscriber.frames:
                 return subscriber.frames[0]
             if not subscriber.receive(_LOOK_MS):
-                self.check_open()
-                self.check_writer()
+                self.look_around()
 
 
 class RemoteReader(QueueReader):
@@ -219,7 +224,7 @@ class RemoteReader(QueueReader):
             self.check_open()
             if frames or self._subscriber.receive(end.next_look()):
                 break
-            self.check_writer()
+            self.look_around()
             if end.passed():
                 raise QueueTimeoutError(f"a message queue had no message within {timeout} s")
         number = number_of(frames[0])
@@ -233,10 +238,10 @@ class RemoteReader(QueueReader):
         self.taken = taken
         del frames[0]
 
-    def check_writer(self) -> None:
-        # ZeroMQ says that a connection has ended before it hands over what came last.
-        if self._subscriber.disconnected() and not self._subscriber.receive(_SETTLE_MS):
-            raise PeerDiedError("the writer of a message queue is gone: the connection has ended")
+    def writer_end(self) -> QueueClosedError | PeerDiedError | None:
+        if self._subscriber.disconnected():
+            return PeerDiedError("the writer of a message queue is gone: the connection has ended")
+        return None
 
 
 class _Deadline:

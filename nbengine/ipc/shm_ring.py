@@ -12,10 +12,13 @@ What the flags of a chunk say:
     1 ? … ?   read by those whose flag is 1
     1 1 … 1   read by all: the writer may fill it again
 
-The writer owns `written`, each reader its own flag between two writings, so no lock is needed, only an order. To write: `written`
-to 0; fill the chunk; the readers' flags to 0; fence; `written` to 1. The other way round, 1 0 … 0 would be seen while the chunk
-holds the last message or a torn one. To read: see `written` 1 and the own flag 0; fence; read; fence; own flag to 1. Then, either
-way: fence, and wake who sleeps (`nbengine/ipc/waiting.py`). `tests/unit/ipc/ring_explorer.py` goes through every interleaving.
+The writer owns `written`, each reader its own flag between two writings, so no lock is needed, only an order.
+
+To write: `written` to 0; fence; fill the chunk; the readers' flags to 0; fence; `written` to 1. The other way round, 1 0 … 0
+would be seen while the chunk holds the last message or a torn one. To read: see the own flag 0; fence; see `written` 1;
+fence; read; fence; own flag to 1. The other way round, a reader could see `written` of the last message and, since the
+writer has gone on between its two looks, its own flag for the next, which is still being filled. Then, either way: fence,
+and wake who sleeps (`nbengine/ipc/waiting.py`). `tests/unit/ipc/ring_explorer.py` goes through every interleaving.
 
 The memory is a file of its owner's alone (0600), in a directory that is private too, whose pages are reserved when it is made: a
 `/dev/shm` that is too small is an error then, not a SIGBUS later. The file can be unlinked when all readers have mapped it.
@@ -97,6 +100,11 @@ class ShmRingBuffer(ABC):
         self._end = end
         self._fence = Fence()
         ends = range(1 + handle.num_readers)
+        flags = range(handle.metadata, handle.metadata + handle.max_chunks * len(ends), len(ends))
+        self._flags = list(flags)
+        """Where the flags of each chunk begin."""
+        self._closed = range(handle.closed, handle.closed + len(ends))
+        """Where the closed flag of each end is."""
         self._words = [WakeWord(memory, handle.ends + _LINE * index) for index in ends]
         size = handle.max_chunk_bytes
         with memoryview(memory) as data:
@@ -113,7 +121,7 @@ class ShmRingBuffer(ABC):
         """End the use of the ring at this end, and tell the others; wakes whoever waits, here too."""
         with self._unmapping:
             if self._mapped:
-                self._memory[self.handle.closed + self._end] = 1
+                self._memory[self._closed[self._end]] = 1
                 self._fence()
                 for word in self._words:
                     word.wake()
@@ -168,15 +176,15 @@ class ShmRingBuffer(ABC):
         (created,) = struct.unpack_from("=d", self._memory, place + _CREATED)
         return pid, created
 
-    def _flags(self) -> int:
+    def _written(self) -> int:
         """Where the flags of the next chunk begin."""
-        return self.handle.metadata + self.position % self.handle.max_chunks * (1 + self.handle.num_readers)
+        return self._flags[self.position % len(self._flags)]
 
     def _chunk(self) -> memoryview:
-        return self._chunks[self.position % self.handle.max_chunks]
+        return self._chunks[self.position % len(self._chunks)]
 
     def _check_open(self) -> None:
-        if not self._mapped or self._memory[self.handle.closed + self._end]:
+        if not self._mapped or self._memory[self._closed[self._end]]:
             raise QueueClosedError("this end of a message queue has shut down")
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
@@ -223,15 +231,15 @@ class RingWriter(ShmRingBuffer):
         if not self._writable():
             self._wait(self._writable, timeout)
             self._check_open()
-        if self._reader_closed():
-            raise QueueClosedError("a reader of a message queue has shut down")
-        self._memory[self._flags()] = 0
+        if (reader := self._closed_reader()) >= 0:
+            raise QueueClosedError(f"reader {reader} of a message queue has shut down")
+        self._memory[self._written()] = 0
         self._fence()
         return self._writing
 
     def publish(self) -> None:
         """Let the readers read the acquired chunk."""
-        memory, written = self._memory, self._flags()
+        memory, written = self._memory, self._written()
         for reader in range(self.handle.num_readers):
             memory[written + 1 + reader] = 0
         self._fence()
@@ -241,10 +249,6 @@ class RingWriter(ShmRingBuffer):
         self._fence()
         for end in self._others():
             self._words[end].wake()
-
-    def attached(self) -> list[int]:
-        """The readers that have mapped the memory."""
-        return [end - 1 for end in self._others() if self._signature(end)[0]]
 
     def unlink(self) -> None:
         """Remove the file; who has mapped it keeps the memory. Again does nothing."""
@@ -260,14 +264,14 @@ class RingWriter(ShmRingBuffer):
         return range(1, 1 + self.handle.num_readers)
 
     def _writable(self) -> bool:
-        memory, written = self._memory, self._flags()
+        memory, written = self._memory, self._written()
         if not memory[written] or memory.find(b"\0", written + 1, written + 1 + self.handle.num_readers) < 0:
             return True
-        return memory[self.handle.closed] != 0 or self._reader_closed()
+        return memory[self._closed[_WRITER]] != 0 or self._closed_reader() >= 0
 
-    def _reader_closed(self) -> bool:
-        first = self.handle.closed + 1
-        return self._memory.find(b"\1", first, first + self.handle.num_readers) >= 0
+    def _closed_reader(self) -> int:
+        """A reader that has shut down, below 0 if there is none."""
+        return self._memory.find(b"\1", self._closed[1], self._closed.stop) - self._closed[1]
 
 
 class RingReader(ShmRingBuffer):
@@ -302,7 +306,7 @@ class RingReader(ShmRingBuffer):
             self._check_open()
             self._fence()
             if not self._readable():
-                raise QueueClosedError("the writer of a message queue has shut down")
+                raise _writer_closed()
         self._fence()
         return self._reading
 
@@ -310,21 +314,28 @@ class RingReader(ShmRingBuffer):
         """Give the acquired chunk back."""
         self._fence()
         # No signal handler runs between these two; see `publish`.
-        self._memory[self._flags() + self._end] = 1
+        self._memory[self._written() + self._end] = 1
         self.position += 1
         self._fence()
         self._words[_WRITER].wake()
+
+    def writer_end(self) -> QueueClosedError | PeerDiedError | None:
+        """The error to raise if the writer has shut down or is gone, and nothing more comes."""
+        return _writer_closed() if self._memory[self._closed[_WRITER]] else self.find_dead()
 
     def _others(self) -> Sequence[int]:
         return (_WRITER,)
 
     def _readable(self) -> bool:
-        memory, written = self._memory, self._flags()
-        return memory[written] == 1 and memory[written + self._end] == 0
+        memory, written = self._memory, self._written()
+        if memory[written + self._end]:
+            return False
+        self._fence()
+        return memory[written] == 1
 
     def _readable_or_closed(self) -> bool:
-        memory, closed = self._memory, self.handle.closed
-        return self._readable() or memory[closed] != 0 or memory[closed + self._end] != 0
+        memory, closed = self._memory, self._closed
+        return self._readable() or memory[closed[_WRITER]] != 0 or memory[closed[self._end]] != 0
 
 
 class _Writing:
@@ -353,6 +364,10 @@ class _Reading:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, Exception):
             self._ring.release_read()
+
+
+def _writer_closed() -> QueueClosedError:
+    return QueueClosedError("the writer of a message queue has shut down")
 
 
 def _aligned(size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
+from nbengine.distributed.init import init_parallel
 from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import EngineStartError, NBEngineError, UtilityError
 from nbengine.executor.files import ExecutorFiles
@@ -40,6 +42,7 @@ from nbengine.scheduler.output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from nbengine.units import size
 from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.footprint import Footprint
@@ -56,6 +59,8 @@ from nbengine.worker.model_runner import ModelRunner
 from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.profiler import WorkerProfiler
 from nbengine.worker.threads import TorchThreads
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -129,6 +134,13 @@ class Worker:
                 self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
         self._meter.measure_memory()
+        logger.info(
+            "%s has %s of weights on %s, %s",
+            self.layout,
+            size(self.model.weights_bytes),
+            self.device,
+            self.dtype,
+        )
 
     def worker_info(self) -> WorkerInfo:
         """Who this worker is and what it holds."""
@@ -143,6 +155,8 @@ class Worker:
             kv_cache_bytes=self._num_blocks * self.get_kv_cache_spec().page_size_bytes,
             first_layer=layers.start,
             num_layers=len(layers),
+            communicator=type(self._parallel.tp).__name__ if layout.tp_size > 1 else "",
+            link=type(self._parallel.previous or self._parallel.next).__name__ if layout.pp_size > 1 else "",
         )
 
     def model_info(self) -> dict[str, Any]:
@@ -312,12 +326,11 @@ class Worker:
 
     def _choose_device(self) -> torch.device:
         device = resolve_device(self.config.model)
-        num_ranks = self.layout.world_size
-        if device.type == "cpu" or num_ranks == 1:
+        parallel, num_ranks = self.config.parallel, self.layout.world_size
+        if device.type == "cpu" or (num_ranks == 1 and parallel.distributed_init_method is None):
             return device
         num_devices = torch.cuda.device_count()
         if num_devices < num_ranks:
-            parallel = self.config.parallel
             raise EngineStartError(
                 f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
                 f"{parallel.pipeline_parallel_size} needs {num_ranks} GPUs, and there are {num_devices}; "
@@ -333,8 +346,7 @@ class Worker:
             return SINGLE
         if method is None or self._files is None:
             raise NBEngineError(f"{self.layout}: a worker among others needs a place to meet them at")
-        from nbengine.distributed.init import init_parallel
-
+        Reporter(self._progress, "load")("waiting for the other ranks")
         # A step of one token may be padded to two.
         num_rows = max(self.config.scheduler.max_num_batched_tokens, 2)
         hidden_size = decoder_config(self.hf_config).hidden_size

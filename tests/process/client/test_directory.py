@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def kill_all(info: ConnectionInfo) -> None:
         process.send_signal(signal.SIGSTOP)
     for process in processes:
         process.kill()
-    wait_for(lambda: not session_processes(info), "the end of the killed processes")
+    wait_for(lambda: not (info.host_alive or session_processes(info)), "the end of the killed processes")
 
 
 def unwatched(start_async: StartAsync, name: str, **options: object) -> ConnectionInfo:
@@ -61,8 +62,8 @@ def test_ps_shows_state_clients_and_memory(
     assert listing.memory_bytes > 10 << 20
     assert main(["ps"]) == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == ["NAME", "STATE", "PID", "CLIENTS", "MEMORY", "UP", "MODEL"]
-    assert row.split()[:4] == ["shown", "ready", str(llm.connection.host_pid), "1"]
+    assert header.split() == ["NAME", "STATE", "PID", "CLIENTS", "PROCESSES", "MEMORY", "UP", "MODEL"]
+    assert row.split()[:5] == ["shown", "ready", str(llm.connection.host_pid), "1", "2"]
     assert row.endswith("random-tiny")
 
 
@@ -132,6 +133,21 @@ def test_a_core_without_any_file_is_found_too(start_async: StartAsync) -> None:
     old = time.time() - 3600
     os.utime(info.run_dir, (old, old))
     assert reap().removed_dirs == [info.run_dir]
+
+
+def test_a_worker_that_has_outlived_its_engine_is_found() -> None:
+    script = "(exec -a 'nbengine: worker TP0 gone' sleep 60) >/dev/null & echo $!"
+    leader = subprocess.run(
+        ["bash", "-c", script], start_new_session=True, stdout=subprocess.PIPE, check=True
+    )
+    worker = psutil.Process(int(leader.stdout))
+    wait_for(lambda: is_titled(worker), "the worker's title")
+    assert worker.pid in reap().killed_pids
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def is_titled(process: psutil.Process) -> bool:
+    return " ".join(process.cmdline()).startswith("nbengine: worker")
 
 
 def test_reaping_ends_engines_that_nobody_is_attached_to_only_when_asked(start_async: StartAsync) -> None:

@@ -27,6 +27,7 @@ class FakeProcess:
     def __init__(self, **answers: Any) -> None:
         self.pid = PID
         self.answers = {
+            "ppid": 2,
             "status": psutil.STATUS_SLEEPING,
             "cmdline": ["/usr/bin/python3", "x.py"],
             "name": "python3",
@@ -51,16 +52,16 @@ class FakeProcess:
 def look(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Look at a process made up of answers, whose session is 1."""
 
-    def look(session: int | None = None, **answers: Any) -> ProcessUsage:
+    def look(session: int | None = None, parent: int | None = None, **answers: Any) -> ProcessUsage:
         monkeypatch.setattr(process_usage.psutil, "Process", lambda pid: FakeProcess(**answers))
         monkeypatch.setattr(process_usage.os, "getsid", lambda pid: 1)
-        return usage_of(PID, session)
+        return usage_of(PID, session=session, parent=parent)
 
     return look
 
 
 def test_this_process_is_seen_as_it_is() -> None:
-    usage = usage_of(os.getpid(), os.getsid(0))
+    usage = usage_of(os.getpid(), session=os.getsid(0), parent=os.getppid())
     assert usage.is_running
     assert usage.memory_bytes is not None
     assert usage.memory_bytes > 1 << 20
@@ -69,7 +70,7 @@ def test_this_process_is_seen_as_it_is() -> None:
 
 
 def test_numbers_and_title_are_those_of_the_system(look: Any) -> None:
-    assert look(session=1) == ProcessUsage(PID, "python3 x.py", True, 5, 1.5, 3)
+    assert look(session=1, parent=2) == ProcessUsage(PID, "python3 x.py", True, 5, 1.5, 3)
     assert look(cmdline=[]).title == "python3"
 
 
@@ -81,9 +82,10 @@ def test_a_process_that_vanishes_while_it_is_read_is_gone(
     assert look(**{attribute: error}) == ProcessUsage(PID)
 
 
-def test_a_zombie_and_a_process_of_another_session_are_gone(look: Any) -> None:
+def test_a_zombie_and_a_process_of_another_session_or_parent_are_gone(look: Any) -> None:
     assert look(status=psutil.STATUS_ZOMBIE) == ProcessUsage(PID)
     assert look(session=2) == ProcessUsage(PID)
+    assert look(parent=3) == ProcessUsage(PID)
 
 
 def test_what_another_user_hides_is_left_open(look: Any) -> None:

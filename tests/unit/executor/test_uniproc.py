@@ -13,6 +13,7 @@ import pytest
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError, NotSupportedError
 from nbengine.executor.base import Executor
+from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import Progress
 from nbengine.models.tiny import random_tiny
@@ -54,18 +55,22 @@ def test_is_what_a_configuration_without_backend_gets(config: EngineConfig) -> N
 
 
 @pytest.mark.parametrize(
-    ("parallel", "message"),
+    "parallel",
     [
-        (ParallelConfig(distributed_executor_backend="mp"), "distributed_executor_backend='mp'"),
-        (ParallelConfig(distributed_executor_backend="ray"), "distributed_executor_backend='ray'"),
-        (ParallelConfig(tensor_parallel_size=2), "tensor_parallel_size=2"),
-        (ParallelConfig(pipeline_parallel_size=3), "pipeline_parallel_size=3"),
+        ParallelConfig(distributed_executor_backend="mp"),
+        ParallelConfig(tensor_parallel_size=2),
+        ParallelConfig(pipeline_parallel_size=3),
     ],
 )
-def test_backends_that_are_missing_are_named(
-    config: EngineConfig, parallel: ParallelConfig, message: str
+def test_several_workers_or_the_mp_backend_have_processes_of_their_own(
+    config: EngineConfig, parallel: ParallelConfig
 ) -> None:
-    with pytest.raises(NotSupportedError, match=message):
+    assert Executor.get_class(replace(config, parallel=parallel)) is MultiprocExecutor
+
+
+def test_a_backend_that_is_missing_is_named(config: EngineConfig) -> None:
+    parallel = ParallelConfig(distributed_executor_backend="ray")
+    with pytest.raises(NotSupportedError, match="distributed_executor_backend='ray'"):
         Executor.get_class(replace(config, parallel=parallel))
 
 

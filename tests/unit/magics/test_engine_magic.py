@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from IPython.core.error import UsageError
@@ -12,7 +13,9 @@ from nbengine.client.connection import log_dir
 from nbengine.client.directory import ReapReport
 from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineDeadError, EngineStartError
+from nbengine.ipc.messages import WorkerInfo
 from nbengine.magics.ledger import Ledger
+from nbengine.metrics.stats import WorkerStats
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 
 Capture = pytest.CaptureFixture[str]
@@ -187,6 +190,73 @@ def test_status_shows_topology_requests_blocks_and_reuse(
         assert expected in printed
 
 
+def test_status_of_one_worker_adds_its_memory_and_step_to_the_engines(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    engine.stats.workers = [WorkerStats(0, 3 << 20, 9, 0.00321)]
+    shell.run_cell("%engine status").raise_error()
+    rows = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["topology"].startswith("TP 1 × PP 1 × DP 1, 1 worker, ")
+    assert (rows["memory"], rows["last step"]) == ("3 MiB", "3.2 ms")
+    engine.stats.workers = [WorkerStats(0, 3 << 20)]
+    shell.run_cell("%engine status").raise_error()
+    assert "last step" not in capsys.readouterr().out
+
+
+def test_status_has_a_row_for_each_of_several_workers(
+    kernel_shell: InteractiveShell, backend: FakeBackend
+) -> None:
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    kernel_shell.run_cell("%engine start random-tiny --tp 2 --pp 2").raise_error()
+    publisher.messages.clear()
+    engine = backend.clients["random-tiny"]
+    engine.ready.workers = [
+        WorkerInfo(
+            rank, rank % 2, rank // 2, 500 + rank, f"cuda:{rank}", 5 << 20, 7 << 20, 8 * (rank // 2), 8
+        )
+        for rank in range(3)
+    ]
+    engine.stats.workers = [WorkerStats(rank, rank << 30, 1000, 0.25 * rank) for rank in range(4)]
+    kernel_shell.run_cell("%engine status").raise_error()
+    (shown,) = publisher.outputs()
+    own, of_workers = shown["text/plain"].split("\n\n")
+    assert "TP 2 × PP 2 × DP 1, 4 workers, " in own
+    assert "last step" not in own
+    header, *rows = [re.split("  +", line) for line in of_workers.splitlines()]
+    assert len(header) == 10
+    assert rows[2] == [
+        "2",
+        "TP0 PP1",
+        "502",
+        "cuda:2",
+        "8–15",
+        "5 MiB",
+        "7 MiB",
+        "2 GiB",
+        "1,000",
+        "500.0 ms",
+    ]
+    assert rows[3] == ["3", "TP1 PP1", "3 GiB", "1,000", "750.0 ms"], (
+        "of a worker that has not said who it is"
+    )
+    assert shown["text/html"].count("<table>") == 2
+    assert '<td style="text-align:left">cuda:1</td>' in shown["text/html"]
+
+
+def test_what_a_worker_says_of_itself_is_dead_html(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    engine.ready.workers = [WorkerInfo(rank, rank, 0, 5, "<script>", 1, 1, 0, 0) for rank in range(2)]
+    engine.stats.workers = [WorkerStats(0), WorkerStats(1)]
+    kernel_shell.run_cell("%engine status").raise_error()
+    (shown,) = publisher.outputs()
+    assert "<script>" not in shown["text/html"]
+    assert "&lt;script&gt;" in shown["text/html"]
+
+
 def test_tables_have_an_html_form_in_a_notebook(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
     publisher = kernel_shell.display_pub
     assert isinstance(publisher, RecordingPublisher)
@@ -334,7 +404,9 @@ def test_help_explains_every_command(shell: InteractiveShell, capsys: Capture) -
             assert f"%engine {command}" in printed
     for code in ("%engine start -h", "%engine help start"):
         shell.run_cell(code).raise_error()
-        assert "--max-model-len" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        for flag in ("--max-model-len", "--tp N", "--pp N", "--distributed-init-method X"):
+            assert flag in printed
     shell.run_cell("%engine help attach").raise_error()
     assert "restart of its kernel" in capsys.readouterr().out
 

@@ -251,3 +251,31 @@ class FakeWorker:
                 right = sequential_tokens(self.states[row.req_id].tokens, rng.randrange(4))
                 proposed[row.req_id] = right + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(3))]
         return proposed
+
+
+class NonSamplingStage:
+    """A pipeline stage that does not sample: of outputs it knows what the plans tell it, and each time that all."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+
+    def take(self, plan: SchedulerOutput) -> dict[str, list[int]]:
+        """The tokens, drafts apart, that a plan has it compute, by request."""
+        for req_id in plan.finished_req_ids:
+            self.tokens.pop(req_id, None)
+        cached = plan.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in plan.scheduled_new_reqs:
+            assert new.req_id not in self.tokens
+            self.tokens[new.req_id] = list(new.token_ids)
+            starts[new.req_id] = new.num_computed_tokens
+        assert cached.new_token_ids.keys() <= set(cached.req_ids)
+        for req_id, token_ids in cached.new_token_ids.items():
+            assert token_ids
+            self.tokens[req_id] += token_ids
+        computed = {}
+        for req_id, count in plan.num_scheduled_tokens.items():
+            end = starts[req_id] + count - len(plan.scheduled_spec_decode_tokens.get(req_id, ()))
+            assert end <= len(self.tokens[req_id]), f"{req_id}: tokens that the stage does not know"
+            computed[req_id] = self.tokens[req_id][starts[req_id] : end]
+        return computed

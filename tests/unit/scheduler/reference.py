@@ -26,6 +26,8 @@ class Limits:
     """Steps that may be in flight."""
     ahead: bool = False
     """Whether requests are scheduled while what was sampled for them is in flight."""
+    stages: int = 1
+    """Of a pipeline, among whose steps requests are shared out."""
 
 
 @dataclass
@@ -46,6 +48,8 @@ class ReferenceRequest:
     awaited: list[int] = field(default_factory=list)
     """Steps in flight that sample for it."""
     drafts: list[int] = field(default_factory=list)
+    due_at: int = -1
+    """The last step that sampled for it."""
     was_preempted: bool = False
     resumable_after: int = -1
     """The step that must have been answered first."""
@@ -229,7 +233,7 @@ class ReferenceScheduler:
         known, limit = len(request.tokens), self.total_limit(request.num_prompt, request.params)
         if request.computed < known:
             return known - request.computed + min(len(request.drafts), limit - known - 1)
-        ahead = self.limits.ahead and self.limits.lookahead == 0
+        ahead = self.limits.ahead and self.limits.lookahead == 0 and self.limits.stages == 1
         return 1 if ahead and known + len(request.awaited) < limit else 0
 
     def schedule(self) -> ReferencePlan:
@@ -240,13 +244,17 @@ class ReferenceScheduler:
             budget = self.continue_running(plan)
             if self.preemptions == preemptions:
                 self.admit(plan, budget)
+            while not plan.scheduled and self.preemptions > preemptions:
+                # Those whose turn it was are gone: it is the others' turn.
+                preemptions = self.preemptions
+                self.continue_running(plan)
         self.steps += 1
         return plan
 
     def continue_running(self, plan: ReferencePlan) -> int:
         budget = self.limits.budget
         self.running.sort(key=lambda r: r.order)
-        for request in list(self.running):
+        for request in self.in_turn():
             wanted = self.wanted(request)
             if budget == 0 or wanted == 0 or request not in self.running:
                 continue
@@ -255,6 +263,46 @@ class ReferenceScheduler:
                 self.note(plan, request, count)
                 budget -= count
         return budget
+
+    def share(self, num_requests: int, num_free: int) -> int:
+        """How many requests a step may sample for. Of all requests one part in as many as there are stages; of those
+        that are in no step one part in as many as there are steps to come. Rounded up, the smaller of the two."""
+        to_come = self.limits.stages - (self.steps - 1 - self.answered)
+        count = 0
+        while count * self.limits.stages < num_requests and count * max(to_come, 1) < num_free:
+            count += 1
+        return count
+
+    def due(self) -> list[ReferenceRequest]:
+        """Running requests that would be sampled for, those first that have waited for the longest time."""
+        limits = self.limits
+        longest = min(limits.budget, limits.threshold or limits.budget) if limits.chunked else limits.budget
+        due = [r for r in self.running if 1 <= len(r.tokens) - r.computed <= longest]
+        return sorted(due, key=lambda r: (r.due_at, r.order))
+
+    def in_turn(self) -> list[ReferenceRequest]:
+        """The running requests without those that have to leave this step to others."""
+        due = self.due()
+        left_out = due[self.share(len(self.running), len(due)) :]
+        return [r for r in self.running if self.limits.stages == 1 or r not in left_out]
+
+    def most_due(self, plan: ReferencePlan) -> int:
+        """How many requests the step may sample for when waiting ones have joined."""
+        if self.limits.stages == 1:
+            return self.limits.max_num_seqs
+        free, fitting = self.pool.num_free(), 0
+        for request in self.candidates()[: self.limits.max_num_seqs - len(self.running)]:
+            free -= self.blocks_for(len(request.tokens))
+            if free < 0:
+                break
+            fitting += 1
+        planned = self.num_due(plan)
+        share = self.share(len(self.running) + fitting, planned + len(self.due()) + fitting)
+        return max(share, planned + 1)
+
+    @staticmethod
+    def num_due(plan: ReferencePlan) -> int:
+        return len([req_id for req_id, _ in plan.scheduled if req_id not in plan.incomplete])
 
     def make_room(self, request: ReferenceRequest, count: int, preempted: set[str]) -> bool:
         wanted = self.blocks_for(self.slots_after(request, request.computed, count))
@@ -293,9 +341,9 @@ class ReferenceScheduler:
         return found
 
     def admit(self, plan: ReferencePlan, budget: int) -> None:
-        limits = self.limits
+        limits, most_due = self.limits, self.most_due(plan)
         for request in self.candidates():
-            if budget == 0 or len(self.running) == limits.max_num_seqs:
+            if budget == 0 or len(self.running) == limits.max_num_seqs or self.num_due(plan) >= most_due:
                 break
             found = self.lookup(request)
             computed = len(found) * limits.block_size
@@ -339,6 +387,7 @@ class ReferenceScheduler:
             if request.drafts and num_drafts:
                 plan.drafts[request.req_id] = request.drafts[:num_drafts]
             request.awaited.append(self.steps)
+            request.due_at = self.steps
         request.drafts = []
         self.offer(request)
 

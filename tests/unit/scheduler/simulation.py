@@ -17,7 +17,7 @@ from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.fake_grammar import FakeGrammar, FakeMasks
-from tests.unit.scheduler.paged_model import FakeWorker, sequential_tokens
+from tests.unit.scheduler.paged_model import FakeWorker, NonSamplingStage, sequential_tokens
 from tests.unit.scheduler.reference import Limits, ReferencePlan, ReferenceScheduler
 
 TOTALS: Counter[str] = Counter()
@@ -38,6 +38,7 @@ def make_scheduler(limits: Limits, **kwargs: object) -> Scheduler:
         limits.max_model_len,
         num_lookahead_tokens=limits.lookahead,
         async_scheduling=limits.ahead,
+        num_stages=limits.stages,
         grammar_masks=FakeMasks(),
         **kwargs,  # type: ignore[arg-type]
     )
@@ -79,6 +80,7 @@ class Simulation:
         self.reference = ReferenceScheduler(limits)
         rng = random.Random(repr(limits)) if limits.lookahead else None
         self.worker = FakeWorker(limits.num_blocks, limits.block_size, rng)
+        self.first_stage = NonSamplingStage()
         self.live: dict[str, Answer] = {}
         self.answers: list[Answer] = []
         self.in_flight: deque[InFlight] = deque()
@@ -198,6 +200,7 @@ class Simulation:
         TOTALS["preempted"] += len(plan.preempted_req_ids)
         TOTALS["resumed"] += len(plan.scheduled_cached_reqs.resumed_req_ids)
         TOTALS["drafts"] += sum(map(len, plan.scheduled_spec_decode_tokens.values()))
+        self._check_first_stage(plan)
         self.in_flight.append(InFlight(plan, {r: self.live[r] for r in plan.num_scheduled_tokens}))
         self.check()
         return plan
@@ -260,7 +263,7 @@ class Simulation:
     def finish_everything(self) -> None:
         """Run until nothing is left, within a bound, and check that all is answered and given back."""
         self.pause(PauseState.UNPAUSED)
-        bound = self.steps_needed * (len(self.live) + 1) * self.limits.depth
+        bound = self.steps_needed * (len(self.live) + 1) * max(self.limits.depth, self.limits.stages)
         steps = 0
         while self.scheduler.has_requests():
             self.step()
@@ -320,6 +323,20 @@ class Simulation:
         assert starts == expected.starts
         if limits.chunked and limits.threshold:
             assert max(plan.num_scheduled_tokens.values(), default=0) <= limits.threshold
+
+    def _check_first_stage(self, plan: SchedulerOutput) -> None:
+        """It knows from the plans alone what it is to compute, and nothing is told twice."""
+        if self.limits.stages == 1:
+            assert not plan.scheduled_cached_reqs.new_token_ids
+            return
+        TOTALS["tokens told to stages"] += sum(map(len, plan.scheduled_cached_reqs.new_token_ids.values()))
+        for req_id, token_ids in self.first_stage.take(plan).items():
+            request = self.reference.find(req_id)
+            assert request is not None
+            assert self.first_stage.tokens[req_id] == request.tokens
+            num_drafts = len(plan.scheduled_spec_decode_tokens.get(req_id, ()))
+            end = request.computed - num_drafts
+            assert token_ids == request.tokens[end - len(token_ids) : end]
 
     def check(self) -> None:
         """What holds after every event."""

@@ -39,8 +39,9 @@ limits_strategy = st.builds(
     policy=st.sampled_from(["fcfs", "priority"]),
     caching=st.sampled_from([True, True, False]),
     lookahead=st.sampled_from([0, 0, 1, 3]),
-    depth=st.integers(1, 3),
+    depth=st.integers(1, 4),
     ahead=st.sampled_from([True, True, False]),
+    stages=st.sampled_from([1, 1, 2, 3, 4]),
 )
 prompt_strategy = st.builds(
     lambda base, shared, own: BASES[base][:shared] + own,
@@ -201,6 +202,8 @@ MODES = {
     "async": {"depth": 2, "ahead": True},
     "async-3": {"depth": 3, "ahead": True},
     "pipeline": {"depth": 3},
+    "stages": {"depth": 3, "stages": 3},
+    "stages-answered-at-once": {"depth": 1, "stages": 2},
     "drafts": {"depth": 1, "lookahead": 3},
     "drafts-in-flight": {"depth": 2, "lookahead": 2, "ahead": True},
 }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, ModelLoadError
+from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.uniproc import UniProcExecutor
+from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.messages import Progress
 from nbengine.worker import model_runner as model_runner_module
 from nbengine.worker import worker as worker_module
@@ -67,6 +70,17 @@ def test_reports_what_it_loaded(tiny_config: EngineConfig) -> None:
     assert messages[-1].fraction == 1
     # 2 layers of keys and values, 2 heads of 16 float32 numbers, 4 tokens.
     assert worker.get_kv_cache_spec().page_size_bytes == 2 * 2 * 2 * 16 * 4 * 4
+
+
+def test_it_writes_to_the_board_that_its_executor_has_made(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    board = WorkerBoard.create(tmp_path, 1)
+    worker = Worker(tiny_config, files=ExecutorFiles(str(tmp_path), str(tmp_path), board=str(board.path)))
+    board.unlink()
+    worker.init_device()
+    assert board.read()[0].memory_bytes == 0
+    worker.load_model()
+    assert board.read()[0].memory_bytes > 1 << 20
+    assert worker.worker_info().weights_bytes == worker.model_info()["weights_bytes"]
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(

@@ -1,0 +1,61 @@
+"""The workers of an engine in the tables of `%engine status`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbengine.config import ParallelConfig
+from nbengine.distributed.layout import RankLayout
+from nbengine.ipc.messages import WorkerInfo
+from nbengine.magics.render import table
+from nbengine.metrics.stats import SchedulerStats, WorkerStats
+from nbengine.units import size
+
+_HEADER = ["RANK", "WORKER", "PID", "DEVICE", "LAYERS", "WEIGHTS", "KV CACHE", "MEMORY", "STEPS", "LAST STEP"]
+
+
+def lone_worker_rows(stats: SchedulerStats, prefix: str) -> list[list[str]]:
+    """What a worker without others adds to its engine's own table; nothing where there are several."""
+    if len(stats.workers) != 1:
+        return []
+    (worker,) = stats.workers
+    rows = [[f"{prefix}memory", size(worker.memory_bytes)]]
+    if worker.num_steps:
+        rows.append([f"{prefix}last step", step_time(worker)])
+    return rows
+
+
+def workers_table(
+    infos: Sequence[WorkerInfo], stats: Sequence[WorkerStats], parallel: ParallelConfig
+) -> tuple[str, str]:
+    """A row a worker, as (plain text, HTML)."""
+    info_of = {info.rank: info for info in infos}
+    return table([_row(worker, info_of.get(worker.rank), parallel) for worker in stats], _HEADER)
+
+
+def step_time(worker: WorkerStats) -> str:
+    """How long its part of the latest step took; empty before the first."""
+    return f"{worker.step_seconds * 1000:,.1f} ms" if worker.num_steps else ""
+
+
+def _row(worker: WorkerStats, info: WorkerInfo | None, parallel: ParallelConfig) -> list[str]:
+    known = ["", "", "", "", ""]
+    if info is not None:
+        held = size(info.weights_bytes), size(info.kv_cache_bytes)
+        known = [str(info.pid), info.device, _layers(info), *held]
+    return [
+        str(worker.rank),
+        str(RankLayout.of(worker.rank, parallel)),
+        *known,
+        size(worker.memory_bytes),
+        f"{worker.num_steps:,}",
+        step_time(worker),
+    ]
+
+
+def _layers(info: WorkerInfo) -> str:
+    """`0–14`, `3`, or `none`."""
+    last = info.first_layer + info.num_layers - 1
+    return (
+        "none" if not info.num_layers else f"{info.first_layer}–{last}" if info.num_layers > 1 else str(last)
+    )

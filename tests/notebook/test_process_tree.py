@@ -1,0 +1,121 @@
+"""The process tree in a real kernel, and its picture in JupyterLab in a real browser."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from notebook_support.lab import jupyter_lab, notebook_page, run_command, wait_for_prompt, write_notebook
+from playwright.sync_api import Page
+
+CHROMIUM = shutil.which("chromium") or ""
+START = "%engine start random-tiny --tp 2 --pp 2 --num-blocks 64"
+THEMES = ("JupyterLab Light", "JupyterLab Dark")
+WIDTHS = (1280, 800)
+SMALLEST_LETTERS = 9.0
+"""Pixels."""
+SMALLEST_CONTRAST = 4.5
+"""Between text and ground: WCAG 2.1, success criterion 1.4.3."""
+PLACES = """() => {
+    const svg = document.querySelector('.jp-OutputArea-output svg[role=img]');
+    const of = (element) => {
+        const {left, top, right, bottom} = element.getBoundingClientRect();
+        return {left, top, right, bottom, text: element.textContent};
+    };
+    const ground = getComputedStyle(document.querySelector('.jp-Notebook')).backgroundColor;
+    const boxes = [...svg.querySelectorAll('g')].map((group) => ({
+        box: of(group.querySelector('rect')), texts: [...group.querySelectorAll('text')].map(of)}));
+    return {
+        picture: of(svg), area: of(svg.closest('.jp-OutputArea-output')), ground, boxes,
+        labels: [...svg.querySelectorAll(':scope > text')].map(of),
+        colors: [...svg.querySelectorAll('text')].map((text) => {
+            const style = getComputedStyle(text);
+            return {color: style.fill, opacity: Number(style.opacity)};
+        }),
+        letters: 12 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width,
+    };
+}"""
+Place = dict[str, Any]
+
+
+def overlap(first: Place, second: Place) -> bool:
+    """By more than the pixel that a browser may round up to."""
+    return (
+        min(first["right"], second["right"]) - max(first["left"], second["left"]) > 1
+        and min(first["bottom"], second["bottom"]) - max(first["top"], second["top"]) > 4
+    )
+
+
+def is_inside(inner: Place, outer: Place) -> bool:
+    return inner["left"] >= outer["left"] - 1 and inner["right"] <= outer["right"] + 1
+
+
+def rgb(color: str) -> list[float]:
+    return [float(part) for part in color.partition("(")[2].rstrip(")").split(",")[:3]]
+
+
+def luminance(color: list[float]) -> float:
+    """WCAG 2.1, "relative luminance"."""
+    red, green, blue = (
+        part / 12.92 if (part := value / 255) <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
+        for value in color
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(text: list[float], ground: list[float]) -> float:
+    darker, lighter = sorted((luminance(text), luminance(ground)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def check_legible(page: Page) -> None:
+    places = page.evaluate(PLACES)
+    texts = places["labels"] + [text for box in places["boxes"] for text in box["texts"]]
+    assert len(texts) > 20
+    for first, second in itertools.combinations(texts, 2):
+        assert not overlap(first, second), (first, second)
+    for box in places["boxes"]:
+        assert all(is_inside(text, box["box"]) for text in box["texts"]), box
+    for label in places["labels"]:
+        assert not any(overlap(label, box["box"]) for box in places["boxes"]), label
+    assert is_inside(places["picture"], places["area"])
+    assert places["letters"] >= SMALLEST_LETTERS
+    ground = rgb(places["ground"])
+    for text in places["colors"]:
+        mixed = [
+            text["opacity"] * ink + (1 - text["opacity"]) * paper
+            for ink, paper in zip(rgb(text["color"]), ground, strict=True)
+        ]
+        assert contrast(mixed, ground) >= SMALLEST_CONTRAST, text
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)")
+@pytest.mark.timeout(240)
+def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
+    notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
+) -> None:
+    write_notebook(tmp_path / "tree.ipynb", ["%load_ext nbengine", START, "%engine tree", "%engine stop"])
+    with (
+        jupyter_lab(tmp_path, notebook_environment) as address,
+        notebook_page(address, "tree.ipynb", CHROMIUM, tmp_path) as page,
+    ):
+        for _ in range(3):
+            run_command(page, "notebook:run-cell-and-select-next")
+        page.wait_for_selector(".jp-OutputArea-output svg[role=img]")
+        run_command(page, "application:toggle-left-area")
+        for theme, width in itertools.product(THEMES, WIDTHS):
+            page.set_viewport_size({"width": width, "height": 1100})
+            page.evaluate(
+                "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme
+            )
+            light = "false" if theme.endswith("Dark") else "true"
+            page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+            page.wait_for_selector("#jupyterlab-splash", state="detached")
+            page.locator(".jp-OutputArea-output svg[role=img]").scroll_into_view_if_needed()
+            page.screenshot(path=tmp_path / f"{theme.rpartition(' ')[2]}-{width}.png")
+            check_legible(page)
+        run_command(page, "notebook:run-cell-and-select-next")
+        wait_for_prompt(page, 3)
