@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.engine.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
@@ -21,7 +21,9 @@ from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
 
 
-def make_config(knobs=None, *, max_model_len=None, cache=None, scheduler=None, processors=()) -> EngineConfig:
+def make_config(
+    knobs=None, *, max_model_len=None, cache=None, scheduler=None, processors=(), parallel=None
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(
             model="fake",
@@ -31,6 +33,7 @@ def make_config(knobs=None, *, max_model_len=None, cache=None, scheduler=None, p
         ),
         cache=cache or CacheConfig(num_gpu_blocks_override=32),
         scheduler=scheduler or SchedulerConfig(),
+        parallel=parallel or ParallelConfig(),
     )
 
 
