@@ -102,14 +102,15 @@ class InputBatch:
 
     def update(self, plan: SchedulerOutput) -> None:
         """Take over what a plan changes: first the requests that leave, then those that come and go on."""
-        for req_id in plan.finished_req_ids:
+        # Sorted: all ranks must have the same rows, and a set's order is a process's own.
+        for req_id in sorted(plan.finished_req_ids):
             self._preempted.pop(req_id, None)
             self._sampled.pop(req_id, None)
             self.pooling_req_ids.discard(req_id)
             self.prompt_embeds.pop(req_id, None)
             if req_id in self.row_of:
                 self._remove(req_id)
-        for req_id in plan.preempted_req_ids:
+        for req_id in sorted(plan.preempted_req_ids):
             self._suspend(req_id)
         for new in plan.scheduled_new_reqs:
             self._add_new(new)
@@ -155,7 +156,7 @@ class InputBatch:
     def _update_cached(self, cached: CachedRequestData) -> None:
         if not cached.req_ids:
             return
-        for req_id in cached.resumed_req_ids:
+        for req_id in sorted(cached.resumed_req_ids):
             self._add(req_id, self._preempted.pop(req_id))
         if cached.new_token_ids and not self._is_sampled:
             self._extend_tokens(cached.new_token_ids)

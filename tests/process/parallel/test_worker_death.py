@@ -1,0 +1,128 @@
+"""kill -9 of a real worker at any moment: the clients learn it soon, with its rank, and nothing of the engine is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from process_support.engine_under_test import wait_for
+
+from nbengine import AsyncLLM, SamplingParams
+from nbengine.client.connection import connection_file
+from nbengine.client.processes import session_processes
+from nbengine.errors import EngineDeadError, EngineStartError
+from nbengine.ipc.messages import Progress
+from nbengine.sampling_params import RequestOutputKind
+
+StartEngine = Callable[..., AsyncLLM]
+
+DEADLINE = 3.0
+OPTIONS: dict[str, Any] = {
+    "model": "random-tiny",
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 128,
+    "name": "victim",
+}
+ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def start(no_leftovers: None) -> Iterator[StartEngine]:
+    engines: list[AsyncLLM] = []
+
+    def start(**options: Any) -> AsyncLLM:
+        engines.append(AsyncLLM(**OPTIONS, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.shutdown()
+
+
+async def greedy_tokens(engine: AsyncLLM) -> list[int]:
+    async for output in engine.generate("hello", GREEDY):
+        tokens = output.outputs[0].token_ids
+    return tokens
+
+
+async def run_until_the_end(engine: AsyncLLM, started: asyncio.Event) -> None:
+    while True:
+        async for _ in engine.generate("hello", ENDLESS):
+            started.set()
+
+
+def check_death(engine: AsyncLLM, error: object, rank: int, killed_at: float) -> None:
+    assert time.monotonic() - killed_at < DEADLINE
+    assert isinstance(error, EngineDeadError), error
+    assert f"rank {rank}" in error.cause
+    assert "SIGKILL" in error.cause
+    info = engine.connection
+    wait_for(lambda: not session_processes(info), "the end of the engine's processes")
+    wait_for(lambda: not Path(info.run_dir).exists(), "the end of the run directory")
+    wait_for(lambda: not connection_file(info.name).exists(), "the end of the connection file")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    ids=["tp2", "pp2"],
+)
+async def test_a_worker_killed_in_mid_generation_or_idle_ends_the_engine_which_can_be_started_again(
+    start: StartEngine, sizes: dict[str, Any]
+) -> None:
+    engine = start(**sizes)
+    tokens = await greedy_tokens(engine)
+    started = [asyncio.Event() for _ in range(4)]
+    streams = [asyncio.create_task(run_until_the_end(engine, event)) for event in started]
+    await asyncio.gather(*(event.wait() for event in started))
+    killed_at = time.monotonic()
+    os.kill(engine.ready.workers[1].pid, signal.SIGKILL)
+    for error in await asyncio.gather(*streams, return_exceptions=True):
+        check_death(engine, error, 1, killed_at)
+    again = start(**sizes)
+    assert await greedy_tokens(again) == tokens
+    killed_at = time.monotonic()
+    os.kill(again.ready.workers[0].pid, signal.SIGKILL)
+    wait_for(lambda: again.engine_core._is_dead, "the news of the end", DEADLINE)
+    with pytest.raises(EngineDeadError) as caught:
+        await greedy_tokens(again)
+    check_death(again, caught.value, 0, killed_at)
+
+
+def worker_processes(host: psutil.Process) -> list[psutil.Process]:
+    """The workers that there are, as they were started."""
+    cores = host.children()
+    return [worker for core in cores for worker in core.children() if "worker" in " ".join(worker.cmdline())]
+
+
+async def test_a_worker_killed_while_the_engine_starts_is_named(
+    start: StartEngine, private_socket_dir: Path
+) -> None:
+    killed: list[float] = []
+
+    def kill(progress: Progress) -> None:
+        if progress.worker is None or killed:
+            return
+        (host,) = psutil.Process().children()
+        victim = worker_processes(host)[-1]
+        killed.append(time.monotonic())
+        victim.kill()
+
+    with pytest.raises(EngineStartError) as caught:
+        start(tensor_parallel_size=2, progress=kill)
+    assert time.monotonic() - killed[0] < DEADLINE
+    assert "rank 1" in caught.value.cause
+    assert "SIGKILL" in caught.value.cause
+    wait_for(lambda: not list(private_socket_dir.iterdir()), "the end of the run directory")
+    assert len(await greedy_tokens(start(tensor_parallel_size=2))) == 8
