@@ -205,33 +205,45 @@ def _sum_in_one_phase(size: int, element: Element, wait: ir.Function, code: Code
         with it.when_all_arrived(wait):
             phase = it.rank.get("phase")
             terms = [it.rank.slot(rank, phase) for rank in range(size)]
-            _add(code, element, terms, it.x, it.count)
+            _add(code, element, terms, [it.x], it.count)
             it.rank.finish_round(it.count)
 
 
 def _sum_in_two_phases(size: int, element: Element, wait: ir.Function, code: Code, args: Int) -> None:
-    """The second phase's slots hold the sums of a part each, at the part's own place."""
+    """In the second phase a rank's slot holds the sum of its part; no part is written where nobody else reads it."""
     with _rounds(code, args, element.size) as it:
         own = it.rank.get("rank")
         part = (it.count + (size * _PART_MULTIPLE - 1)) // (size * _PART_MULTIPLE) * _PART_MULTIPLE
+        start = (own * part).at_most(it.count)
+        count = (start + part).at_most(it.count) - start
+        offset = start * element.size
 
-        def bounds(rank: Int) -> tuple[Int, Int]:
-            start = (rank * part).at_most(it.count)
-            return start * element.size, (start + part).at_most(it.count) - start
+        @contextmanager
+        def other_parts() -> Iterator[tuple[Int, Int, Int]]:
+            """Each other rank, where its part begins in bytes, and its size."""
+            with code.loop(0, code.integer(size)) as rank, code.when(rank.compare("!=", own)):
+                first = (rank * part).at_most(it.count)
+                length = (first + part).at_most(it.count) - first
+                yield rank, first * element.size, length * element.size
 
         with it.when_stage(0):
-            it.write_slot()
+            phase = it.rank.get("phase")
+            with other_parts() as (_, place, nbytes):
+                code.copy_bytes(it.x + place, it.rank.slot(own, phase) + place, nbytes)
+            it.rank.announce(phase, 1)
         with it.when_stage(1), it.when_all_arrived(wait):
             phase = it.rank.get("phase")
-            offset, count = bounds(own)
-            terms = [it.rank.slot(rank, phase) + offset for rank in range(size)]
-            _add(code, element, terms, it.rank.slot(own, phase + 1) + offset, count)
+            mine = it.x + offset
+            terms = [
+                mine.if_else(own.compare("==", rank), it.rank.slot(rank, phase) + offset)
+                for rank in range(size)
+            ]
+            _add(code, element, terms, [it.rank.slot(own, phase + 1) + offset, mine], count)
             it.rank.announce(phase + 1, 2)
         with it.when_stage(2), it.when_all_arrived(wait):
             phase = it.rank.get("phase")
-            with code.loop(0, code.integer(size)) as rank:
-                offset, count = bounds(rank)
-                code.copy_bytes(it.rank.slot(rank, phase) + offset, it.x + offset, count * element.size)
+            with other_parts() as (rank, place, nbytes):
+                code.copy_bytes(it.rank.slot(rank, phase) + place, it.x + place, nbytes)
             it.rank.finish_round(it.count)
 
 
@@ -253,12 +265,14 @@ def _gather(size: int, wait: ir.Function, code: Code, args: Int) -> None:
             it.rank.finish_round(it.count)
 
 
-def _add(code: Code, element: Element, terms: list[Int], target: Int, count: Int) -> None:
-    """Store the sums of `count` elements at the addresses `terms`, added in this order in float32."""
+def _add(code: Code, element: Element, terms: list[Int], targets: list[Int], count: Int) -> None:
+    """Store the sums of `count` elements at the addresses `terms`, added in this order in float32, at all targets."""
 
     def add(lanes: int, offset: Int) -> None:
         first, *rest = (code.load(term + offset, lanes, element) for term in terms)
-        code.store(reduce(Vector.__add__, rest, first), target + offset, element)
+        total = reduce(Vector.__add__, rest, first)
+        for target in targets:
+            code.store(total, target + offset, element)
 
     unrolled = count // _PART_MULTIPLE * _PART_MULTIPLE
     whole = count // MAX_LANES * MAX_LANES

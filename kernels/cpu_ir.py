@@ -80,6 +80,10 @@ class Int:
         value = other.ir if isinstance(other, Int) else _I64(other)
         return Int(self.builder, self.builder.select(self.compare("<", other), self.ir, value))
 
+    def if_else(self, condition: ir.Value, other: Int) -> Int:
+        """This if `condition` holds, else the other."""
+        return Int(self.builder, self.builder.select(condition, self.ir, other.ir))
+
     def at_least(self, other: Int) -> Int:
         """The larger of the two."""
         return Int(self.builder, self.builder.select(self.compare(">", other), self.ir, other.ir))

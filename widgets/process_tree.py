@@ -228,22 +228,20 @@ def _links_between_workers(core: CoreNode) -> Iterator[Link]:
     for group in stages:
         if len(group) > 1:
             pids = tuple(worker.process.pid for worker in group)
-            yield Link("tensor", pids, pids, (all_reduce_channel(group[0].info.device),))
+            info = group[0].info
+            yield Link("tensor", pids, pids, (f"all-reduce by {_channel(info.communicator, info.device)}",))
     for stage, following in itertools.pairwise(stages):
         for sender, receiver in zip(stage, following, strict=False):
-            yield Link(
-                "pipeline",
-                (sender.process.pid,),
-                (receiver.process.pid,),
-                (pipeline_channel(sender.info.device),),
-            )
+            channel = _channel(sender.info.link, sender.info.device)
+            yield Link("pipeline", (sender.process.pid,), (receiver.process.pid,), (channel,))
 
 
-def all_reduce_channel(device: str) -> str:
-    """What a tensor-parallel group sums its partial results through."""
-    return "torch.distributed, gloo" if device == "cpu" else "torch.distributed, NCCL"
-
-
-def pipeline_channel(device: str) -> str:
-    """What a stage sends its hidden states to the next one through."""
-    return "hidden states, gloo" if device == "cpu" else "hidden states, NCCL"
+def _channel(kind: str, device: str) -> str:
+    """What tensors go through: the class at both ends, and what carries them."""
+    if not kind:
+        return "not told"
+    if kind.startswith("Shm"):
+        return f"{kind}: shared memory"
+    if kind.startswith("Torch"):
+        return f"{kind}: {'gloo' if device == 'cpu' else 'NCCL'}"
+    return kind

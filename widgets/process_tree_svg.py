@@ -50,6 +50,7 @@ _BUS = 14.0
 """Where in it the frontends' lines meet."""
 _LANE = 24.0
 """Width of the space beside the workers for the lines of further engine cores."""
+_THEMED = "color:var(--jp-content-font-color1,inherit)"
 _STANDALONE = (
     "<style>svg{color:#1f2328;background:#fff}"
     "@media(prefers-color-scheme:dark){svg{color:#e6e8eb;background:#14171a}}</style>"
@@ -58,7 +59,7 @@ _STANDALONE = (
 
 def draw(tree: ProcessTree, *, standalone: bool = False) -> str:
     """The picture as SVG; `standalone` gives it a ground and a text colour of its own."""
-    return _Picture(tree).render(_STANDALONE if standalone else "")
+    return _Picture(tree).render(standalone=standalone)
 
 
 def page_part(tree: ProcessTree) -> str:
@@ -103,7 +104,7 @@ class _Picture:
         self._y = _EDGE
         self._right = WIDTH - (_LANE if len(tree.cores) > 1 else _EDGE)
 
-    def render(self, style: str) -> str:
+    def render(self, *, standalone: bool) -> str:
         """The whole picture."""
         tree = self._tree
         self._drawing.text(_EDGE, self._y + 12, summary(tree), width=WIDTH - 2 * _EDGE, bold=True)
@@ -115,7 +116,8 @@ class _Picture:
         else:
             self._engine(tree.host)
         self._row([_plain_label("process", process, _GREY) for process in tree.others])
-        return self._drawing.render(WIDTH, self._y, summary(tree), str(tree), style)
+        style, sheet = ("", _STANDALONE) if standalone else (_THEMED, "")
+        return self._drawing.render(WIDTH, self._y, summary(tree), str(tree), style=style, sheet=sheet)
 
     def _engine(self, host: ProcessUsage) -> None:
         tree = self._tree

@@ -121,14 +121,19 @@ class Drawing:
         """End the group."""
         self._elements.append("</g>")
 
-    def render(self, width: float, height: float, label: str, description: str, style: str = "") -> str:
-        """The whole SVG, at most as wide as its place allows; `label` and `description` are read aloud."""
+    def render(
+        self, width: float, height: float, label: str, description: str, *, style: str = "", sheet: str = ""
+    ) -> str:
+        """The whole SVG, at most as wide as its place allows; `label` and `description` are read aloud.
+
+        `style` is for the SVG itself, `sheet` a style sheet, as an element.
+        """
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" '
             f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
             f'font-family="{escape(FONT)}" font-size="{FONT_SIZE:g}" '
-            f'style="max-width:100%;height:auto;color:var(--jp-content-font-color1,inherit)">'
-            f"{style}<desc>{escape(description)}</desc>{''.join(self._elements)}</svg>"
+            f'style="max-width:100%;height:auto;{style}">'
+            f"{sheet}<desc>{escape(description)}</desc>{''.join(self._elements)}</svg>"
         )
 
     def _head(self, before: tuple[float, float], tip: tuple[float, float]) -> None:

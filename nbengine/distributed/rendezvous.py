@@ -63,15 +63,17 @@ class Rendezvous:
             self.store.wait(keys, self._left())
             return [self.store.get(key).decode() for key in keys]
         except RuntimeError as error:
-            raise self._refusal(self._missing(keys) or str(error)) from error
+            reason = self._missing(keys) if time.monotonic() >= self._end else str(error)
+            raise self._refusal(reason) from error
 
-    def _missing(self, keys: list[str]) -> str | None:
+    def _missing(self, keys: list[str]) -> str:
         try:
             missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
         except RuntimeError:
-            return None
-        ranks = "rank" if len(missing) == 1 else "ranks"
-        return f"{ranks} {', '.join(missing)} did not come within {self._timeout:g} s" if missing else None
+            # The rank that keeps the store has given up already.
+            missing = []
+        ranks = "a rank" if not missing else ("rank " if len(missing) == 1 else "ranks ") + ", ".join(missing)
+        return f"{ranks} did not come within {self._timeout:g} s"
 
     def _open_file(self, path: str) -> Store:
         try:

@@ -16,8 +16,13 @@ from torch import Tensor
 from nbengine.errors import EngineStartError, PeerDiedError, QueueClosedError
 from nbengine.ipc.liveness import ProcessWatch
 from nbengine.kernels.cpu_flags import FLAG_BYTES, Patience
+from nbengine.worker.cgroup import ControlGroup
 
 _PAGE = 4096
+_MANY_SPINS = 1000
+"""About 20 µs."""
+_FEW_SPINS, _FEW_YIELDS = 100, 5
+_NAP_NANOSECONDS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +120,18 @@ class Peers:
             raise QueueClosedError(f"a worker among ranks {ranks} does not exchange tensors anymore")
 
 
-def patience(memory: SharedMemory, world_size: int) -> Patience:
-    """How a rank among `world_size` on this machine waits for others."""
+def patience(memory: SharedMemory, *, short: bool) -> Patience:
+    """How to wait: short waits are spent looking, if there is a core for that; else one sleeps almost at once."""
+    spins, yields = (_MANY_SPINS, 0) if short else (_FEW_SPINS, _FEW_YIELDS)
     return Patience(
-        spins=2000, yields=50, abort=memory.address, nap_seconds=0, nap_nanoseconds=_NAP_NANOSECONDS
+        spins=spins, yields=yields, abort=memory.address, nap_seconds=0, nap_nanoseconds=_NAP_NANOSECONDS
     )
 
 
-_NAP_NANOSECONDS = 50_000_000
+def num_cores() -> int:
+    """Cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, ControlGroup().cpu_limit() or cores)
 
 
 @contextlib.contextmanager

@@ -76,10 +76,14 @@ def _worker(fd: int) -> NoReturn:
         _exit(1)
     setproctitle.setproctitle(f"nbengine: worker {spec.layout} {spec.files.engine}")
     configure_logging(f"worker {spec.rank}")
-    Lifeline(fd, spec.own_directories.remove).start()
+    lifeline = Lifeline(fd, spec.own_directories.remove)
+    lifeline.start()
     from nbengine.executor.worker_proc import run_worker
 
-    _exit(run_worker(spec, connection))
+    status = run_worker(spec, connection)
+    if lifeline.parent_is_gone():
+        spec.own_directories.remove()
+    _exit(status)
 
 
 def _exit(status: int) -> NoReturn:

@@ -40,6 +40,10 @@ class Lifeline(threading.Thread):
         if gone:
             callback()
 
+    def parent_is_gone(self) -> bool:
+        """Whether the parent has ended, though this thread may not have noticed yet."""
+        return self.parent_gone or os.getppid() != self._parent_pid
+
     def run(self) -> None:
         """Wait for the end of the parent, then for the grace, then end the process."""
         self._wait_for_end()
@@ -56,7 +60,7 @@ class Lifeline(threading.Thread):
     def _wait_for_end(self) -> None:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        while os.getppid() == self._parent_pid:
+        while not self.parent_is_gone():
             if not poll.poll(PARENT_INTERVAL_MS):
                 continue
             try:

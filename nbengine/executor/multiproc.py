@@ -47,6 +47,8 @@ VERDICT_SECONDS = 2 * SETTLE_SECONDS
 """How long the thread that watches the workers may take to say why a queue has broken."""
 FULL_QUEUE_SECONDS = 0.05
 """How long a full queue of calls is waited for before answers are taken in, whose queues may be full, too."""
+_BROKEN = (QueueClosedError, PeerDiedError)
+"""What a queue raises when an end of it is gone."""
 
 
 class MultiprocExecutor(Executor):
@@ -141,9 +143,11 @@ class MultiprocExecutor(Executor):
         try:
             for queue in self._queues:
                 queue.wait_until_ready(READY_TIMEOUT)
-        except (QueueClosedError, PeerDiedError) as error:
-            raise self._verdict(error) from None
-        logger.info("%d workers are ready", len(self._layouts))
+        except _BROKEN as error:
+            broken = error
+        else:
+            return
+        raise self._verdict(broken)
 
     def _make_board(self) -> WorkerBoard:
         directory = self._files.shared_memory
@@ -229,19 +233,23 @@ class MultiprocExecutor(Executor):
             except TimeoutError:
                 # A worker whose answers nobody takes in takes no calls, either.
                 self._calls.poll()
-            except (QueueClosedError, PeerDiedError) as error:
-                raise self._verdict(error) from None
+            except _BROKEN as error:
+                broken = error
+                break
             else:
                 return
+        raise self._verdict(broken)
 
     def _receive(self, rank: int, timeout: float | None) -> Answer:
         try:
             answer: Answer = self._response_mqs[rank].dequeue(timeout)
-        except (QueueClosedError, PeerDiedError) as error:
-            raise self._verdict(error) from None
         except WireError as error:
             return FAILURE, WorkerReport.of("an answer", error)
-        return answer
+        except _BROKEN as error:
+            broken = error
+        else:
+            return answer
+        raise self._verdict(broken)
 
     def _give_up(self, rank: int, report: WorkerReport) -> Exception:
         """A worker has failed in a call that others wait for it in: they take no part in anything any more."""

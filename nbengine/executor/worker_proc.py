@@ -190,7 +190,9 @@ def run_worker(spec: WorkerSpec, connection: Connection[Any, Any]) -> int:
         worker.start()
     except Exception as error:
         logger.exception("did not start")
-        connection.send(WorkerReport.of("start", error))
+        # The executor may be why: it is gone then.
+        with contextlib.suppress(OSError):
+            connection.send(WorkerReport.of("start", error))
         return 1
     if not worker.worker_busy_loop():
         # The others may be inside an operation that this one takes part in: nothing can be ended in order.

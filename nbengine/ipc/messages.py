@@ -225,6 +225,10 @@ class WorkerInfo(msgspec.Struct, array_like=True):
     kv_cache_bytes: int
     first_layer: int
     num_layers: int
+    communicator: str = ""
+    """Class of its end of the tensor-parallel group, if there are others in it."""
+    link: str = ""
+    """Class of its ends of the lines between stages, if there are any."""
 
 
 class EngineReady(msgspec.Struct, tag="ready"):

@@ -31,6 +31,9 @@ LINGER = 1000
 """Milliseconds that closing leaves for messages on their way to readers that are still there."""
 HEARTBEAT = 5000
 """Milliseconds between two signs of life on a connection to another machine; three missed ones end it."""
+NO_RECONNECTION = 10**9
+"""Milliseconds until a connection is tried again: what was missed meanwhile would be lost. The value that means never, -1,
+makes ZeroMQ throw away what was received and not yet read."""
 
 _ENDS = (
     zmq.EVENT_DISCONNECTED
@@ -135,8 +138,7 @@ class Subscriber:
         rank: int,
         keys: CurveKeys | None = None,
     ) -> None:
-        # Whoever listens there after the writer would be somebody else.
-        options: SocketOptions = {zmq.RECONNECT_IVL: -1}
+        options: SocketOptions = {zmq.RECONNECT_IVL: NO_RECONNECTION}
         if keys is not None:
             options |= {
                 zmq.CURVE_SERVERKEY: keys.server_public,
@@ -147,9 +149,7 @@ class Subscriber:
         self.frames: list[bytes] = []
         """Received and not yet used, oldest first."""
         self._rank = rank
-        self._socket = make_socket(
-            context, address, zmq.SUB, bind=False, linger=0 if keys is None else LINGER, options=options
-        )
+        self._socket = make_socket(context, address, zmq.SUB, bind=False, options=options)
         self._monitor = self._socket.get_monitor_socket(_ENDS) if keys is not None else None
         self._socket.subscribe(b"")
         self._socket.subscribe(f"{_READER} {rank}".encode())
@@ -173,9 +173,11 @@ class Subscriber:
         return self._monitor is not None and bool(self._monitor.poll(0))
 
     def close(self) -> None:
-        """Tell the writer, and close the socket."""
-        self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
+        """Close the socket; a writer on another machine is told before."""
         if self._monitor is not None:
+            if not self.disconnected():
+                self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
+                self._socket.linger = LINGER
             self._socket.disable_monitor()
             self._monitor.close()
         self._socket.close()

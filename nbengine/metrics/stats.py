@@ -10,7 +10,8 @@ class WorkerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
     rank: int = 0
     memory_bytes: int = 0
-    """What the worker holds: on a GPU what torch has allocated there, on a CPU the resident set of its process."""
+    """What the worker holds: on a GPU what torch has allocated there, on a CPU the resident set of its process. As of
+    its latest step, or a second before; and of the latest sleep or wake-up."""
     num_steps: int = 0
     """Steps with tokens since the start."""
     step_seconds: float = 0.0

@@ -52,6 +52,7 @@ class Request:
         "block_ids",
         "client_index",
         "content_digests",
+        "due_step",
         "eos_token_id",
         "events",
         "extra_keys",
@@ -69,7 +70,6 @@ class Request:
         "num_slots",
         "num_tokens",
         "order",
-        "planned_step",
         "pooling_params",
         "priority",
         "prompt_embeds",
@@ -120,8 +120,8 @@ class Request:
         """The step of its first admission."""
         self.last_step = -1
         """Of a preempted request: the last step in which it may have been planned."""
-        self.planned_step = -1
-        """With pipeline parallelism: the last step in which it was planned."""
+        self.due_step = -1
+        """With pipeline parallelism: the last step in which it got a token."""
         self.num_announced_tokens = self.num_prompt_tokens
         """With pipeline parallelism: the tokens that the stages which do not sample have been told."""
         self.num_cached_tokens = -1

@@ -94,7 +94,7 @@ class Scheduler(SchedulerState):
         num_scheduled_tokens = plan.num_scheduled_tokens
         lookahead = self.num_lookahead_tokens
         shares, running = self._shares, self.running
-        for request in running if shares is None else shares.in_turn(running, len(running)):
+        for request in running if shares is None else shares.in_turn(running, self._num_in_flight):
             num_computed = request.num_computed_tokens
             num_known = request.num_tokens
             num_new = num_known - num_computed
@@ -158,7 +158,8 @@ class Scheduler(SchedulerState):
         manager = self.kv_cache_manager
         most_due = self.max_num_seqs
         if self._shares is not None:
-            most_due = self._shares.most_due(plan, len(self.running), self._count_admissible())
+            num_admissible = self._count_admissible()
+            most_due = self._shares.most_due(plan, self.running, num_admissible, self._num_in_flight)
         while budget and len(self.running) < self.max_num_seqs and num_due(plan) < most_due:
             request = next(self._admissible(), None)
             if request is None:
@@ -176,6 +177,11 @@ class Scheduler(SchedulerState):
             self._admit(request, num_computed, num_new, plan)
             budget -= num_new
         return budget
+
+    @property
+    def _num_in_flight(self) -> int:
+        """Plans that have been made, before the present one, and not been answered."""
+        return self.step_counter - self._last_answered_step - 1
 
     def _admissible(self) -> Iterator[Request]:
         """Requests that may be admitted, in order; one whose tokens are not all known yet lets none pass it."""

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import Request
 
-_planned_step = attrgetter("planned_step")
+_due_step = attrgetter("due_step")
 
 
 class PipelineShares:
-    """What a step takes where `num_stages` of them are in flight. A request alone is in every step it can be in.
+    """What a step takes where as many of them as there are stages are to be in flight.
 
     Only requests that get a token count: a chunk of a prompt leaves its request free for the next step, and the
     chunks of one prompt follow each other through the stages.
@@ -27,31 +28,42 @@ class PipelineShares:
         self._num_stages = num_stages
         self._chunk_limit = chunk_limit
 
-    def in_turn(self, running: Iterable[Request], num_running: int) -> Iterable[Request]:
+    def in_turn(self, running: RequestQueue, num_in_flight: int) -> Iterable[Request]:
         """The running requests that the next step may take, in their order.
 
-        Of those that would get a token, an equal share, the ones that have been in no step for the longest time.
+        Of those that would get a token, a share: first those that have never got one, then those that have not for the
+        longest time.
         """
-        limit = self._chunk_limit
-        due = [
-            request for request in running if 0 < request.num_tokens - request.num_computed_tokens <= limit
-        ]
-        share = self._share(num_running)
+        due = self._due(running)
+        share = self._share(len(running), len(due), num_in_flight)
         if len(due) <= share:
             return running
-        left_out = set(sorted(due, key=_planned_step)[share:])
+        left_out = set(sorted(due, key=_due_step)[share:])
         return (request for request in running if request not in left_out)
 
-    def most_due(self, plan: SchedulerOutput, num_running: int, num_admissible: int) -> int:
+    def most_due(
+        self, plan: SchedulerOutput, running: RequestQueue, num_admissible: int, num_in_flight: int
+    ) -> int:
         """How many requests may get a token in a step to which waiting requests are being admitted.
 
-        An equal share of those that run or could, but always one more than are in the plan by then: else requests
-        that run could keep the others out for as long as they run.
+        A share of those that run or could, but always one more than are in the plan by then: else requests that
+        run could keep the others out for as long as they run.
         """
-        return max(self._share(num_running + num_admissible), num_due(plan) + 1)
+        planned = num_due(plan)
+        num_free = planned + len(self._due(running)) + num_admissible
+        return max(self._share(len(running) + num_admissible, num_free, num_in_flight), planned + 1)
 
-    def _share(self, count: int) -> int:
-        return -(-count // self._num_stages)
+    def _due(self, running: RequestQueue) -> list[Request]:
+        limit = self._chunk_limit
+        return [
+            request for request in running if 0 < request.num_tokens - request.num_computed_tokens <= limit
+        ]
+
+    def _share(self, num_requests: int, num_free: int, num_in_flight: int) -> int:
+        """Divide those that are in no step among the steps that are to come, and no step gets more than if all
+        were divided anew."""
+        num_to_come = max(1, self._num_stages - num_in_flight)
+        return min(-(-num_requests // self._num_stages), -(-num_free // num_to_come))
 
 
 def num_due(plan: SchedulerOutput) -> int:
@@ -60,11 +72,15 @@ def num_due(plan: SchedulerOutput) -> int:
 
 
 def announce_tokens(plan: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-    """Write into a plan what the stages that do not sample have yet to be told of its requests."""
+    """Write into a plan what the stages that do not sample have yet to be told of its requests.
+
+    Also note which of them have had their turn.
+    """
     new_token_ids = plan.scheduled_cached_reqs.new_token_ids
     for request_id in plan.num_scheduled_tokens:
         request = requests[request_id]
-        request.planned_step = plan.step
+        if request_id not in plan.incomplete_req_ids:
+            request.due_step = plan.step
         num_announced = request.num_announced_tokens
         if num_announced < request.num_tokens:
             new_token_ids[request_id] = request.all_token_ids[num_announced:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from pathlib import Path
@@ -41,6 +42,7 @@ from nbengine.scheduler.output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from nbengine.units import size
 from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.footprint import Footprint
@@ -57,6 +59,8 @@ from nbengine.worker.model_runner import ModelRunner
 from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.profiler import WorkerProfiler
 from nbengine.worker.threads import TorchThreads
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -130,6 +134,13 @@ class Worker:
                 self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
         self._meter.measure_memory()
+        logger.info(
+            "%s has %s of weights on %s, %s",
+            self.layout,
+            size(self.model.weights_bytes),
+            self.device,
+            self.dtype,
+        )
 
     def worker_info(self) -> WorkerInfo:
         """Who this worker is and what it holds."""
@@ -144,6 +155,8 @@ class Worker:
             kv_cache_bytes=self._num_blocks * self.get_kv_cache_spec().page_size_bytes,
             first_layer=layers.start,
             num_layers=len(layers),
+            communicator=type(self._parallel.tp).__name__ if layout.tp_size > 1 else "",
+            link=type(self._parallel.previous or self._parallel.next).__name__ if layout.pp_size > 1 else "",
         )
 
     def model_info(self) -> dict[str, Any]:

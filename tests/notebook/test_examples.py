@@ -1,7 +1,8 @@
-"""The example notebooks run, from top to bottom, and are committed without outputs."""
+"""The example notebooks run, from top to bottom; they are committed without outputs, or with those of a whole run."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -9,6 +10,8 @@ import pytest
 from nbclient import NotebookClient
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+
+MACHINE_PATH = re.compile(r"/tmp/|/home/|/root/|/work/")
 
 
 def plain(cell: nbformat.NotebookNode) -> str:
@@ -18,15 +21,30 @@ def plain(cell: nbformat.NotebookNode) -> str:
     )
 
 
+def example(stem: str) -> nbformat.NotebookNode:
+    return nbformat.read(next(path for path in EXAMPLES if path.stem == stem), as_version=4)
+
+
+async def executed(stem: str, environment: dict[str, str]) -> list[nbformat.NotebookNode]:
+    """The code cells of an example after a run."""
+    client = NotebookClient(example(stem), timeout=100, kernel_name="python3", coalesce_streams=True)
+    notebook = await client.async_execute(env=environment)
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_valid_and_has_no_outputs(path: Path) -> None:
+def test_an_example_is_valid_and_has_no_outputs_or_those_of_one_whole_run(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code]
+    if any(counts):
+        assert counts == list(range(1, len(code) + 1))
+        assert not any(output.output_type == "error" for cell in code for output in cell.outputs)
+        assert not MACHINE_PATH.search(path.read_text())
+    else:
+        assert not any(cell.outputs for cell in code)
 
 
 @pytest.mark.slow
@@ -34,11 +52,7 @@ def test_an_example_is_valid_and_has_no_outputs(path: Path) -> None:
 async def test_the_quickstart_runs_and_what_it_shows_is_true(
     notebook_environment: dict[str, str], clean_afterwards: None
 ) -> None:
-    path = next(path for path in EXAMPLES if path.stem == "01_quickstart")
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=100, kernel_name="python3", coalesce_streams=True)
-    await client.async_execute(env=notebook_environment)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = await executed("01_quickstart", notebook_environment)
     shown = {cell.source: plain(cell) for cell in code}
     assert all(shown[name] for name in ("%engine start", "%engine status", "%engine stop"))
     generated = [cell for cell in code if cell.source.startswith("%%generate")]
@@ -51,3 +65,36 @@ async def test_the_quickstart_runs_and_what_it_shows_is_true(
     assert "Marseille" in plain(generated[1])
     assert "prompt tokens reused" in plain(generated[3])
     assert "processes are gone" in shown["%engine stop"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_several_workers_run_agree_and_die_as_the_example_says(
+    notebook_environment: dict[str, str], clean_afterwards: None
+) -> None:
+    code = await executed("02_tensor_parallel", notebook_environment)
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    starts = [cell for cell in code if cell.source.startswith("%engine start random-tiny --tp 2 --pp 2")]
+    assert len(starts) == 2
+    for cell in starts:
+        assert all(f"TP{tp} PP{pp}" in plain(cell) for tp in range(2) for pp in range(2))
+    (tree,) = (cell for cell in code if cell.source == "%engine tree")
+    assert set(tree.outputs[0].data) == {"text/plain", "text/html", "image/svg+xml"}
+    workers = re.findall(r"rank \d: pid (\d+)", shown["tree = engine.process_tree()"])
+    assert re.findall(r"worker \d: TP\d PP\d  pid (\d+)", plain(tree)) == workers
+    assert shown["import asyncio"].count("yes") == 4
+    assert "NO" not in shown["import asyncio"]
+    assert (
+        "tensor_parallel_size must be 1 or 3" in shown["from nbengine import AsyncLLM, InvalidArgumentError"]
+    )
+    assert "tokens ·" in shown["%%generate --engine three --temperature 0 --max-tokens 24"]
+    assert "TP 2 × PP 2" in shown["%engine status"]
+    assert "TP1 PP0 has" in shown["%engine logs --rank 1 -n 5"]
+    death = shown["import os"]
+    assert f"worker 1 (TP1 PP0), pid {workers[1]}, was killed by signal 9" in death
+    assert float(death.split()[1]) < 3
+    gone = next(plain(cell) for cell in code if cell.source.startswith("engine.shutdown()"))
+    assert gone.count("✗ gone") == 6
+    assert "no engine runs on this machine" in shown["%engine ps"]
+    assert shown["await ask_all(engine) == divided"] == "True"
+    assert "6 processes are gone" in shown["%engine stop"]

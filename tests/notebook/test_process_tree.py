@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from notebook_support.kernel import Kernel
 from notebook_support.lab import jupyter_lab, notebook_page, run_command, wait_for_prompt, write_notebook
 from playwright.sync_api import Page
 
 CHROMIUM = shutil.which("chromium") or ""
-START = "%engine start random-tiny --num-blocks 64 -o engine"
+START = "%engine start random-tiny --tp 2 --pp 2 --num-blocks 64"
 THEMES = ("JupyterLab Light", "JupyterLab Dark")
 WIDTHS = (1280, 800)
 SMALLEST_LETTERS = 9.0
@@ -118,6 +113,7 @@ def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
             )
             light = "false" if theme.endswith("Dark") else "true"
             page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+            page.wait_for_selector("#jupyterlab-splash", state="detached")
             page.locator(".jp-OutputArea-output svg[role=img]").scroll_into_view_if_needed()
             page.screenshot(path=tmp_path / f"{theme.rpartition(' ')[2]}-{width}.png")
             check_legible(page)

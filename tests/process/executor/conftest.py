@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from process_support.engine_under_test import SUPPORT_PATH
-from process_support.fake_worker import FakeWorkersExecutor
+from process_support.fake_worker import FakeWorkersExecutor, StartExecutor, fake_workers_config
 
-from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.executor.files import ExecutorFiles
 
-StartExecutor = Callable[..., FakeWorkersExecutor]
 
-
-def fake_workers_config(tp: int = 1, pp: int = 1, *, is_async: bool = False, **knobs) -> EngineConfig:
-    return EngineConfig(
-        model=ModelConfig("fake", hf_overrides=knobs),
-        cache=CacheConfig(num_gpu_blocks_override=64),
-        scheduler=SchedulerConfig(async_scheduling=is_async),
-        parallel=ParallelConfig(
-            tensor_parallel_size=tp,
-            pipeline_parallel_size=pp,
-            distributed_executor_backend="process_support.fake_worker:FakeWorkersExecutor",
-        ),
-    )
-
-
-@pytest.fixture(autouse=True)
-def support_path(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def support_path() -> Iterator[None]:
     """Let workers find the fake worker."""
-    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", SUPPORT_PATH)
+        yield
+
+
+def make_files(directory: Path) -> ExecutorFiles:
+    for name in ("s", "m"):
+        (directory / name).mkdir(mode=0o700)
+    log = str(directory / "engine.log")
+    return ExecutorFiles(str(directory / "s"), str(directory / "m"), log, engine="tested")
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> ExecutorFiles:
-    for name in ("s", "m"):
-        (tmp_path / name).mkdir(mode=0o700)
-    return ExecutorFiles(
-        str(tmp_path / "s"), str(tmp_path / "m"), str(tmp_path / "engine.log"), engine="tested"
-    )
+    return make_files(tmp_path)
 
 
 @pytest.fixture
-def start_executor(no_leftovers: None, files: ExecutorFiles, support_path: None) -> Iterator[StartExecutor]:
+def start_executor(no_leftovers: None, files: ExecutorFiles) -> Iterator[StartExecutor]:
     """Start an executor; it is ended after the test."""
     executors: list[FakeWorkersExecutor] = []
 
@@ -57,3 +46,13 @@ def start_executor(no_leftovers: None, files: ExecutorFiles, support_path: None)
     yield start
     for executor in executors:
         executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWorkersExecutor]:
+    """Two workers for the tests that leave them as they were."""
+    executor = FakeWorkersExecutor(
+        fake_workers_config(2), None, make_files(tmp_path_factory.mktemp("shared"))
+    )
+    yield executor
+    executor.shutdown()

@@ -13,15 +13,31 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from process_support.fake_executor import FakeExecutor
 
-from nbengine.config import EngineConfig
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.errors import EngineStartError, InvalidArgumentError, ModelLoadError
 from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.ipc.messages import WorkerInfo
 from nbengine.scheduler.output import AsyncModelRunnerOutput
+
+FAKE_WORKERS_EXECUTOR = "process_support.fake_worker:FakeWorkersExecutor"
+
+ANSWERED_BY_THE_MODEL = (
+    "model_info",
+    "determine_available_memory",
+    "get_kv_cache_spec",
+    "check_kv_cache_fits",
+    "initialize_kv_cache",
+    "sleep",
+    "check_wake_up",
+    "wake_up",
+    "start_profile",
+    "stop_profile",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +90,9 @@ class LateOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> Any:
         time.sleep(max(0.0, self.due - time.monotonic()))
-        self.output.on_thread = threading.current_thread().name
+        if isinstance(self.output, Value):
+            self.output.on_thread = threading.current_thread().name
+            self.output.came_at = time.monotonic()
         return self.output
 
 
@@ -99,12 +117,7 @@ class FakeWorker:
             trouble(self.knobs["start_by"])
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "model_info",
-            "determine_available_memory",
-            "get_kv_cache_spec",
-            "initialize_kv_cache",
-        ) or (name in ("sleep", "wake_up", "start_profile", "stop_profile")):
+        if name in ANSWERED_BY_THE_MODEL:
             return lambda *args: self.model.collective_rpc(name, args)[0]
         raise AttributeError(name)
 
@@ -149,9 +162,10 @@ class FakeWorker:
     def late_output(self, value: Any, seconds: float) -> Any:
         return LateOutput(Value(value), seconds)
 
-    def trouble(self, kind: str, ranks: tuple[int, ...] = ()) -> int:
-        if not ranks or self.layout.rank in ranks:
-            trouble(kind)
+    def trouble(self, *kinds: str) -> int:
+        """Of each rank its own kind, or "" for none."""
+        if kinds[self.layout.rank]:
+            trouble(kinds[self.layout.rank])
         return self.layout.rank
 
     def function(self) -> Any:
@@ -162,9 +176,27 @@ class Value:
     def __init__(self, value: Any) -> None:
         self.value = value
         self.on_thread = ""
+        self.called_at = time.monotonic()
+        self.came_at = 0.0
 
 
 class FakeWorkersExecutor(MultiprocExecutor):
     """Fake workers in processes."""
 
     worker_class = "process_support.fake_worker:FakeWorker"
+
+
+StartExecutor = Callable[..., FakeWorkersExecutor]
+
+
+def fake_workers_config(tp: int = 1, pp: int = 1, *, is_async: bool = False, **knobs) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig("fake", hf_overrides=knobs),
+        cache=CacheConfig(num_gpu_blocks_override=64),
+        scheduler=SchedulerConfig(async_scheduling=is_async),
+        parallel=ParallelConfig(
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            distributed_executor_backend=FAKE_WORKERS_EXECUTOR,
+        ),
+    )

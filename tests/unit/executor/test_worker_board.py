@@ -48,28 +48,6 @@ def test_the_file_is_private_and_gone_once_it_is_unlinked(tmp_path: Path) -> Non
     assert board.read()[1].memory_bytes == 7
 
 
-def test_a_reader_never_sees_half_of_a_value(tmp_path: Path) -> None:
-    """The two values written have no byte in common, so that any mixture of them would be a third value."""
-    board = WorkerBoard.create(tmp_path, 2)
-    assert board.path is not None
-    row = WorkerBoard.attach(board.path, 2).row(1)
-    patterns = (0x0101_0101_0101_0101, 0x7E7E_7E7E_7E7E_7E7E)
-    row.set_memory(patterns[0])
-    done = threading.Event()
-
-    def write() -> None:
-        while not done.is_set():
-            for pattern in patterns:
-                row.set_memory(pattern)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    seen = {board.read()[1].memory_bytes for _ in range(20_000)}
-    done.set()
-    writer.join()
-    assert seen <= set(patterns)
-
-
 def test_workers_that_write_at_once_leave_each_others_rows_alone(tmp_path: Path) -> None:
     board = WorkerBoard.create(tmp_path, 4)
     path = board.path

@@ -80,6 +80,20 @@ def test_a_worker_that_goes_ahead_does_not_end_the_stage_of_the_others() -> None
     assert [line.split()[1] for line in stages.lines() if line.startswith("  ▸")] == ["load"]
 
 
+@pytest.mark.usefixtures("frozen")
+def test_a_workers_last_word_on_a_stage_that_is_over_opens_none_anew() -> None:
+    stages = StartStages(ParallelConfig(tensor_parallel_size=2))
+    for worker in range(2):
+        stages.take(load(worker, 1.0, stage="join"))
+    stages.take(load(0, 0.5))
+    stages.take(Progress("profile"))
+    before = stages.lines()
+    for stage in ("join", "load"):
+        assert stages.take(load(0, 1.0, stage=stage)) == []
+    assert stages.lines() == before
+    assert before[-1].startswith("  ▸ profile")
+
+
 @given(st.data())
 def test_in_any_order_of_reports_every_part_ends_once_and_the_share_never_shrinks(
     data: st.DataObject,

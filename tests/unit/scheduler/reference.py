@@ -48,8 +48,8 @@ class ReferenceRequest:
     awaited: list[int] = field(default_factory=list)
     """Steps in flight that sample for it."""
     drafts: list[int] = field(default_factory=list)
-    planned_at: int = -1
-    """The last step that it was in."""
+    due_at: int = -1
+    """The last step that sampled for it."""
     was_preempted: bool = False
     resumable_after: int = -1
     """The step that must have been answered first."""
@@ -264,21 +264,27 @@ class ReferenceScheduler:
                 budget -= count
         return budget
 
-    def share(self, num_requests: int) -> int:
-        """Part of the requests that a step may sample for: one divided by the number of stages, rounded up."""
+    def share(self, num_requests: int, num_free: int) -> int:
+        """How many requests a step may sample for. Of all requests one part in as many as there are stages; of those
+        that are in no step one part in as many as there are steps to come. Rounded up, the smaller of the two."""
+        to_come = self.limits.stages - (self.steps - 1 - self.answered)
         count = 0
-        while count * self.limits.stages < num_requests:
+        while count * self.limits.stages < num_requests and count * max(to_come, 1) < num_free:
             count += 1
         return count
 
-    def in_turn(self) -> list[ReferenceRequest]:
-        """The running requests without those that have to leave this step to others."""
+    def due(self) -> list[ReferenceRequest]:
+        """Running requests that would be sampled for, those first that have waited for the longest time."""
         limits = self.limits
         longest = min(limits.budget, limits.threshold or limits.budget) if limits.chunked else limits.budget
         due = [r for r in self.running if 1 <= len(r.tokens) - r.computed <= longest]
-        due.sort(key=lambda r: (r.planned_at, r.order))
-        left_out = due[self.share(len(self.running)) :]
-        return [r for r in self.running if limits.stages == 1 or r not in left_out]
+        return sorted(due, key=lambda r: (r.due_at, r.order))
+
+    def in_turn(self) -> list[ReferenceRequest]:
+        """The running requests without those that have to leave this step to others."""
+        due = self.due()
+        left_out = due[self.share(len(self.running), len(due)) :]
+        return [r for r in self.running if self.limits.stages == 1 or r not in left_out]
 
     def most_due(self, plan: ReferencePlan) -> int:
         """How many requests the step may sample for when waiting ones have joined."""
@@ -290,7 +296,9 @@ class ReferenceScheduler:
             if free < 0:
                 break
             fitting += 1
-        return max(self.share(len(self.running) + fitting), self.num_due(plan) + 1)
+        planned = self.num_due(plan)
+        share = self.share(len(self.running) + fitting, planned + len(self.due()) + fitting)
+        return max(share, planned + 1)
 
     @staticmethod
     def num_due(plan: ReferencePlan) -> int:
@@ -371,7 +379,6 @@ class ReferenceScheduler:
     def note(self, plan: ReferencePlan, request: ReferenceRequest, count: int) -> None:
         plan.scheduled.append((request.req_id, count))
         plan.starts[request.req_id] = request.computed
-        request.planned_at = self.steps
         request.computed += count
         if request.computed < len(request.tokens):
             plan.incomplete.add(request.req_id)
@@ -380,6 +387,7 @@ class ReferenceScheduler:
             if request.drafts and num_drafts:
                 plan.drafts[request.req_id] = request.drafts[:num_drafts]
             request.awaited.append(self.steps)
+            request.due_at = self.steps
         request.drafts = []
         self.offer(request)
 

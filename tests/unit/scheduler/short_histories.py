@@ -21,6 +21,7 @@ def make_scheduler(
     caching: bool = True,
     lookahead: int = 0,
     ahead: bool = False,
+    stages: int = 1,
     grammar_masks: GrammarMaskBuilder | None = None,
     **config: Any,
 ) -> Scheduler:
@@ -33,6 +34,7 @@ def make_scheduler(
         engine_index=3,
         num_lookahead_tokens=lookahead,
         async_scheduling=ahead,
+        num_stages=stages,
         grammar_masks=grammar_masks,
         clock=lambda: float(next(ticks)),
     )

@@ -28,10 +28,10 @@ frontend ↔ host              host.sock: DEALER ↔ ROUTER; stats.sock: SUB (on
 frontend ↔ engine core 0     c-<id>.in: ROUTER → DEALER; c-<id>.out: PULL ← PUSH
 host ↔ engine core 0         core.sock: ROUTER ↔ DEALER; back-out.sock: PULL ← PUSH; pipe: each sees the other's end
 engine core 0 ↔ workers 0–3  rpc_broadcast_mq: shared-memory ring, 1 writer → 4; worker_response_mq: a ring each
-workers 0, 1                 torch.distributed, gloo
-workers 2, 3                 torch.distributed, gloo
-worker 0 → worker 2          hidden states, gloo
-worker 1 → worker 3          hidden states, gloo"""
+workers 0, 1                 all-reduce by ShmCommunicator: shared memory
+workers 2, 3                 all-reduce by ShmCommunicator: shared memory
+worker 0 → worker 2          ShmLink: shared memory
+worker 1 → worker 3          ShmLink: shared memory"""
 
 
 def test_the_text_has_each_process_below_its_parent_and_every_link() -> None:
@@ -44,6 +44,9 @@ def test_a_process_that_is_gone_is_shown_as_gone_and_its_links_are_not() -> None
     assert lines[0].endswith("3 processes, 1 gone")
     (line,) = (line for line in lines if "pid 1002" in line)
     assert line.endswith("✗ gone")
+    # Two are no group without the other; the engine core still has the queues of one.
+    assert not any(line.startswith("workers 0, 1  ") for line in lines)
+    assert any(line.startswith("engine core 0 ↔ workers 0, 1  ") for line in lines)
     everything = {HOST, FIRST_CORE, FIRST_CORE + 1, FIRST_CORE + 2}
     ended = make_tree(2, 1, gone=everything)
     assert {process.pid for process in ended.processes if not process.is_running} == everything
@@ -76,7 +79,7 @@ def test_every_worker_is_linked_to_its_core_its_neighbours_and_the_next_stage(
 
 def test_a_gpu_is_reached_through_nccl() -> None:
     channels = {channel for link in make_tree(2, 2, device="cuda").links for channel in link.channels}
-    assert {"torch.distributed, NCCL", "hidden states, NCCL"} <= channels
+    assert {"all-reduce by TorchCommunicator: NCCL", "TorchLink: NCCL"} <= channels
 
 
 def test_a_worker_inside_its_core_has_no_process_and_no_queue() -> None:

@@ -172,6 +172,14 @@ def test_a_process_that_is_gone_is_crossed_out_in_red_and_its_lines_are_dashed()
 HOSTILE = """</text></svg><script>alert("1")</script>&amp;<!-- ' " -->]]>"""
 
 
+@pytest.mark.parametrize("name", ["two by two", "eight by two", "two engine cores", "a pipeline"])
+def test_what_connects_processes_is_not_cut(name: str) -> None:
+    texts = [text.text for text in ElementTree.fromstring(TREES[name].svg()).findall(f"{SVG}text")]
+    for link in TREES[name].links:
+        for channel in link.channels:
+            assert any(channel in (text or "") for text in texts)
+
+
 def test_hostile_names_stay_text() -> None:
     tree = make_tree(2, 1, name=HOSTILE, others=1)
     tree = replace(tree, others=(usage(7, HOSTILE),), frontends=(usage(8, HOSTILE),))
@@ -194,6 +202,7 @@ def test_it_can_be_read_aloud_and_takes_the_colours_of_its_place() -> None:
     assert description.text == str(tree)
     assert {text.get("fill") for text in root.iter(f"{SVG}text")} == {"currentColor"}
     assert "prefers-color-scheme:dark" in tree.svg()
+    assert "color:" not in root.get("style", "")
     assert "prefers-color-scheme" not in tree.html()
     assert "http" not in tree.html().replace("http://www.w3.org/2000/svg", "")
 

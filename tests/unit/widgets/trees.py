@@ -55,6 +55,8 @@ def make_tree(
                 2 << 30,
                 first_layer,
                 LAYERS_A_STAGE,
+                "ShmCommunicator" if device == "cpu" else "TorchCommunicator",
+                "ShmLink" if device == "cpu" else "TorchLink",
             )
             workers.append(WorkerNode(process, info))
         cores.append(CoreNode(core, rank, tuple(workers)))

@@ -1,0 +1,48 @@
+"""The workers' page, written by one process while another reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nbengine.executor.worker_board import WorkerBoard
+
+SECONDS = 0.5
+PATTERNS = (0x0101_0101_0101_0101, 0x7E7E_7E7E_7E7E_7E7E)
+"""They have no byte in common, so that any mixture of them is a third value."""
+WRITER = f"""
+import sys, threading
+from nbengine.executor.worker_board import WorkerBoard
+
+row = WorkerBoard.attach(sys.argv[1], 2).row(1)
+row.set_memory({PATTERNS[0]})
+print("writing", flush=True)
+threading.Thread(target=sys.stdin.read).start()
+while threading.active_count() > 1:
+    for pattern in {PATTERNS}:
+        row.set_memory(pattern)
+"""
+
+
+def test_a_reader_never_sees_half_of_a_value(tmp_path: Path) -> None:
+    board = WorkerBoard.create(tmp_path, 2)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(board.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "writing\n"
+    seen: set[int] = set()
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        seen.update(board.read()[1].memory_bytes for _ in range(1000))
+    writer.stdin.close()
+    assert writer.wait(10) == 0
+    writer.stdout.close()
+    assert seen == set(PATTERNS)
+    assert board.read()[0].memory_bytes == 0
