@@ -139,7 +139,7 @@ class Worker:
             self.layout,
             size(self.model.weights_bytes),
             self.device,
-            self.dtype,
+            str(self.dtype).removeprefix("torch."),
         )
 
     def worker_info(self) -> WorkerInfo:
