@@ -31,6 +31,7 @@ from nbengine.kv_cache.events import KVEventStream
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
 from nbengine.sampling_params import PoolingParams
+from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 
@@ -259,17 +260,19 @@ class EngineCore:
         """Schedule and start a step, then wait for the oldest one in flight and make its outputs.
 
         As long as there is room for further steps and none has ended, nothing is waited for: the next call
-        schedules ahead of what is in flight. A step that needs masks is executed like any other, but sampled
-        when the outputs of all earlier ones have been taken in. Tells also whether a step with tokens was started.
+        schedules ahead of what is in flight. Where requests are scheduled ahead of their own tokens, a step that needs
+        masks is executed like any other, but sampled when the outputs of all earlier ones have been taken in. Tells
+        also whether a step with tokens was started.
         """
         queue = self.batch_queue
         started = False
         if self.scheduler.has_requests() and not (queue and queue[-1].awaits_sampling):
             plan = self.scheduler.schedule()
-            step = StepInFlight(plan, self.model_executor.execute_model(plan, non_block=True))
+            step = self._start(plan)
             queue.append(step)
             started = plan.total_num_scheduled_tokens > 0
-            if not (plan.has_structured_output_requests and len(queue) > 1):
+            needs_masks = plan.has_structured_output_requests and self.model_executor.async_scheduling
+            if not (needs_masks and len(queue) > 1):
                 self._sample(step)
                 if started and len(queue) < self.batch_queue_size and not queue[0].is_done:
                     return {}, True
@@ -286,6 +289,12 @@ class EngineCore:
         if len(queue) == 1:
             self._sample(queue[0])
         return outputs, started
+
+    def _start(self, plan: SchedulerOutput) -> StepInFlight:
+        # With pipeline parallelism there is often nothing to plan until a step in flight has ended.
+        if plan.is_blank:
+            return StepInFlight.of_blank(plan)
+        return StepInFlight(plan, self.model_executor.execute_model(plan, non_block=True))
 
     def _sample(self, step: StepInFlight) -> None:
         if step.awaits_sampling:

@@ -18,6 +18,13 @@ class StepInFlight:
     sampled: Future[ModelRunnerOutput | AsyncModelRunnerOutput] | None = None
     """None as long as sampling waits for masks, and for a plan without tokens."""
 
+    @classmethod
+    def of_blank(cls, plan: SchedulerOutput) -> StepInFlight:
+        """A step that is over: its plan says nothing that workers need to know."""
+        executed: Future[ModelRunnerOutput | None] = Future()
+        executed.set_result(ModelRunnerOutput(req_ids=[], sampled_token_ids=[]))
+        return cls(plan, executed)
+
     @property
     def awaits_sampling(self) -> bool:
         """Whether the executor has yet to be told to sample."""

@@ -124,7 +124,11 @@ class Executor(ABC):
     def sample_tokens(
         self, grammar_output: GrammarOutput | None = None, *, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput | AsyncModelRunnerOutput]:
-        """Sample the step that `execute_model` left waiting, the latest one."""
+        """Sample the step that `execute_model` left waiting, the latest one.
+
+        With pipeline parallelism the masks lie in memory that the next call's overwrite: they are read before this one
+        returns.
+        """
 
     @abstractmethod
     def check_health(self) -> None:

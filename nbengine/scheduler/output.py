@@ -67,6 +67,11 @@ class SchedulerOutput:
     """Some request that gets a token has a grammar: a `GrammarOutput` is due before sampling."""
     step: int = 0
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is nothing to compute and nothing to tell the workers."""
+        return not (self.total_num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids)
+
 
 @dataclass(slots=True)
 class GrammarOutput:

@@ -32,7 +32,7 @@ def remains_of(info: ConnectionInfo) -> list[object]:
 def test_a_killed_worker_is_named_and_the_engine_can_be_started_again(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
     refused = kernel.run_any("%engine start smollm2-135m --tp 2")
-    assert "tensor_parallel_size must be 1, 3 or 9" in refused.text
+    assert "tensor_parallel_size must be 1 or 3 for this model" in refused.text
     assert list_connections() == []
     kernel.run(START)
     kernel.run(ASK)
@@ -50,7 +50,7 @@ def test_a_killed_worker_is_named_and_the_engine_can_be_started_again(start_kern
         kernel.finish(cell, DEADLINE)
         assert cell.outputs[-1]["ename"] == "EngineDeadError"
         (shown,) = cell.outputs[-1]["traceback"]
-        assert f"rank {rank}" in shown
+        assert f"worker {rank} (TP{rank})" in shown
         assert "SIGKILL" in shown
         end = time.monotonic() + DEADLINE
         while remains := remains_of(info):

@@ -54,7 +54,7 @@ def test_greedy_tokens_are_those_of_transformers(sizes: dict[str, Any], assert_g
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.parametrize("size", [2, 4, 27])
+@pytest.mark.parametrize("size", [2, 4, 9])
 @pytest.mark.parametrize("frontend", [LLM, AsyncLLM])
 def test_sizes_that_do_not_divide_its_heads_are_refused_before_anything_is_started(
     frontend: type[LLM | AsyncLLM], size: int, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +65,5 @@ def test_sizes_that_do_not_divide_its_heads_are_refused_before_anything_is_start
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(InvalidArgumentError) as caught:
         frontend("smollm2-135m", tensor_parallel_size=size)
-    assert str(caught.value).startswith("tensor_parallel_size must be ")
-    assert "1, 3 or 9" in str(caught.value)
+    assert str(caught.value).startswith("tensor_parallel_size must be 1 or 3 ")
     assert str(caught.value).endswith(f"got {size}")

@@ -39,6 +39,6 @@ def test_its_workers_say_what_one_process_says_and_end_with_it() -> None:
         assert [worker.rank for worker in llm.stats().engines[0].workers] == [0, 1]
         victim = psutil.Process().children()[1]
         os.kill(victim.pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match=r"rank \d.*SIGKILL"):
+        with pytest.raises(EngineDeadError, match=r"worker \d \(TP\d\).*SIGKILL"):
             tokens(llm)
     assert psutil.Process().children() == []

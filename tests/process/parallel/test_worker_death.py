@@ -65,7 +65,7 @@ async def run_until_the_end(engine: AsyncLLM, started: asyncio.Event) -> None:
 def check_death(engine: AsyncLLM, error: object, rank: int, killed_at: float) -> None:
     assert time.monotonic() - killed_at < DEADLINE
     assert isinstance(error, EngineDeadError), error
-    assert f"rank {rank}" in error.cause
+    assert f"worker {rank} (" in error.cause
     assert "SIGKILL" in error.cause
     info = engine.connection
     wait_for(lambda: not session_processes(info), "the end of the engine's processes")
@@ -122,7 +122,7 @@ async def test_a_worker_killed_while_the_engine_starts_is_named(
     with pytest.raises(EngineStartError) as caught:
         start(tensor_parallel_size=2, progress=kill)
     assert time.monotonic() - killed[0] < DEADLINE
-    assert "rank 1" in caught.value.cause
+    assert "worker 1 (TP1)" in caught.value.cause
     assert "SIGKILL" in caught.value.cause
     wait_for(lambda: not list(private_socket_dir.iterdir()), "the end of the run directory")
     assert len(await greedy_tokens(start(tensor_parallel_size=2))) == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import deepcopy
 from typing import Any
 
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -100,3 +101,6 @@ class PipelineExecutor(QueuedExecutor):
 
     async_scheduling = False
     max_concurrent_batches = 3
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None, *, non_block: bool = False) -> Any:
+        return super().sample_tokens(deepcopy(grammar_output), non_block=non_block)

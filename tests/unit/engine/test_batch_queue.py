@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nbengine.config import CacheConfig, SchedulerConfig
+from nbengine.config import CacheConfig, ParallelConfig, SchedulerConfig
 from nbengine.engine.core import EngineCore
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.sampling_params import SamplingParams
@@ -24,6 +24,8 @@ EXECUTORS = [QueuedExecutor, EagerExecutor, ThreeStepExecutor, PipelineExecutor]
 
 
 def make_core(executor: type[FakeExecutor] = QueuedExecutor, **config) -> EngineCore:
+    if executor is PipelineExecutor:
+        config["parallel"] = ParallelConfig(pipeline_parallel_size=PipelineExecutor.max_concurrent_batches)
     return EngineCore(make_config(**config), executor)
 
 
@@ -207,6 +209,31 @@ def test_nothing_is_planned_while_a_step_with_masks_waits_for_several_before_it(
     assert answers["structured"] == ([2, 3, 4], FinishReason.STOP)
 
 
+def test_steps_with_masks_wait_for_no_others_where_no_request_is_scheduled_ahead_of_its_tokens() -> None:
+    core = make_core(PipelineExecutor)
+    core.scheduler._grammar_masks = FakeMasks()
+    for name in ("a", "b", "c"):
+        constrained(core, name, 4)
+    step(core)
+    step(core)
+    assert [list(s.plan.num_scheduled_tokens) for s in core.batch_queue] == [["a"], ["b"]]
+    assert not any(s.awaits_sampling for s in core.batch_queue)
+    answers = run(core)
+    assert answers == dict.fromkeys(("a", "b", "c"), ([2, 3, 4, 5], FinishReason.STOP))
+    first, second, *_ = core.model_executor.masks.values()
+    assert (first.req_ids, second.req_ids) == (["a"], ["b"])
+
+
+def test_a_plan_that_says_nothing_is_not_sent_to_the_workers() -> None:
+    core = make_core(PipelineExecutor)
+    add(core, "alone", [1], max_tokens=6)
+    assert run(core) == {"alone": ([2, 3, 4, 5, 6, 7], FinishReason.LENGTH)}
+    plans = core.model_executor.plans
+    assert [plan.total_num_scheduled_tokens for plan in plans] == [1] * 6 + [0]
+    assert plans[-1].finished_req_ids == {"alone"}
+    assert core.scheduler.step_counter > len(plans)
+
+
 @pytest.mark.parametrize("call", [("pause_generation", ["keep"]), ("sleep", [1, "keep"])])
 def test_what_needs_the_model_to_stand_still_waits_for_the_steps_in_flight(call: tuple[str, list]) -> None:
     core = make_core()
@@ -225,3 +252,25 @@ def test_what_needs_the_model_to_stand_still_waits_for_the_steps_in_flight(call:
         assert step(core) == {}, "workers are told, and nothing is computed"
     core.call_utility("resume_generation" if call[0] == "pause_generation" else "wake_up", [])
     assert run(core) == {"r": ([4, 5, 6, 7], FinishReason.LENGTH)}
+
+
+@pytest.mark.parametrize("call", [("pause_generation", ["keep"]), ("sleep", [1, "keep"])])
+def test_the_stages_stand_still_when_all_their_steps_have_ended(call: tuple[str, list]) -> None:
+    core = make_core(PipelineExecutor)
+    for number in range(5):
+        add(core, f"r{number}", [100 * number], max_tokens=6)
+    while core.num_steps_in_flight < 2:
+        step(core)
+    done = core.call_utility(*call)
+    computed = core.model_executor.num_computed
+    answers: dict[str, list[int]] = {f"r{number}": [] for number in range(5)}
+    while not done.done():
+        assert core.num_steps_in_flight
+        for output in (output for batch in step(core).values() for output in batch.outputs):
+            answers[output.request_id] += output.new_token_ids
+    assert core.num_steps_in_flight == 0
+    assert core.model_executor.num_computed - computed <= 5, "what was planned is computed, and nothing else"
+    core.call_utility("resume_generation" if call[0] == "pause_generation" else "wake_up", [])
+    for name, (tokens, _) in run(core).items():
+        answers[name] += tokens
+    assert answers == {f"r{n}": [100 * n + place for place in range(1, 7)] for n in range(5)}

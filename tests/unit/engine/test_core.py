@@ -11,17 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.engine.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
+from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.metrics.stats import WorkerStats
 from nbengine.sampling.logits_processor import BatchUpdate, LogitsProcessor
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.process.process_support.fake_executor import VOCAB_SIZE, FakeExecutor
 
 
-def make_config(knobs=None, *, max_model_len=None, cache=None, scheduler=None, processors=()) -> EngineConfig:
+def make_config(
+    knobs=None, *, max_model_len=None, cache=None, scheduler=None, processors=(), parallel=None
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(
             model="fake",
@@ -31,6 +34,7 @@ def make_config(knobs=None, *, max_model_len=None, cache=None, scheduler=None, p
         ),
         cache=cache or CacheConfig(num_gpu_blocks_override=32),
         scheduler=scheduler or SchedulerConfig(),
+        parallel=parallel or ParallelConfig(),
     )
 
 
@@ -311,6 +315,38 @@ def test_the_statistics_have_a_row_for_each_worker() -> None:
     add(core, "a", [1, 2, 3], max_tokens=2)
     core.step()
     assert core.stats().workers == [WorkerStats(0, 1000, 1, 0.0), WorkerStats(1, 1001, 1, 1.0)]
+
+
+class UnevenWorkers(FakeExecutor):
+    """Two stages: the first has three layers and room for 30 blocks of them, the second one layer, room for 20."""
+
+    device = "cpu"
+
+    def collective_rpc(self, method, *args, **kwargs):
+        (answer,) = super().collective_rpc(method, *args, **kwargs)
+        specs = [KVCacheSpec(layers, 1, 4, 4, self.block_size) for layers in (3, 1)]
+        if method == "get_kv_cache_spec":
+            return specs
+        if method == "determine_available_memory":
+            return [30 * specs[0].page_size_bytes + 1, 20 * specs[1].page_size_bytes]
+        return [answer | {"device": self.device} if method == "model_info" else answer]
+
+
+def test_all_workers_get_as_many_blocks_as_the_one_that_has_room_for_the_fewest() -> None:
+    core = EngineCore(make_config(cache=CacheConfig()), UnevenWorkers)
+    assert core.num_blocks == 20
+    calls = [call for call in core.model_executor.rpc_calls if "kv_cache" in call[0]]
+    assert calls[1:] == [("check_kv_cache_fits", 20), ("initialize_kv_cache", 20)]
+
+
+@pytest.mark.parametrize(("device", "num_layers"), [("cpu", 4), ("cuda", 3)])
+def test_too_few_bytes_for_several_workers_are_counted_where_they_were_given(device, num_layers) -> None:
+    """For all workers of a CPU, and for each GPU."""
+    workers = type("Workers", (UnevenWorkers,), {"device": device})
+    config = make_config(cache=CacheConfig(kv_cache_memory_bytes=1), max_model_len=336)
+    page_size = num_layers * 2 * 4 * 4 * 16
+    with pytest.raises(EngineStartError, match=f"raise kv_cache_memory_bytes to at least {21 * page_size}$"):
+        EngineCore(config, workers)
 
 
 def test_utilities_are_those_of_the_table_and_no_others() -> None:

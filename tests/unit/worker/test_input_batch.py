@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -223,3 +225,35 @@ def test_requests_without_a_seed_repeat_with_the_engines_seed_and_differ_from_ea
 
     assert drawn(1) == drawn(1)
     assert len({*drawn(1), *drawn(2)}) == 6
+
+
+class SetInOrder(set[str]):
+    """A set that another process may have: with the same elements, in another order."""
+
+    def __init__(self, elements: list[str]) -> None:
+        super().__init__(elements)
+        self._elements = elements
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._elements)
+
+
+def rows_after(leaving: set[str], *, preempted: bool) -> list[str]:
+    """Five requests; three leave in one step and, if they were preempted, come back in the next."""
+    batch = InputBatch(8, MAX_LEN, BLOCK, VOCAB)
+    batch.update(plan(new=[NewRequestData(r, [1], SamplingParams(), [0], 0) for r in "abcde"]))
+    step = plan()
+    if preempted:
+        step.preempted_req_ids = leaving
+    else:
+        step.finished_req_ids = leaving
+    batch.update(step)
+    if preempted:
+        batch.update(plan(cached=CachedRequestData(list("abc"), leaving, [[7], [8], [9]], [0, 0, 0])))
+    return batch.req_ids
+
+
+@pytest.mark.parametrize("preempted", [False, True], ids=["finished", "preempted"])
+def test_rows_are_the_same_in_every_process(preempted: bool) -> None:
+    found = {tuple(rows_after(SetInOrder(list(o)), preempted=preempted)) for o in permutations("abc")}
+    assert len(found) == 1
