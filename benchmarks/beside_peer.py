@@ -197,6 +197,25 @@ def host_cost(step_us: int, asynchronous: bool) -> Case:
     )
 
 
+def message_queue(readers: int, reply: str) -> Case:
+    """A round trip of a step's plan and its output between the executor and its workers."""
+    label = _count(readers, "reader") + (f", {reply} replying" if readers > 1 else "")
+    chosen = ("--readers", str(readers), "--reply", reply)
+    return Case(
+        f"queue-{readers}-{reply}",
+        ("bench_vllm_shm.py", *chosen, "--requests", "32", "--repeats", "1"),
+        ("bench_message_queue.py", *chosen, "--rounds", "1"),
+        (
+            Metric(
+                f"message queue round trip, {label}",
+                1.0,
+                lambda r: r.peer[0]["round_trip"]["median_us"],
+                lambda r: r.ours[0]["round trip µs"],
+            ),
+        ),
+    )
+
+
 CASES = (
     *(decoding(count) for count in COUNTS),
     new_requests(),
@@ -206,6 +225,7 @@ CASES = (
     ),
     serial("serial-request", "a request of 1,000 tokens", "request", 1, "encode"),
     *(output_processor(count) for count in COUNTS),
+    *(message_queue(*wiring) for wiring in ((1, "one"), (2, "one"), (2, "all"))),
     *(host_cost(step_us, asynchronous) for asynchronous in (False, True) for step_us in (0, STEP_US)),
 )
 

@@ -44,6 +44,7 @@ def execute(path: Path, output: Path, timeout: float) -> nbformat.NotebookNode:
         timeout=timeout,
         kernel_name="python3",
         coalesce_streams=True,
+        record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.on_cell_start = client.cell_started

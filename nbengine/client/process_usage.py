@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +27,8 @@ class ProcessUsage:
 
     pid: int
     title: str = ""
-    """Its command line, or what it has made of that; in printable characters."""
+    """What `ps` shows of a process of an engine; of another one the program and what it runs, without arguments,
+    which may be secret. In printable characters."""
     is_running: bool = False
     memory_bytes: int | None = None
     """Resident, pages shared with other processes included."""
@@ -58,8 +61,7 @@ def client_pids(info: ConnectionInfo) -> list[int]:
 
 
 def _usage(process: psutil.Process) -> ProcessUsage:
-    command = process.cmdline()
-    title = " ".join([os.path.basename(command[0]), *command[1:]]) if command else process.name()
+    title = _title(process.cmdline()) or process.name()
     memory = cpu = threads = None
     with contextlib.suppress(psutil.AccessDenied):
         memory = int(process.memory_info().rss)
@@ -69,6 +71,18 @@ def _usage(process: psutil.Process) -> ProcessUsage:
     with contextlib.suppress(psutil.AccessDenied):
         threads = int(process.num_threads())
     return ProcessUsage(process.pid, printable(title), True, memory, cpu, threads)
+
+
+def _title(command: Sequence[str]) -> str:
+    if command[:1] == ["nbengine:"]:
+        return " ".join(command)
+    shown = []
+    for argument in itertools.takewhile(lambda argument: argument != "-c", command):
+        if not argument.startswith("--"):
+            shown.append(os.path.basename(argument))
+        if len(shown) > 1 and not argument.startswith("-"):
+            break
+    return " ".join(shown)
 
 
 def _listener(path: Path) -> int:

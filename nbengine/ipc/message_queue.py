@@ -20,7 +20,7 @@ from nbengine.checks import require, require_int
 from nbengine.errors import NBEngineError
 from nbengine.ipc.overflow import CurveKeys, Publisher, Subscriber, make_curve_keys
 from nbengine.ipc.private import check_private
-from nbengine.ipc.queue_ends import LocalReader, QueueReader, QueueWriter, RemoteReader
+from nbengine.ipc.queue_ends import LocalReader, QueueReader, QueueWriter, RemoteReader, Shared
 from nbengine.ipc.shm_ring import MAX_CHUNK_BYTES, MAX_CHUNKS, RingHandle, RingReader, RingWriter
 from nbengine.ipc.sockets import IPC_PREFIX
 
@@ -90,8 +90,7 @@ class MessageQueue:
         num_local = num_readers if num_local_readers is None else num_local_readers
         _check_readers(num_readers, num_local, remote_address)
         context: Context = zmq.Context()
-        ring = publisher = remote = None
-        local_handle = remote_handle = None
+        local = remote = local_handle = remote_handle = None
         with contextlib.ExitStack() as undo:
             undo.callback(context.term)
             if num_local:
@@ -103,14 +102,14 @@ class MessageQueue:
                 address = IPC_PREFIX + os.path.join(socket_directory, f"q-{secrets.token_hex(8)}")
                 publisher = Publisher(context, address, range(num_local))
                 undo.callback(publisher.close)
-                local_handle = LocalHandle(ring.handle, address)
+                local, local_handle = Shared(ring, publisher), LocalHandle(ring.handle, address)
             if remote_address is not None and num_local < num_readers:
                 keys, secret = make_curve_keys()
                 remote = Publisher(context, remote_address, range(num_local, num_readers), secret)
                 remote_handle = RemoteHandle(remote.address, keys)
             undo.pop_all()
         self._handle = Handle(num_readers, num_local, local_handle, remote_handle)
-        self._set(context, QueueWriter(ring, publisher, remote))
+        self._set(context, QueueWriter(local, remote))
 
     @classmethod
     def create_from_handle(cls, handle: Handle, reader_rank: int) -> Self:

@@ -10,16 +10,19 @@ public key, which is never sent over the connection, can connect at all.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import itertools
 import os
+import queue
 import re
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import zmq
 
 from nbengine.errors import NBEngineError
+from nbengine.ipc.frames import Part
 from nbengine.ipc.sockets import IPC_PREFIX, SocketOptions, make_socket
 
 READY = 0
@@ -91,6 +94,7 @@ class Publisher:
         """Readers that have shut down."""
         self.lost: set[int] = set()
         """Readers that are gone without having shut down."""
+        self._number = READY
 
     def look(self, timeout_ms: int = 0) -> None:
         """Take in who has come and gone; waits up to `timeout_ms` for the first such event."""
@@ -112,9 +116,19 @@ class Publisher:
         elif topic == _READER and rank not in self.left:
             self.lost.add(rank)
 
-    def send(self, frame: bytes) -> None:
-        """Queue a frame for all readers; does not wait."""
-        self._socket.send(frame)
+    def send(self, *parts: Part) -> int:
+        """Queue a message for all readers, without waiting, and return its number."""
+        self._number += 1
+        self._socket.send(_numbered(self._number, *parts))
+        return self._number
+
+    def send_ready(self) -> None:
+        """Say that all readers have connected."""
+        self._socket.send(_numbered(READY))
+
+    def send_closed(self) -> None:
+        """Say that nothing more comes."""
+        self._socket.send(_numbered(CLOSED))
 
     def unlink(self) -> None:
         """Remove the socket's file, if it has one; connections stay. Again does nothing."""
@@ -149,19 +163,47 @@ class Subscriber:
         self.frames: list[bytes] = []
         """Received and not yet used, oldest first."""
         self._rank = rank
+        self._lock = threading.Lock()
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One when `_take_in_for_main` is done; one too many only ends a wait early."""
         self._socket = make_socket(context, address, zmq.SUB, bind=False, options=options)
         self._monitor = self._socket.get_monitor_socket(_ENDS) if keys is not None else None
         self._socket.subscribe(b"")
         self._socket.subscribe(f"{_READER} {rank}".encode())
 
     def receive(self, timeout_ms: int) -> bool:
-        """Append the next frame to `frames`; False if none comes within `timeout_ms`."""
-        if not self._socket.poll(timeout_ms):
-            return False
-        with contextlib.suppress(zmq.Again):
-            # From C to C: no signal handler runs between receiving the frame and keeping it.
-            self.frames.extend(map(self._socket.recv, itertools.repeat(zmq.NOBLOCK, 1)))
-        return True
+        """Move what has come to `frames`, waiting up to `timeout_ms` for something; whether there is anything in it."""
+        with self._lock:
+            has_come = self._socket.poll(0 if self.frames else timeout_ms)
+        if has_come:
+            self._take_in()
+        return bool(self.frames)
+
+    def _take_in(self) -> None:
+        """Move one frame to `frames`, however often a signal handler raises meanwhile.
+
+        pyzmq runs signal handlers between taking a frame from the socket and returning it, so that the frame would be lost.
+        Only the main thread runs them: there, another thread takes the frame. It is waited for without the classes
+        of `threading`, whose own state an exception from a handler may break.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self._take_in_here()
+            return
+        while not self._tokens.empty():
+            self._tokens.get()
+        _thread.start_new_thread(self._take_in_for_main, ())
+        self._tokens.get()
+
+    def _take_in_for_main(self) -> None:
+        try:
+            self._take_in_here()
+        finally:
+            self._tokens.put(None)
+
+    def _take_in_here(self) -> None:
+        with self._lock, contextlib.suppress(zmq.Again):
+            if not self._socket.closed:
+                self.frames.append(self._socket.recv(zmq.NOBLOCK))
 
     def drop(self, before: int) -> None:
         """Forget the frames with numbers below `before`."""
@@ -174,13 +216,14 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the socket; a writer on another machine is told before."""
-        if self._monitor is not None:
-            if not self.disconnected():
-                self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
-                self._socket.linger = LINGER
-            self._socket.disable_monitor()
-            self._monitor.close()
-        self._socket.close()
+        with self._lock:
+            if self._monitor is not None:
+                if not self.disconnected():
+                    self._socket.subscribe(f"{_LEAVES} {self._rank}".encode())
+                    self._socket.linger = LINGER
+                self._socket.disable_monitor()
+                self._monitor.close()
+            self._socket.close()
 
 
 def number_of(frame: bytes) -> int:
@@ -188,6 +231,5 @@ def number_of(frame: bytes) -> int:
     return int.from_bytes(frame[:NUMBER_BYTES], "little")
 
 
-def numbered(number: int, *parts: bytes | memoryview) -> bytes:
-    """A frame."""
+def _numbered(number: int, *parts: Part) -> bytes:
     return b"".join((number.to_bytes(NUMBER_BYTES, "little"), *parts))

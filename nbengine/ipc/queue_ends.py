@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from nbengine.errors import PeerDiedError, QueueClosedError, QueueTimeoutError, WireError
 from nbengine.ipc.frames import Part, decode, encode
-from nbengine.ipc.overflow import CLOSED, NUMBER_BYTES, READY, Publisher, Subscriber, number_of, numbered
+from nbengine.ipc.overflow import CLOSED, NUMBER_BYTES, READY, Publisher, Subscriber, number_of
 from nbengine.ipc.shm_ring import RingReader, RingWriter
 from nbengine.ipc.waiting import LONGEST_SLEEP
 
@@ -32,15 +32,21 @@ class Taken(NamedTuple):
     obj: Any
 
 
-class QueueWriter:
-    """Writes to the readers on this machine through `ring` and `local`, and to those on others through `remote`."""
+class Shared(NamedTuple):
+    """The writer's way to the readers on its machine: the ring, and the socket for what does not fit into a chunk."""
 
-    def __init__(self, ring: RingWriter | None, local: Publisher | None, remote: Publisher | None) -> None:
-        self._ring = ring
+    ring: RingWriter
+    publisher: Publisher
+
+
+class QueueWriter:
+    """Writes to the readers on this machine through `local`, and to those on others through `remote`."""
+
+    def __init__(self, local: Shared | None, remote: Publisher | None) -> None:
         self._local = local
         self._remote = remote
-        self._publishers = [publisher for publisher in (local, remote) if publisher is not None]
-        self._number = READY
+        publishers = (local and local.publisher, remote)
+        self._publishers = [publisher for publisher in publishers if publisher is not None]
         self._closed = False
 
     def wait_until_ready(self, timeout: float | None) -> None:
@@ -56,56 +62,53 @@ class QueueWriter:
                     )
                 publisher.look(end.next_look())
                 self._check_readers()
-        if self._ring is not None:
-            self._ring.unlink()
+        if self._local is not None:
+            self._local.ring.unlink()
         for publisher in self._publishers:
             publisher.unlink()
-            publisher.send(numbered(READY))
+            publisher.send_ready()
 
     def enqueue(self, obj: object, timeout: float | None) -> None:
         """Send `obj` to every reader."""
         if self._remote is not None:
             self._check_readers()
         parts = encode(obj)
-        if self._ring is None:
-            self._send(self._remote, parts)
+        if self._local is None:
+            self._send_to_remote(parts)
             return
-        with self._ring.acquire_write(timeout) as chunk:
+        with self._local.ring.acquire_write(timeout) as chunk:
             if sum(map(len, parts)) < len(chunk):
                 _fill(chunk, parts)
             else:
                 # Before the chunk is published: who sees its number need not wait for a writer that has died since.
                 chunk[0] = _ELSEWHERE
-                _NUMBER.pack_into(chunk, 1, self._send(self._local, parts))
-            if self._remote is not None:
-                self._send(self._remote, parts)
+                _NUMBER.pack_into(chunk, 1, self._local.publisher.send(*parts))
+            self._send_to_remote(parts)
 
     def shutdown(self) -> None:
         """End the use of this end, from any thread."""
         self._closed = True
-        if self._ring is not None:
-            self._ring.shutdown()
+        if self._local is not None:
+            self._local.ring.shutdown()
 
     def close(self) -> None:
         """Tell the readers on other machines, and let go of everything."""
         if self._remote is not None:
-            self._remote.send(numbered(CLOSED))
-        if self._ring is not None:
-            self._ring.close()
+            self._remote.send_closed()
+        if self._local is not None:
+            self._local.ring.close()
         for publisher in self._publishers:
             publisher.close()
 
-    def _send(self, publisher: Publisher | None, parts: list[Part]) -> int:
-        self._number += 1
-        if publisher is not None:
-            publisher.send(numbered(self._number, *parts))
-        return self._number
+    def _send_to_remote(self, parts: list[Part]) -> None:
+        if self._remote is not None:
+            self._remote.send(*parts)
 
     def _check_readers(self) -> None:
         """Raise if this end has shut down, or if a reader has or is gone."""
         if self._closed:
             raise QueueClosedError("this end of a message queue has shut down")
-        if self._ring is not None and (dead := self._ring.find_dead()):
+        if self._local is not None and (dead := self._local.ring.find_dead()):
             raise dead
         for publisher in self._publishers:
             publisher.look()
@@ -207,7 +210,10 @@ class LocalReader(QueueReader):
         while True:
             subscriber.drop(number)
             if subscriber.frames:
-                return subscriber.frames[0]
+                frame = subscriber.frames[0]
+                if number_of(frame) != number:
+                    raise WireError(f"frame {number} of a message queue is lost")
+                return frame
             if not subscriber.receive(_LOOK_MS):
                 self.look_around()
 
@@ -222,7 +228,7 @@ class RemoteReader(QueueReader):
         frames = self._subscriber.frames
         while True:
             self.check_open()
-            if frames or self._subscriber.receive(end.next_look()):
+            if self._subscriber.receive(end.next_look()):
                 break
             self.look_around()
             if end.passed():

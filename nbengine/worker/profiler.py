@@ -45,7 +45,9 @@ class WorkerProfiler:
         UtilityError: nothing can be written to `directory`.
     """
 
-    def __init__(self, directory: str, max_steps: int, device: torch.device) -> None:
+    def __init__(self, directory: str, max_steps: int, device: torch.device, worker: str = "") -> None:
+        """`worker` tells the files of several workers apart: a part of their names."""
+        self._worker = f"-{worker}" if worker else ""
         self._directory = Path(directory)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -80,9 +82,8 @@ class WorkerProfiler:
         """
         self._end()
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = (
-            self._directory / f"nbengine-{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06}.trace.json.gz"
-        )
+        number = f"{os.getpid()}-{time.monotonic_ns() % 10**6:06}"
+        path = self._directory / f"nbengine-{stamp}{self._worker}-{number}.trace.json.gz"
         plain = path.with_suffix("")
         try:
             self._profile.export_chrome_trace(str(plain))

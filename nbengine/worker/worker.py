@@ -139,7 +139,7 @@ class Worker:
             self.layout,
             size(self.model.weights_bytes),
             self.device,
-            self.dtype,
+            str(self.dtype).removeprefix("torch."),
         )
 
     def worker_info(self) -> WorkerInfo:
@@ -281,7 +281,8 @@ class Worker:
         """
         if self._profiler is not None:
             raise UtilityError("a profile is being recorded already; stop_profile first")
-        self._profiler = WorkerProfiler(directory, max_steps, self.device)
+        worker = f"rank{self.layout.rank}" if self.layout.world_size > 1 else ""
+        self._profiler = WorkerProfiler(directory, max_steps, self.device, worker)
 
     def stop_profile(self) -> ProfileReport:
         """Write what has been recorded.

@@ -25,6 +25,12 @@ def address(array):
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
 
 
+def call_with(body, memory, number):
+    """Run `body(code, address of memory, number)`."""
+    function = compiled(body, parameters=2)
+    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(function.address)(memory.ctypes.data, number)
+
+
 def apply(operation, data, result, lanes=16):
     """Run `operation(code, vector)` over float32 data, storing float32."""
     packed = np.array([address(data), address(result), len(data)], np.int64)
@@ -129,8 +135,7 @@ def test_integer_operations_and_control_flow():
         code.store_int(code.load_int(scratch + 56), args + 40)
         code.copy(args, args + 48, count=2, size=4, target_step=8)
 
-    function = compiled(body, parameters=2)
-    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(function.address)(memory.ctypes.data, 51)
+    call_with(body, memory, 51)
     assert memory.tolist() == [702, 9, 47, 1, 2 + 22 + 42, 51, 702, 0]
 
 
@@ -151,3 +156,49 @@ def test_code_that_llvm_refuses_is_a_named_error():
     function.append_basic_block("no_terminator")
     with pytest.raises(NBEngineError, match="could not compile the CPU kernels"):
         compile_module(module, "function")
+
+
+def test_a_loop_runs_while_its_condition_holds_and_evaluates_it_before_each_round():
+    memory = np.zeros(2, np.int64)
+
+    def body(code, args, limit):
+        with code.loop_while(lambda: code.load_int(args).compare("<", limit)):
+            code.store_int(code.load_int(args) + 3, args)
+            code.store_int(code.load_int(args + 8) + 1, args + 8)
+
+    for limit, expected in ((7, [9, 3]), (0, [0, 0])):
+        memory[:] = 0
+        call_with(body, memory, limit)
+        assert memory.tolist() == expected
+
+
+def test_larger_chosen_and_atomic_integers():
+    memory = np.zeros(6, np.int64)
+
+    def body(code, args, n):
+        code.store_int(n.at_least(code.integer(9)), args)
+        code.store_int(n.at_least(code.integer(-9)), args + 8)
+        code.store_int(n.if_else(n.compare("==", 4), code.integer(-1)), args + 16)
+        code.store_int(n.if_else(n.compare("==", 5), code.integer(-1)), args + 24)
+        code.store_release(n + 1, args + 32)
+        code.fence()
+        code.store_int(code.load_acquire(args + 32), args + 40)
+
+    call_with(body, memory, 4)
+    assert memory.tolist() == [9, 4, 4, -1, 5, 5]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 13, 4096])
+def test_bytes_are_copied_and_no_others(nbytes):
+    memory = np.random.default_rng(nbytes).integers(0, 255, 3 * 4096, np.uint8)
+    expected = memory.copy()
+    expected[5000 : 5000 + nbytes] = memory[7 : 7 + nbytes]
+    call_with(lambda code, args, n: code.copy_bytes(args + 7, args + 5000, n), memory, nbytes)
+    assert (memory == expected).all()
+
+
+def test_functions_of_the_c_library_can_be_called():
+    memory = np.array([-5, 7], np.int64)
+    copy = ctypes.cast(ctypes.CDLL(None).memcpy, ctypes.c_void_p).value
+    call_with(lambda code, args, n: code.call_address(copy, args, args + 8, n), memory, 8)
+    assert memory.tolist() == [7, 7]

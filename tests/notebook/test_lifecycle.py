@@ -124,7 +124,7 @@ def test_two_notebooks_share_one_engine_and_have_another_each(start_kernel: Star
 def test_an_interrupted_start_leaves_nothing(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
     cell = kernel.start(start_line(load_seconds=60))
-    kernel.wait_for_text(cell, "▸ load")
+    kernel.wait_for_text(cell, "the model that writes the alphabet")
     processes = processes_of(engine_called("random-tiny"))
     kernel.interrupt()
     kernel.finish(cell, deadline=10)

@@ -8,7 +8,9 @@ import subprocess
 from collections.abc import Callable
 
 import psutil
+import pytest
 from process_support.engine_under_test import wait_for
+from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 
 from nbengine import LLM, AsyncLLM
 from nbengine.client.connection import ConnectionInfo
@@ -18,6 +20,11 @@ StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
 Script = Callable[[str], "subprocess.Popen[str]"]
 
+TWO_BY_TWO = {
+    "distributed_executor_backend": FAKE_WORKERS_EXECUTOR,
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+}
 ATTACH = """
 from nbengine import AsyncLLM
 llm = AsyncLLM.attach({name!r})
@@ -70,3 +77,25 @@ def test_an_engine_in_this_process_is_shown_as_this_process(start_llm: StartLLM)
     tree = start_llm(multiprocess=False).process_tree()
     assert tree.host is None
     assert [process.pid for process in tree.processes] == [os.getpid()]
+
+
+@pytest.mark.parametrize("multiprocess", [True, False])
+def test_workers_are_the_children_of_their_engine_core(start_llm: StartLLM, multiprocess: bool) -> None:
+    tree = start_llm(multiprocess=multiprocess, **TWO_BY_TWO).process_tree()
+    (core,) = tree.cores
+    assert (core.process.pid == os.getpid()) is not multiprocess
+    children = {child.pid for child in psutil.Process(core.process.pid).children(recursive=True)}
+    assert {worker.process.pid for worker in core.outside} == children
+    assert [worker.info.rank for worker in core.outside] == [0, 1, 2, 3]
+    assert all(worker.process.is_running for worker in core.outside)
+    assert [[worker.info.rank for worker in stage] for stage in core.stages] == [[0, 1], [2, 3]]
+
+
+def test_after_the_death_of_a_worker_all_are_shown_as_gone(start_async: StartAsync) -> None:
+    llm = start_async(**TWO_BY_TWO)
+    before = llm.process_tree()
+    os.kill(before.workers[2].process.pid, signal.SIGKILL)
+    wait_for(lambda: not any(p.is_running for p in llm.process_tree().engine_processes), "the engine's end")
+    after = llm.process_tree()
+    assert [worker.info for worker in after.workers] == [worker.info for worker in before.workers]
+    assert str(after).count("✗ gone") == 6

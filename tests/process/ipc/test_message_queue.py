@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +28,13 @@ class Child:
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, queue_end.__file__, *map(str, arguments)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.hello = self._read()
         self.pid = self._process.pid
+        self.hello: dict[str, Any] = {}
+        """What it says first."""
+
+    def greet(self) -> None:
+        """Wait for what it says first."""
+        self.hello = self._read()
 
     def ask(self, *command: object) -> None:
         """Begin something; returns when the process has begun."""
@@ -81,19 +88,28 @@ def directory(private_socket_dir: Path) -> Iterator[Path]:
     path = parent / f"nbengine-{private_socket_dir.name}-queues"
     path.mkdir(mode=0o700)
     yield path
-    path.rmdir()
+    shutil.rmtree(path)
 
 
 @pytest.fixture
-def start(no_leftovers: None, directory: Path, private_socket_dir: Path) -> Iterator[Start]:
+def sockets(private_socket_dir: Path) -> Iterator[Path]:
+    path = private_socket_dir / "queues"
+    path.mkdir(mode=0o700)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def start(no_leftovers: None, directory: Path, sockets: Path) -> Iterator[Start]:
     """Start a writer and its readers, each in a process of its own."""
     children: list[Child] = []
 
     def make(num_readers: int) -> tuple[Child, list[Child]]:
-        writer = Child("write", directory, private_socket_dir, num_readers)
-        children.append(writer)
-        for rank in range(num_readers):
-            children.append(Child("read", writer.hello["handle"], rank))
+        children.append(Child("write", directory, sockets, num_readers))
+        children[0].greet()
+        children.extend(Child("read", children[0].hello["handle"], rank) for rank in range(num_readers))
+        for reader in children[1:]:
+            reader.greet()
         return children[0], children[1:]
 
     yield make
@@ -102,7 +118,7 @@ def start(no_leftovers: None, directory: Path, private_socket_dir: Path) -> Iter
 
 
 @pytest.fixture
-def ready(start: Start, directory: Path) -> Start:
+def ready(start: Start, directory: Path, sockets: Path) -> Start:
     """The same, and all of them are ready."""
 
     def make(num_readers: int) -> tuple[Child, list[Child]]:
@@ -110,7 +126,7 @@ def ready(start: Start, directory: Path) -> Start:
         for child in (*readers, writer):
             child.ask("ready", 20)
         assert all("result" in child.answer() for child in (*readers, writer))
-        assert list(directory.iterdir()) == []
+        assert [*directory.iterdir(), *sockets.iterdir()] == []
         return writer, readers
 
     return make
@@ -136,8 +152,6 @@ def test_ten_thousand_messages_arrive_whole_and_in_order_though_all_are_stopped_
     for reader in readers:
         reader.ask("read_stream", STREAM)
     written: list[dict[str, Any]] = []
-    import threading
-
     waiting = threading.Thread(target=lambda: written.append(writer.answer()))
     waiting.start()
     disturb([writer, *readers], random.Random(5), lambda: not waiting.is_alive())
@@ -148,3 +162,81 @@ def test_ten_thousand_messages_arrive_whole_and_in_order_though_all_are_stopped_
         result = reader.answer()["result"]
         assert (result["count"], result["wrong"]) == (STREAM, [])
         assert result["interrupts"] > 0
+
+
+def test_what_a_dead_writer_has_sent_is_received_and_then_its_death_is_noticed(ready: Start) -> None:
+    writer, readers = ready(2)
+    for size in (10, 3 * queue_end.CHUNK):
+        writer.do("enqueue", size)
+    readers[0].ask("dequeue", 20)
+    assert readers[0].answer()["result"] == 10
+    assert readers[0].do("dequeue", 20) == 3 * queue_end.CHUNK
+    readers[0].ask("dequeue")
+    writer.kill()
+    answer = readers[0].answer()
+    assert answer["error"] == "PeerDiedError"
+    assert f"the writer of a message queue is gone: process {writer.pid}" in answer["message"]
+    assert answer["seconds"] < NOTICED
+    assert readers[1].do("dequeue", 20) == 10
+    assert readers[1].do("dequeue", 20) == 3 * queue_end.CHUNK
+    readers[1].ask("dequeue")
+    assert readers[1].answer()["error"] == "PeerDiedError"
+
+
+def test_a_writer_who_waits_for_room_notices_that_a_reader_is_dead(ready: Start) -> None:
+    writer, readers = ready(2)
+    writer.ask("fill")
+    for _ in range(queue_end.CHUNKS):
+        assert readers[0].do("dequeue", 20) == 1
+    readers[1].kill()
+    answer = writer.answer()
+    assert answer["error"] == "PeerDiedError"
+    assert f"reader 1 of a message queue is gone: process {readers[1].pid}" in answer["message"]
+    writer.do("shutdown")
+    readers[0].ask("dequeue")
+    assert readers[0].answer()["error"] == "QueueClosedError"
+
+
+def test_who_waits_is_woken_when_another_end_shuts_down(ready: Start) -> None:
+    writer, readers = ready(2)
+    readers[0].ask("dequeue")
+    writer.ask("fill")
+    while "result" in (answer := readers[0].answer()):
+        readers[0].ask("dequeue", 0.2)
+    assert answer["error"] == "QueueTimeoutError"
+    readers[1].do("shutdown")
+    assert "reader 1" in writer.answer()["message"]
+    readers[0].ask("dequeue")
+    writer.do("shutdown")
+    assert readers[0].answer()["error"] == "QueueClosedError"
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["writer", "reader"])
+def test_a_death_before_all_are_ready_is_noticed(start: Start, victim: int) -> None:
+    writer, readers = start(2)
+    if victim == 0:
+        writer.kill()
+        survivors = readers
+    else:
+        # Dead before it has connected to the socket, or after.
+        readers[0].kill()
+        survivors = [writer]
+    for child in survivors:
+        child.ask("ready", 20)
+        answer = child.answer()
+        assert answer["error"] == "PeerDiedError"
+        assert answer["seconds"] < NOTICED
+
+
+def test_a_stopped_process_only_delays_and_a_sleeping_one_costs_next_to_nothing(ready: Start) -> None:
+    writer, (reader,) = ready(1)
+    reader.ask("dequeue")
+    writer.send(signal.SIGSTOP)
+    time.sleep(1.0)
+    writer.send(signal.SIGCONT)
+    writer.do("enqueue", 10)
+    assert reader.answer()["result"] == 10
+    before = reader.do("cpu_seconds")
+    reader.ask("dequeue", 1.0)
+    assert reader.answer()["error"] == "QueueTimeoutError"
+    assert reader.do("cpu_seconds") - before < 0.1

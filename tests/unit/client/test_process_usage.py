@@ -71,7 +71,6 @@ def test_this_process_is_seen_as_it_is() -> None:
 
 def test_numbers_and_title_are_those_of_the_system(look: Any) -> None:
     assert look(session=1, parent=2) == ProcessUsage(PID, "python3 x.py", True, 5, 1.5, 3)
-    assert look(cmdline=[]).title == "python3"
 
 
 @pytest.mark.parametrize("attribute", ["status", "cmdline", "memory_info", "cpu_times", "num_threads"])
@@ -95,10 +94,28 @@ def test_what_another_user_hides_is_left_open(look: Any) -> None:
     assert look(cmdline=denied) == ProcessUsage(PID, is_running=True)
 
 
+@pytest.mark.parametrize(
+    ("command", "title"),
+    [
+        ("nbengine: core 0 my-engine", "nbengine: core 0 my-engine"),
+        ("/usr/bin/python3 -m ipykernel_launcher -f /run/k.json", "python3 -m ipykernel_launcher"),
+        ("/opt/python -P /home/me/x.py --token SECRET", "python -P x.py"),
+        ("python --option=SECRET x.py SECRET", "python x.py"),
+        ("python -c SECRET", "python"),
+        ("python", "python"),
+        ("", "python3"),
+    ],
+)
+def test_a_title_says_what_runs_and_keeps_arguments_out_of_saved_notebooks(
+    look: Any, command: str, title: str
+) -> None:
+    assert look(cmdline=command.split()).title == title
+
+
 def test_a_title_is_one_line_of_characters_that_steer_nothing(look: Any) -> None:
-    hostile = ["a\nb\tc", "\x1b[31m\x07", "\u202egnp\x00", "\udcff", "ä→日本"]
+    hostile = ["nbengine:", "a\nb\tc", "\x1b[31m\x07", "\u202egnp\x00", "\udcff", "ä→日本"]
     title = look(cmdline=hostile).title
-    assert title == "a b c \ufffd[31m\ufffd \ufffdgnp\ufffd \ufffd ä→日本"
+    assert title == "nbengine: a b c \ufffd[31m\ufffd \ufffdgnp\ufffd \ufffd ä→日本"
     assert printable(title) == title
     title.encode()
 

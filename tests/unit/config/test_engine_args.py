@@ -60,6 +60,15 @@ def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
         config_of(**{name: value})
 
 
+def test_several_pipeline_stages_do_not_schedule_ahead() -> None:
+    stages = {"model": "random-tiny", "pipeline_parallel_size": 2}
+    with pytest.raises(InvalidArgumentError, match="async_scheduling must be None or False with 2 pipeline"):
+        EngineArgs(**stages, async_scheduling=True).create_engine_config(bound=True)
+    for off in (None, False):
+        config = EngineArgs(**stages, async_scheduling=off).create_engine_config(bound=True)
+        assert config.scheduler.async_scheduling is off
+
+
 @pytest.mark.parametrize("name", ["", "module", "module:", ":Class", "a:b:c", 5])
 def test_a_logits_processor_is_named_by_module_and_class(name: Any) -> None:
     with pytest.raises(

@@ -75,6 +75,11 @@ def test_recording_ends_by_itself(tmp_path: Path) -> None:
     assert rows(report.summary)["aten::neg"][0] == 3
 
 
+def test_the_files_of_several_workers_are_told_apart(tmp_path: Path) -> None:
+    report = WorkerProfiler(str(tmp_path), 1, torch.device("cpu"), "rank1").stop()
+    assert "-rank1-" in Path(report.path).name
+
+
 def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UtilityError, match="no profile can be written to"):
