@@ -93,20 +93,16 @@ def test_requests_are_computed_by_workers_in_processes(start_workers, pp: int) -
     assert client.call("check_health") == (None, None)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_killed_while_the_engine_is_idle_ends_it_with_an_error(start_workers, rank: int) -> None:
-    engine = start_workers()
+def test_a_worker_killed_while_the_engine_is_idle_ends_it_with_an_error(start_workers) -> None:
+    engine, rank = start_workers(), 1
     client = engine.client().attach()
     pid = workers(engine, 2)[rank].pid
     os.kill(pid, signal.SIGKILL)
     expect_death(engine, client, rank, pid)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_killed_in_a_step_ends_the_engine_with_an_error_and_a_new_one_starts(
-    start_workers, rank: int
-) -> None:
-    engine = start_workers({"step_seconds": 3600})
+def test_a_worker_killed_in_a_step_ends_the_engine_with_an_error_and_a_new_one_starts(start_workers) -> None:
+    engine, rank = start_workers({"step_seconds": 3600}), 0
     client = engine.client().attach()
     client.add("r", [1])
     log = worker_log_path(engine.log_path, rank)
@@ -123,9 +119,8 @@ def test_a_worker_killed_in_a_step_ends_the_engine_with_an_error_and_a_new_one_s
     again.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_killed_while_it_loads_ends_the_start_with_an_error(start_workers, rank: int) -> None:
-    engine = start_workers({"load_seconds": 3600})
+def test_a_worker_killed_while_it_loads_ends_the_start_with_an_error(start_workers) -> None:
+    engine, rank = start_workers({"load_seconds": 3600}), 0
     client = engine.client()
     client.tell(client.attach_message())
     for _ in range(2):
@@ -170,7 +165,7 @@ def test_a_step_that_fails_in_a_worker_is_told_with_its_traceback(start_workers)
     engine.wait_gone()
 
 
-@pytest.mark.parametrize("kind", ["busy", "native", "native_with_lock", "stop"])
+@pytest.mark.parametrize("kind", ["native_with_lock", "stop"])
 def test_a_core_that_is_killed_leaves_no_worker_however_stuck(start_workers, kind: str) -> None:
     engine = start_workers({"ranks": {"1": {"at_token": 2, "step_by": kind}}})
     client = engine.client().attach()
@@ -185,13 +180,12 @@ def test_a_core_that_is_killed_leaves_no_worker_however_stuck(start_workers, kin
     assert time.monotonic() - start < NOTICED
 
 
-@pytest.mark.parametrize("kind", ["native", "busy"])
-def test_workers_end_by_themselves_when_core_and_host_are_killed_at_once(start_workers, kind: str) -> None:
-    engine = start_workers({"ranks": {"1": {"at_token": 2, "step_by": kind}}})
+def test_workers_end_by_themselves_when_core_and_host_are_killed_at_once(start_workers) -> None:
+    engine = start_workers({"ranks": {"1": {"at_token": 2, "step_by": "native"}}})
     client = engine.client().attach()
     client.add("r", [1])
     log = worker_log_path(engine.log_path, 1)
-    wait_for(lambda: f"{kind} begins" in log.read_text(), "the trouble")
+    wait_for(lambda: "native begins" in log.read_text(), "the trouble")
     running = workers(engine, 2)
     for process in (psutil.Process(engine.host.pid), engine.core()):
         process.suspend()
@@ -203,7 +197,7 @@ def test_workers_end_by_themselves_when_core_and_host_are_killed_at_once(start_w
     reap()
 
 
-@pytest.mark.parametrize("kind", [None, "native", "stop"])
+@pytest.mark.parametrize("kind", [None, "stop"])
 def test_an_engine_that_is_asked_to_end_does_though_a_worker_is_stuck(
     start_workers, kind: str | None
 ) -> None:
