@@ -46,7 +46,8 @@ class Scheduler(SchedulerState):
 
     A request whose known tokens are all planned has its next ones in flight. With `async_scheduling` it is
     planned further, as if it had them, up to the most tokens that it may have; what is computed beyond its end
-    is dropped. Otherwise it waits for them.
+    is dropped. Otherwise it waits for them, and with several stages a step leaves part of those that do not wait to
+    the steps that are to be in flight with it.
 
     Progress: the first running request can always take the blocks of all others, and a request that would
     not fit in the pool alone is refused, so every step with an unfinished request computes something, unless
