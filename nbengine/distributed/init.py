@@ -29,13 +29,14 @@ def init_parallel(
     init_method: str,
     directory: str,
     max_tensor_bytes: int,
+    dtype: torch.dtype | None = None,
     timeout: float = START_SECONDS,
 ) -> ParallelState:
     """Join the other workers of the engine; returns when all have come, and everything is connected.
 
     torch.distributed is initialised for the whole process, with NCCL for a GPU and gloo for a CPU, so a process can be
     in one engine at a time. `directory` is private to the engine (0700), `max_tensor_bytes` the size of the largest
-    tensor that is sent from stage to stage.
+    tensor that is sent from stage to stage, `dtype` the model's: what sums of it need is compiled now, if it is known.
 
     Raises:
         InvalidArgumentError: `init_method` is no place.
@@ -51,6 +52,8 @@ def init_parallel(
             from nbengine.distributed.shm_setup import share_memory
 
             ends = share_memory(layout, rendezvous, directory, max_tensor_bytes)
+            if ends.tp is not None and dtype is not None:
+                ends.tp.warm_up(dtype)
             return ParallelState(layout, ends.tp or SingleRank(), ends.previous, ends.next, world)
         state = _over_torch(layout, device, world)
         if not on_cpu:

@@ -59,6 +59,11 @@ class ShmCommunicator:
         """
         return create_memory(directory, size, size * SLOTS * SLOT_BYTES)
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile for a type, which takes some tenths of a second, once a process; else the first use does."""
+        if supports(dtype):
+            compile_all_reduce(self.size, ELEMENTS[dtype])
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator.all_reduce`."""
         if not supports(x.dtype):

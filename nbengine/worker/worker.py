@@ -352,6 +352,7 @@ class Worker:
             init_method=method,
             directory=self._files.shared_memory,
             max_tensor_bytes=num_rows * hidden_size * self.dtype.itemsize,
+            dtype=self.dtype,
         )
 
     def _max_model_len(self) -> int:
