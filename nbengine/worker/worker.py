@@ -328,7 +328,7 @@ class Worker:
     def _choose_device(self) -> torch.device:
         device = resolve_device(self.config.model)
         parallel, num_ranks = self.config.parallel, self.layout.world_size
-        if device.type == "cpu" or (num_ranks == 1 and parallel.distributed_init_method is None):
+        if device.type == "cpu" or self._is_alone():
             return device
         num_devices = torch.cuda.device_count()
         if num_devices < num_ranks:
@@ -341,9 +341,14 @@ class Worker:
         torch.cuda.set_device(device)
         return device
 
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to meet and no place to do it: in the process of its engine core, for instance."""
+        has_place = self.config.parallel.distributed_init_method is not None and self._files is not None
+        return self.layout.world_size == 1 and not has_place
+
     def _join(self) -> ParallelState:
         method = self.config.parallel.distributed_init_method
-        if is_encoder(self.hf_config) or (self.layout.world_size == 1 and method is None):
+        if is_encoder(self.hf_config) or self._is_alone():
             return SINGLE
         if method is None or self._files is None:
             raise NBEngineError(f"{self.layout}: a worker among others needs a place to meet them at")

@@ -99,9 +99,10 @@ def test_a_worker_joins_the_others_before_it_looks_at_memory(
 def test_a_worker_alone_joins_nobody_unless_it_is_told_where(
     tiny_config: EngineConfig, joins: list[dict[str, Any]]
 ) -> None:
-    worker = Worker(tiny_config)
-    worker.init_device()
-    assert worker._parallel is SINGLE
+    for config in (tiny_config, among_others(tiny_config, 1, 1)):
+        worker = Worker(config)
+        worker.init_device()
+        assert worker._parallel is SINGLE, "in the process of its engine core, which has no files for it"
     started(among_others(tiny_config, 1, 1))
     assert [call["layout"].world_size for call in joins] == [1]
 
