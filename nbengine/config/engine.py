@@ -72,7 +72,12 @@ class EngineConfig:
         backlog = self.client_backlog_bytes
         require("client_backlog_bytes", backlog, backlog >= 1, "at least 1")
         stages, ahead = self.parallel.pipeline_parallel_size, self.scheduler.async_scheduling
-        require("async_scheduling", ahead, not (ahead and stages > 1), f"None or False with {stages} pipeline stages")
+        require(
+            "async_scheduling",
+            ahead,
+            not (ahead and stages > 1),
+            f"None or False with {stages} pipeline stages",
+        )
 
 
 @dataclass(frozen=True)

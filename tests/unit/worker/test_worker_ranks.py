@@ -14,6 +14,7 @@ from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.models.registry import weights_bytes_of
+from nbengine.worker import joining
 from nbengine.worker import worker as worker_module
 from nbengine.worker.memory import CPU_CAP_BYTES, GIB
 from nbengine.worker.threads import TorchThreads
@@ -41,7 +42,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"layout": layout, "device": device, **place})
         return Joined(layout, SingleRank())
 
-    monkeypatch.setattr(worker_module, "init_parallel", join)
+    monkeypatch.setattr(joining, "init_parallel", join)
     return calls
 
 
@@ -125,7 +126,7 @@ def test_sizes_that_do_not_divide_the_model_are_refused_before_anyone_is_joined(
 def test_each_rank_has_a_gpu_of_its_own(
     tiny_config: EngineConfig, joins: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(joining, "resolve_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 2 * GIB))
     monkeypatch.setattr(worker_module, "WorkerMeter", lambda row, device: None)
