@@ -2,10 +2,11 @@
 
     python benchmarks/bench_message_queue.py [--json PATH] [--readers 1 2] [--reply one all]
 
-As the executor wires it: one queue carries the call of `execute_model` with the scheduler's output, a decoding step of 32 requests, to
-every worker; each worker has a queue of its own for its answer, a model runner's output. A round trip ends when the
-answer of the first worker ("one", as `execute_model` asks for), or of all, has been read. Workers are processes that compute
-nothing. `idle` is the processor time of a worker that has waited for a second, and goes on to, in percent of a core.
+As the executor wires it: one queue carries the call of `execute_model` with the scheduler's output, a
+decoding step of 32 requests, to every worker; each worker has a queue of its own for its answer, a model
+runner's output. A round trip ends when the answer of the first worker ("one", as `execute_model` asks for),
+or of all, has been read. Workers are processes that compute nothing. `idle` is the processor time of a worker
+that has waited for a second, and goes on to, in percent of a core.
 """
 
 from __future__ import annotations

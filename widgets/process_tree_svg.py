@@ -67,7 +67,7 @@ def page_part(tree: ProcessTree) -> str:
     # Where a page's SVG is taken out, as in a notebook that is not trusted, its words stay: without size, unseen.
     return (
         f'<div style="font-size:0">{draw(tree)}</div><details><summary>as text</summary>'
-        f'<pre style="margin:0;overflow-x:auto">{escape(str(tree))}</pre></details>'
+        f'<pre style="margin:0;overflow-x:auto;white-space:pre">{escape(str(tree))}</pre></details>'
     )
 
 
@@ -165,10 +165,8 @@ class _Picture:
         drawing.text(x, y, label.name, width=width, bold=True, muted=label.is_gone)
         for line in label.lines:
             y += LINE
-            if line == GONE:
-                drawing.text(x, y, line, width=width, bold=True, color=_RED)
-            else:
-                drawing.text(x, y, line, width=width, muted=True)
+            is_alarm = line == GONE
+            drawing.text(x, y, line, width=width, bold=is_alarm, muted=not is_alarm)
         drawing.close_group()
 
     def _core(self, core: CoreNode, label: _Label, x: float, beside: Rect | None = None) -> Rect:

@@ -83,13 +83,12 @@ class Drawing:
         anchor: str = "start",
         bold: bool = False,
         muted: bool = False,
-        color: str = "currentColor",
     ) -> None:
         """A line of text on the base line `y`, cut where it would be wider than `width`."""
         weight = ' font-weight="600"' if bold else ""
         faint = ' opacity="0.72"' if muted else ""
         self._elements.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}"{weight}{faint}>'
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="currentColor"{weight}{faint}>'
             f"{escape(fitted(text, width))}</text>"
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 from nbengine.client.base import BlockingClient
 from nbengine.config import EngineConfig
 from nbengine.engine.logs import describe_exception
-from nbengine.errors import EngineDeadError, NBEngineError, RequestError, UtilityError
+from nbengine.errors import EngineDeadError, EngineEndError, NBEngineError, RequestError, UtilityError
 from nbengine.ipc.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -70,7 +70,8 @@ class InprocClient(BlockingClient):
                 outputs, model_executed = self.engine_core.step_fn()
                 self.engine_core.post_step(model_executed)
         except Exception as error:
-            death = EngineDeadError(f"the engine failed: {describe_exception(error)}")
+            tail = error.log_tail if isinstance(error, EngineEndError) else ""
+            death = EngineDeadError(f"the engine failed: {describe_exception(error)}", tail)
             self._end(copy.copy(death))
             raise death from error
         return outputs.get(0) or EngineCoreOutputs()

@@ -105,6 +105,11 @@ class Peers:
     def __init__(self, watches: Mapping[int, ProcessWatch]) -> None:
         self._watches = watches
 
+    def close(self) -> None:
+        """Watch them no more."""
+        for watch in self._watches.values():
+            watch.close()
+
     def check(self, memory: SharedMemory) -> None:
         """Called now and then while one waits.
 

@@ -14,7 +14,12 @@ from nbengine.kernels.cpu_flags import Patience
 from nbengine.kernels.cpu_jit import Function
 
 SLOT_BYTES = 1 << 20
-ONE_PHASE_BYTES = 256 << 10
+"""Longer tensors take several rounds, each with a wait: with a quarter of this, 4 MiB take 1.3 to 2.7 times as long. Four
+times as much was no faster with three and four ranks."""
+ONE_PHASE_BYTES = 128 << 10
+"""Up to here a second phase costs more than it saves, with any number of ranks. With two ranks it never saves: 1 MiB is
+summed in 101 µs in one phase and 105 µs in two; with three it is 159 and 117 µs, with four (on two cores) 218 and 155 µs
+(`benchmarks/bench_all_reduce.py` has both against gloo, which takes 5 to 100 times as long)."""
 
 
 class ShmCommunicator:
@@ -60,9 +65,8 @@ class ShmCommunicator:
             return self._all_reduce_gathered(x)
         x = x.contiguous()
         compiled = compile_all_reduce(self.size, ELEMENTS[x.dtype])
-        self._exchange(
-            compiled.one_phase if x.nbytes <= ONE_PHASE_BYTES else compiled.two_phases, x, x.numel()
-        )
+        in_one = self.size == 2 or x.nbytes <= ONE_PHASE_BYTES
+        self._exchange(compiled.one_phase if in_one else compiled.two_phases, x, x.numel())
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -82,6 +86,7 @@ class ShmCommunicator:
     def close(self) -> None:
         """See `Communicator.close`."""
         self._memory.close()
+        self._peers.close()
 
     def _all_reduce_gathered(self, x: Tensor) -> Tensor:
         """The sum of a type for which nothing can be compiled here: float16 on an old processor, and integers."""

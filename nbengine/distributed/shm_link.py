@@ -22,7 +22,9 @@ class ShmLink:
 
     Tensor number n, from 1 on, goes through slot n % SLOTS. The sender raises its flag to n when it has written the
     slot; the receiver raises its own to n when it needs that tensor no more. The sender writes tensor n once the
-    receiver's flag is n - SLOTS or more; so it goes on at once unless the receiver is SLOTS behind.
+    receiver's flag is n - SLOTS or more; so it goes on at once unless the receiver is SLOTS behind. What is written before
+    a flag is raised is seen by who has seen the flag, and what was read before it is raised may be overwritten then
+    (`nbengine.kernels.cpu_flags`).
 
     Raises of all calls:
         PeerDiedError: the process at the other end is needed, and has ended.
@@ -77,6 +79,7 @@ class ShmLink:
     def close(self) -> None:
         """See `PipelineLink.close`."""
         self._memory.close()
+        self._peers.close()
 
     def _slot(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         slot = self._slots[number % SLOTS]

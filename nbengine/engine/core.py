@@ -88,6 +88,7 @@ class EngineCore:
             engine_index,
             async_scheduling=self.model_executor.async_scheduling,
             num_stages=config.parallel.pipeline_parallel_size,
+            max_concurrent_steps=self.model_executor.max_concurrent_batches,
             grammar_masks=self._structured_outputs,
         )
         self._block_hasher = self.scheduler.kv_cache_manager.block_hasher

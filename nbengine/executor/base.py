@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
+from nbengine.checks import require
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NotSupportedError
 from nbengine.executor.files import ExecutorFiles
@@ -76,19 +77,22 @@ class Executor(ABC):
         *,
         timeout: float | None = None,
         non_block: bool = False,
+        unique_reply_rank: int | None = None,
     ) -> Any:
         """Call a method of every worker.
 
         Args:
             timeout: seconds to wait for the answers, None for as long as it takes.
             non_block: return at once.
+            unique_reply_rank: the only rank that answers, where the others' answers are not needed.
 
         Returns:
-            The answers by rank (`list[Any]`), or with `non_block` a `Future` of them.
+            The answers by rank (`list[Any]`), or with `unique_reply_rank` the one; with `non_block` a `Future` of that.
 
         Raises:
             NBEngineError: workers have no such method.
-            EngineDeadError: the executor has been shut down.
+            TimeoutError: not all answers have come in time; the call may still be carried out.
+            EngineDeadError: the executor has been shut down, or a worker has ended.
         """
 
     @overload
@@ -190,3 +194,9 @@ class Executor(ABC):
         # Workers that share a memory look at it before any of them takes some.
         self.collective_rpc("check_kv_cache_fits", (num_blocks,))
         self.collective_rpc("initialize_kv_cache", (num_blocks,))
+
+
+def check_reply_rank(rank: int | None, num_workers: int) -> None:
+    """Raise `InvalidArgumentError` unless there is such a worker; nobody would answer."""
+    is_one = rank is None or 0 <= rank < num_workers
+    require("unique_reply_rank", rank, is_one, f"None or from 0 to {num_workers - 1}")

@@ -25,13 +25,13 @@ from nbengine.errors import (
     QueueClosedError,
     WireError,
 )
-from nbengine.executor.base import Executor, FailureCallback
+from nbengine.executor.base import Executor, FailureCallback, check_reply_rank
 from nbengine.executor.calls import FAILURE, Answer, PendingCalls
 from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure, WorkerReport
 from nbengine.executor.files import ExecutorFiles, OwnDirectories, make_own_files
 from nbengine.executor.watch import Watched, WorkerReady, WorkerWatch
 from nbengine.executor.worker_board import WorkerBoard
-from nbengine.executor.worker_proc import NOBODY, READY_TIMEOUT, WorkerSpec
+from nbengine.executor.worker_proc import NOBODY, WorkerSpec
 from nbengine.ipc.message_queue import MessageQueue
 from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
@@ -45,6 +45,8 @@ SHUTDOWN_GRACE, TERM_GRACE = 1.0, 0.3
 """Seconds that workers get to end by themselves, and after SIGTERM. Together less than a host gives an engine core."""
 VERDICT_SECONDS = 2 * SETTLE_SECONDS
 """How long the thread that watches the workers may take to say why a queue has broken."""
+READY_TIMEOUT = 60.0
+"""Seconds for the two ends of a queue to find each other, when all workers have loaded the model."""
 FULL_QUEUE_SECONDS = 0.05
 """How long a full queue of calls is waited for before answers are taken in, whose queues may be full, too."""
 _BROKEN = (QueueClosedError, PeerDiedError)
@@ -195,11 +197,7 @@ class MultiprocExecutor(Executor):
         non_block: bool = False,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Call a method of every worker; see `Executor.collective_rpc`.
-
-        Args:
-            unique_reply_rank: the only rank that answers; its answer alone is returned then.
-        """
+        check_reply_rank(unique_reply_rank, len(self._layouts))
         if self._failure is not None or self._closed:
             raise self._dead()
         self._broadcast((method, tuple(args), dict(kwargs or {}), unique_reply_rank))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.async_scheduling import schedules_asynchronously
-from nbengine.executor.base import Executor
+from nbengine.executor.base import Executor, check_reply_rank
 from nbengine.executor.files import ExecutorFiles
 from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
@@ -53,10 +53,14 @@ class UniProcExecutor(Executor):
         *,
         timeout: float | None = None,  # noqa: ARG002
         non_block: bool = False,
+        unique_reply_rank: int | None = None,
     ) -> Any:
+        check_reply_rank(unique_reply_rank, 1)
         function = None if method.startswith("_") else getattr(self._alive(), method, None)
         if not callable(function):
             raise NBEngineError(f"workers have no method {method!r}")
+        if unique_reply_rank is not None:
+            return self._call(lambda: function(*args, **(kwargs or {})), non_block=non_block)
         return self._call(lambda: [function(*args, **(kwargs or {}))], non_block=non_block)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *, non_block: bool = False) -> Any:

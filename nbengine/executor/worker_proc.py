@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 NOBODY = -1
 """Output rank of a call that is not answered. One that fails is the end of its worker, which says so over its line."""
-READY_TIMEOUT = 60.0
-"""Seconds for the two ends of a queue to find each other, when both are there."""
+ANSWER_BYTES = 1 << 18
+"""Largest answer that goes through shared memory: a step of 256 requests with ten log probabilities each has 60 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,11 @@ class WorkerProc:
         self.worker.init_device()
         self.worker.load_model()
         self._worker_response_mq = MessageQueue(
-            1, 1, directory=spec.files.shared_memory, socket_directory=spec.files.sockets
+            1,
+            1,
+            directory=spec.files.shared_memory,
+            socket_directory=spec.files.sockets,
+            max_chunk_bytes=ANSWER_BYTES,
         )
         self._async_output_queue: SimpleQueue[tuple[str, Any] | None] = SimpleQueue()
         self._async_output_thread = threading.Thread(
@@ -91,8 +95,9 @@ class WorkerProc:
         gc.freeze()
         handle = self._worker_response_mq.export_handle()
         self._tell(WorkerReady(handle, self._async_scheduling))
-        self._rpc_broadcast_mq.wait_until_ready(READY_TIMEOUT)
-        self._worker_response_mq.wait_until_ready(READY_TIMEOUT)
+        # However long the others take to load; should the executor end, so does this process.
+        self._rpc_broadcast_mq.wait_until_ready()
+        self._worker_response_mq.wait_until_ready()
         if self._async_scheduling:
             self._async_output_thread.start()
         logger.info("rank %d takes calls", self._rank)
@@ -188,11 +193,13 @@ def run_worker(spec: WorkerSpec, connection: Connection[Any, Any]) -> int:
     try:
         worker = WorkerProc(spec, connection)
         worker.start()
-    except Exception as error:
-        logger.exception("did not start")
+    except Exception as error:  # noqa: BLE001  # it is reported
+        report = WorkerReport.of("start", error)
+        report.log("this worker")
+        logger.error("did not start: %s", report.description)
         # The executor may be why: it is gone then.
         with contextlib.suppress(OSError):
-            connection.send(WorkerReport.of("start", error))
+            connection.send(report)
         return 1
     if not worker.worker_busy_loop():
         # The others may be inside an operation that this one takes part in: nothing can be ended in order.

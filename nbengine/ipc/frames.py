@@ -2,7 +2,7 @@
 
     [number of buffers: u32 | bytes of the pickle: u64 | the pickle] then, a buffer: [bytes: u64 | the buffer]
 
-Pickle runs what it is told to. It is for memory and sockets that no other user can reach, and for nothing else.
+Pickle runs what it is told to: it is only for memory and sockets that no other user can reach.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Part = bytes | memoryview
 
 
 def encode(obj: object) -> list[Part]:
-    """The parts of a message, to be put one after another. Buffers are not copied: they must not change until then.
+    """The parts of a message, to be put one after another; buffers are not copied until then.
 
     Raises:
         WireError: `obj` cannot be pickled.

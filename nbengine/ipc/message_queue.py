@@ -1,7 +1,8 @@
-"""Objects from one process to several others: over shared memory on one machine, over a socket to other machines.
+"""Objects from one process to several others, over shared memory or, to other machines, a socket.
 
-The writer makes a `MessageQueue` and gives its handle to each reader through a private channel, such as an inherited pipe. Each makes
-its end with `create_from_handle`; then all of them call `wait_until_ready`, after which no file is left that could outlive them.
+The writer makes a `MessageQueue` and gives its handle to each reader through a private channel, such as an
+inherited pipe. Each makes its end with `create_from_handle`; then all of them call `wait_until_ready`, after
+which no file is left that could outlive them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RemoteHandle:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What the readers need. It carries keys: for the readers alone, through a channel where nobody else can see it."""
+    """What the readers need. It carries keys: for the readers alone, through a channel that nobody else sees."""
 
     num_readers: int
     num_local_readers: int
@@ -54,13 +55,15 @@ class Handle:
 
 
 class MessageQueue:
-    """An end of a queue with one writer and `num_readers` readers, each of which gets every message, in order.
+    """An end of a queue with one writer and `num_readers` readers, who all get every message, in order.
 
-    The constructor makes the writer's end. The first `num_local_readers` (default: all) read from shared memory, the others over
-    TCP from `remote_address`, such as `tcp://10.0.0.1:*`, encrypted and authenticated.
+    The constructor makes the writer's end. The first `num_local_readers` (default: all) read from shared
+    memory, the others over TCP from `remote_address`, such as `tcp://10.0.0.1:*`, encrypted and
+    authenticated.
 
-    An end takes calls from any thread, one at a time: `shutdown` ends one that waits, `close` waits for it. An interrupted or failed
-    call leaves the queue usable: a message is sent to all readers on this machine or to none, and received once.
+    An end takes calls from any thread, one at a time: `shutdown` ends one that waits, `close` waits for it.
+    An interrupted or failed call leaves the queue usable: a message is sent to all readers on this machine or
+    to none, and received once.
 
     Args:
         num_readers: How many readers there are.

@@ -1,11 +1,13 @@
 """The sockets beside a ring: for messages that do not fit into a chunk, and for readers on other machines.
 
-The writer binds an XPUB socket, each reader connects a SUB socket. Each message is one frame: its number (8 bytes, little-endian),
-then what `nbengine/ipc/frames.py` makes. A reader says who it is by the topics it subscribes to, which no number begins with.
+The writer binds an XPUB socket, each reader connects a SUB socket. Each message is one frame: its number (8
+bytes, little-endian), then what `nbengine/ipc/frames.py` makes. A reader says who it is by the topics it
+subscribes to, which no number begins with.
 
-On one machine the socket is a file in a private directory. Pickle travels to other machines only over connections with
-CURVE keys (RFC 26/CurveZMQ): a reader takes messages from nobody but who has the writer's secret key, and only who knows the writer's
-public key, which is never sent over the connection, can connect at all.
+On one machine the socket is a file in a private directory. Pickle travels to other machines only over
+connections with CURVE keys (RFC 26/CurveZMQ): a reader takes messages from nobody but who has the writer's
+secret key, and only who knows the writer's public key, which is never sent over the connection, can connect
+at all.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ LINGER = 1000
 HEARTBEAT = 5000
 """Milliseconds between two signs of life on a connection to another machine; three missed ones end it."""
 NO_RECONNECTION = 10**9
-"""Milliseconds until a connection is tried again: what was missed meanwhile would be lost. The value that means never, -1,
-makes ZeroMQ throw away what was received and not yet read."""
+"""Milliseconds until a connection is tried again: what was missed meanwhile would be lost. The value that
+means never, -1, makes ZeroMQ throw away what was received and not yet read."""
 
 _ENDS = (
     zmq.EVENT_DISCONNECTED
@@ -172,7 +174,7 @@ class Subscriber:
         self._socket.subscribe(f"{_READER} {rank}".encode())
 
     def receive(self, timeout_ms: int) -> bool:
-        """Move what has come to `frames`, waiting up to `timeout_ms` for something; whether there is anything in it."""
+        """Move what has come to `frames`, waiting up to `timeout_ms`; whether there is anything in it."""
         with self._lock:
             has_come = self._socket.poll(0 if self.frames else timeout_ms)
         if has_come:
@@ -182,9 +184,9 @@ class Subscriber:
     def _take_in(self) -> None:
         """Move one frame to `frames`, however often a signal handler raises meanwhile.
 
-        pyzmq runs signal handlers between taking a frame from the socket and returning it, so that the frame would be lost.
-        Only the main thread runs them: there, another thread takes the frame. It is waited for without the classes
-        of `threading`, whose own state an exception from a handler may break.
+        pyzmq runs signal handlers between taking a frame from the socket and returning it, so that the frame
+        would be lost. Only the main thread runs them: there, another thread takes the frame. It is waited for
+        without the classes of `threading`, whose own state an exception from a handler may break.
         """
         if threading.current_thread() is not threading.main_thread():
             self._take_in_here()

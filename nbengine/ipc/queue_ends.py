@@ -1,9 +1,10 @@
 """The ends of a message queue, over a ring in shared memory and the sockets beside it.
 
-A chunk begins with a byte that says what follows: a message, or the number of the frame that brings it over the socket.
+A chunk begins with a byte that says what follows: a message, or the number of the frame that brings it over
+the socket.
 
-A reader keeps what it has decoded in `taken` until its caller has it, so that a `KeyboardInterrupt` loses nothing: CPython runs
-signal handlers at calls and backward jumps only, not between two assignments.
+A reader keeps what it has decoded in `taken` until its caller has it, so that a `KeyboardInterrupt` loses
+nothing: CPython runs signal handlers at calls and backward jumps only, not between two assignments.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Taken(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The writer's way to the readers on its machine: the ring, and the socket for what does not fit into a chunk."""
+    """The writer's way to readers on its machine: the ring, and the socket for what fits into no chunk."""
 
     ring: RingWriter
     publisher: Publisher
@@ -80,7 +81,7 @@ class QueueWriter:
             if sum(map(len, parts)) < len(chunk):
                 _fill(chunk, parts)
             else:
-                # Before the chunk is published: who sees its number need not wait for a writer that has died since.
+                # Before the chunk is published: who sees the number need not wait for a writer that died since.
                 chunk[0] = _ELSEWHERE
                 _NUMBER.pack_into(chunk, 1, self._local.publisher.send(*parts))
             self._send_to_remote(parts)

@@ -1,4 +1,4 @@
-"""A ring of chunks in shared memory: one process writes, a fixed number of others read, each of them every message.
+"""A ring of chunks in shared memory: one process writes, a fixed number of others read every message.
 
     data:     chunk 0 | chunk 1 | … | chunk C-1                      max_chunk_bytes each
     metadata: [written | read 0 | … | read N-1] of chunk 0, of chunk 1, …   a byte each
@@ -14,14 +14,16 @@ What the flags of a chunk say:
 
 The writer owns `written`, each reader its own flag between two writings, so no lock is needed, only an order.
 
-To write: `written` to 0; fence; fill the chunk; the readers' flags to 0; fence; `written` to 1. The other way round, 1 0 … 0
-would be seen while the chunk holds the last message or a torn one. To read: see the own flag 0; fence; see `written` 1;
-fence; read; fence; own flag to 1. The other way round, a reader could see `written` of the last message and, since the
-writer has gone on between its two looks, its own flag for the next, which is still being filled. Then, either way: fence,
-and wake who sleeps (`nbengine/ipc/waiting.py`). `tests/unit/ipc/ring_explorer.py` goes through every interleaving.
+To write: `written` to 0; fence; fill the chunk; the readers' flags to 0; fence; `written` to 1. The other way
+round, 1 0 … 0 would be seen while the chunk holds the last message or a torn one. To read: see the own flag
+0; fence; see `written` 1; fence; read; fence; own flag to 1. The other way round, a reader could see
+`written` of the last message and, since the writer has gone on between its two looks, its own flag for the
+next, which is still being filled. Then, either way: fence, and wake who sleeps (`nbengine/ipc/waiting.py`).
+`tests/unit/ipc/ring_explorer.py` goes through every interleaving.
 
-The memory is a file of its owner's alone (0600), in a directory that is private too, whose pages are reserved when it is made: a
-`/dev/shm` that is too small is an error then, not a SIGBUS later. The file can be unlinked when all readers have mapped it.
+The memory is a file of its owner's alone (0600), in a directory that is private too, whose pages are reserved
+when it is made: a `/dev/shm` that is too small is an error then, not a SIGBUS later. The file can be unlinked
+when all readers have mapped it.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ from nbengine.ipc.private import check_private
 from nbengine.ipc.waiting import Fence, Waiter, WakeWord
 
 MAX_CHUNK_BYTES = 1 << 20
-"""A step's plan for 256 requests has some 20 KB, a prompt of 32,000 tokens 160 KB; what is larger takes another way."""
+"""The plan of a decoding step of 256 requests has 16 KB, a prompt of 32,000 tokens 130 KB."""
 MAX_CHUNKS = 8
-"""With `MAX_CHUNK_BYTES` each, a ring is small beside the 64 MiB that a container has in `/dev/shm` unless asked for more."""
+"""Of `MAX_CHUNK_BYTES` each: several rings fit into the 64 MiB that a container's `/dev/shm` usually has."""
 _LINE = 64
 _PID, _CREATED = 8, 16
 _WRITER = 0
@@ -220,7 +222,9 @@ class RingWriter(ShmRingBuffer):
         self._writing = _Writing(self)
 
     def acquire_write(self, timeout: float | None = None) -> _Writing:
-        """Wait for a free chunk, to be filled in a `with` block; it is published at the block's end, not after an exception.
+        """Wait for a free chunk, to be filled in a `with` block.
+
+        It is published at the block's end, unless that is an exception.
 
         Raises:
             QueueTimeoutError: all chunks hold messages that some reader has not read, for `timeout` seconds.
@@ -243,7 +247,7 @@ class RingWriter(ShmRingBuffer):
         for reader in range(self.handle.num_readers):
             memory[written + 1 + reader] = 0
         self._fence()
-        # CPython runs signal handlers at calls and backward jumps only: a message is out exactly if it is counted.
+        # CPython runs signal handlers at calls and backward jumps only: what is out is counted.
         memory[written] = 1
         self.position += 1
         self._fence()
@@ -392,8 +396,8 @@ def _make_file(directory: str | Path, handle: RingHandle) -> mmap.mmap:
     except OSError as error:
         os.unlink(handle.path)
         raise NBEngineError(
-            f"no room for a message queue of {handle.size >> 10} KiB in {directory}: {error}; in a container, "
-            "/dev/shm may need to be larger (docker run --shm-size)"
+            f"no room for a message queue of {handle.size >> 10} KiB in {directory}: {error}; "
+            "in a container, /dev/shm may need to be larger (docker run --shm-size)"
         ) from error
     finally:
         os.close(descriptor)

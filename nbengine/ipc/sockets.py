@@ -28,10 +28,10 @@ def make_socket(
 ) -> zmq.Socket[bytes]:
     """Create a socket of `kind` (a `zmq.SocketType`) and bind or connect it.
 
-    The queues are unbounded unless `send_hwm` or `receive_hwm` (messages) say otherwise: a ROUTER silently drops what exceeds
-    its bound, and what a client may have outstanding is bounded by its lease. `linger` is how many
-    milliseconds `close` leaves for unsent messages. `options` are set before the socket is used.
-    The file of a bound `ipc://` socket is its owner's alone.
+    The queues are unbounded unless `send_hwm` or `receive_hwm` (messages) say otherwise: a ROUTER silently
+    drops what exceeds its bound, and what a client may have outstanding is bounded by its lease. `linger` is
+    how many milliseconds `close` leaves for unsent messages. `options` are set before the socket is used. The
+    file of a bound `ipc://` socket is its owner's alone.
 
     Raises:
         NBEngineError: the address cannot be bound or connected.

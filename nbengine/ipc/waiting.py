@@ -1,9 +1,10 @@
 """How one end of a ring in shared memory waits for another: a short spin, then sleep until it is woken.
 
-Each end has a *word* of its own in the shared memory, 1 while it sleeps or is about to. Nothing is lost between
-looking and falling asleep, by Dekker's rule: the sleeper writes its word, fences, looks again and only then sleeps;
-whoever changes something writes that, fences, and then looks at the word. On Linux sleep is `futex(2)` on the word,
-which does not begin when the word is 0 again. Elsewhere an end looks again at growing intervals.
+Each end has a *word* of its own in the shared memory, 1 while it sleeps or is about to. Nothing is lost
+between looking and falling asleep, by Dekker's rule: the sleeper writes its word, fences, looks again and
+only then sleeps; whoever changes something writes that, fences, and then looks at the word. On Linux sleep is
+`futex(2)` on the word, which does not begin when the word is 0 again. Elsewhere an end looks again at growing
+intervals.
 
 Every sleep is bounded by `LONGEST_SLEEP`; then the sleeper also asks whether the other processes still run.
 """
@@ -26,7 +27,7 @@ from nbengine.errors import PeerDiedError
 SPIN = 50e-6
 """Seconds of looking before sleep: what a step's answer takes to come when nothing is computed in between."""
 PATIENCE = 1e-3
-"""Seconds. Who waited longer than this the last time does not spin: the wait is for a model, which needs the core."""
+"""Seconds. Who last waited longer than this does not spin: the wait is for a model, which needs the core."""
 LONGEST_SLEEP = 0.05
 """Seconds until a sleeper looks up by itself."""
 SHORTEST_POLL = 50e-6
@@ -40,10 +41,11 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 class Fence:
     """A full memory fence: no load or store moves across a call.
 
-    CPython has none to offer, but taking a lock is an acquire and giving it back a release. On x86 the atomic instruction in
-    either is a full fence. Where it is not, as on ARM, what stands before one pair may still pass into it from above and what
-    stands after it from below; it takes two pairs, since an acquire never passes an earlier release (Arm Architecture Reference
-    Manual for A-profile, B2.3, "Barrier-ordered-before").
+    CPython has none to offer, but taking a lock is an acquire and giving it back a release. On x86 the atomic
+    instruction in either is a full fence. Where it is not, as on ARM, what stands before one pair may still
+    pass into it from above and what stands after it from below; it takes two pairs, since an acquire never
+    passes an earlier release (Arm Architecture Reference Manual for A-profile, B2.3,
+    "Barrier-ordered-before").
     """
 
     def __init__(self) -> None:

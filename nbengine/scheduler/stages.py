@@ -17,15 +17,15 @@ _due_step = attrgetter("due_step")
 
 
 class PipelineShares:
-    """What a step takes where as many of them as there are stages are to be in flight.
+    """What a step takes where several, one for each stage, are to be in flight.
 
     Only requests that get a token count: a chunk of a prompt leaves its request free for the next step, and the
     chunks of one prompt follow each other through the stages.
     """
 
-    def __init__(self, num_stages: int, chunk_limit: int) -> None:
-        """`chunk_limit` is the most tokens of one request in a step."""
-        self._num_stages = num_stages
+    def __init__(self, num_steps: int, chunk_limit: int) -> None:
+        """`num_steps` are to be in flight; `chunk_limit` is the most tokens of one request in a step."""
+        self._num_steps = num_steps
         self._chunk_limit = chunk_limit
 
     def in_turn(self, running: RequestQueue, num_in_flight: int) -> Iterable[Request]:
@@ -62,8 +62,8 @@ class PipelineShares:
     def _share(self, num_requests: int, num_free: int, num_in_flight: int) -> int:
         """Divide those that are in no step among the steps that are to come, and no step gets more than if all
         were divided anew."""
-        num_to_come = max(1, self._num_stages - num_in_flight)
-        return min(-(-num_requests // self._num_stages), -(-num_free // num_to_come))
+        num_to_come = max(1, self._num_steps - num_in_flight)
+        return min(-(-num_requests // self._num_steps), -(-num_free // num_to_come))
 
 
 def num_due(plan: SchedulerOutput) -> int:

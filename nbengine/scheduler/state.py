@@ -38,6 +38,7 @@ class SchedulerState:
         num_lookahead_tokens: int = 0,
         async_scheduling: bool = False,
         num_stages: int = 1,
+        max_concurrent_steps: int | None = None,
         grammar_masks: GrammarMaskBuilder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,6 +51,8 @@ class SchedulerState:
             async_scheduling: plan requests further while what was sampled for them is in flight.
             num_stages: of a pipeline, whose first stages know only the tokens that plans tell them: nothing is
                 scheduled ahead, and requests are shared out among as many steps.
+            max_concurrent_steps: how many steps can be in flight, if fewer than there are stages: requests are shared
+                out among these.
             grammar_masks: needed by requests that have a grammar.
             clock: timestamps of events and outputs, in seconds.
         """
@@ -87,7 +90,8 @@ class SchedulerState:
         self._chunk_limit = self.max_num_batched_tokens
         if self.enable_chunked_prefill and scheduler_config.long_prefill_token_threshold:
             self._chunk_limit = min(self._chunk_limit, scheduler_config.long_prefill_token_threshold)
-        self._shares = PipelineShares(num_stages, self._chunk_limit) if num_stages > 1 else None
+        num_steps = min(num_stages, max_concurrent_steps or num_stages)
+        self._shares = PipelineShares(num_steps, self._chunk_limit) if num_stages > 1 else None
         self._num_added = 0
         self._grammar_masks = grammar_masks
         self._structured: dict[str, Request] = {}

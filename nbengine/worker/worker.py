@@ -134,13 +134,8 @@ class Worker:
                 self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
         self._meter.measure_memory()
-        logger.info(
-            "%s has %s of weights on %s, %s",
-            self.layout,
-            size(self.model.weights_bytes),
-            self.device,
-            str(self.dtype).removeprefix("torch."),
-        )
+        weights, dtype = size(self.model.weights_bytes), str(self.dtype).removeprefix("torch.")
+        logger.info("%s has %s of weights on %s, %s", self.layout, weights, self.device, dtype)
 
     def worker_info(self) -> WorkerInfo:
         """Who this worker is and what it holds."""

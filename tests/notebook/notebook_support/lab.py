@@ -64,6 +64,8 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
         "LabApp.extension_manager": "readonly",
         "LabApp.news_url": None,
         "LabApp.app_settings_dir": settings,
+        "LabApp.user_settings_dir": directory / "user-settings",
+        "LabApp.workspaces_dir": directory / "workspaces",
     }
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
     with (directory / "server.log").open("wb") as log:

@@ -69,8 +69,9 @@ def test_a_notebooks_kernel_that_is_killed_with_its_group_leaves_nothing() -> No
     expect_nothing_left(script)
 
 
-def test_a_process_that_was_forked_does_not_keep_the_workers_alive() -> None:
-    script = Script(fork=True)
+@pytest.mark.parametrize("kind", ["", "native"])
+def test_a_process_that_was_forked_does_not_keep_the_workers_alive(kind: str) -> None:
+    script = Script((kind, kind), fork=True)
     child = psutil.Process(script.process.pid).children()
     (forked,) = [process for process in child if process not in script.workers]
     script.process.kill()

@@ -14,7 +14,7 @@ import pytest
 from process_support.fake_worker import FakeWorkersExecutor, StartExecutor, UnpicklableError
 
 from nbengine.engine.logs import worker_log_path
-from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError, WireError
+from nbengine.errors import EngineDeadError, EngineStartError, InvalidArgumentError, NBEngineError, WireError
 from nbengine.executor.files import ExecutorFiles
 
 
@@ -22,6 +22,8 @@ def test_every_rank_answers_and_a_unique_one_alone(executor: FakeWorkersExecutor
     assert executor.collective_rpc("rank") == [0, 1]
     assert executor.collective_rpc("rank", unique_reply_rank=1) == 1
     assert len(set(executor.collective_rpc("pid"))) == 2
+    with pytest.raises(InvalidArgumentError, match="unique_reply_rank must be None or from 0 to 1, got 2"):
+        executor.collective_rpc("rank", unique_reply_rank=2)
     args, kwargs = executor.collective_rpc("echo", (1, "x"), {"key": {2}})[1]
     assert (args, kwargs) == ((1, "x"), {"key": {2}})
 

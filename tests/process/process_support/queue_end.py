@@ -1,4 +1,4 @@
-"""A process at one end of a message queue, which does what it is told and says what came of it, a JSON line each.
+"""A process at one end of a message queue: does what it is told and says what came of it, a JSON line each.
 
     python queue_end.py write DIRECTORY SOCKET_DIRECTORY NUM_READERS    prints the handle first
     python queue_end.py read HANDLE RANK
@@ -29,7 +29,7 @@ DELAY = 1e-3
 
 
 def size_of(index: int) -> int:
-    """Bytes of message `index` of a stream: a third small, a third about a chunk's size, a third up to three chunks."""
+    """Bytes of message `index`: a third small, a third about a chunk's size, a third up to three chunks."""
     chooser = random.Random(index)
     low, high = ((0, 200), (CHUNK - 100, CHUNK + 100), (0, 3 * CHUNK))[index % 3]
     return chooser.randint(low, high)

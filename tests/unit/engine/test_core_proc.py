@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import zmq
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig
 from nbengine.engine.core_proc import EngineCoreProc, EngineShutdownState
 from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, ThreadFailed, Wakeup
-from nbengine.errors import NBEngineError
+from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.handshake import ControlDecoder
 from nbengine.ipc.messages import (
     CoreToHost,
@@ -90,6 +91,24 @@ def test_a_failed_thread_ends_the_loop_with_its_error_as_the_cause(rig: Rig) -> 
     with pytest.raises(NBEngineError, match="the nbengine-input thread failed") as caught:
         rig.core.run_busy_loop()
     assert caught.value.__cause__ is root
+
+
+def test_workers_that_end_by_themselves_end_an_idle_loop_with_their_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callbacks = []
+    monkeypatch.setattr(
+        FakeExecutor, "register_failure_callback", lambda _, callback: callbacks.append(callback)
+    )
+    rig = Rig()
+    death = EngineDeadError("worker 1 (TP1), pid 7, exited with status 3", "its last line")
+    watcher = threading.Timer(0.05, lambda: callbacks[0](death))
+    watcher.start()
+    with pytest.raises(EngineDeadError) as caught:
+        rig.core.run_busy_loop()
+    assert caught.value is death
+    watcher.join()
+    rig.close()
 
 
 def test_an_end_at_once_aborts_what_runs_and_tells_its_clients(rig: Rig) -> None:

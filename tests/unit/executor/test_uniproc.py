@@ -11,7 +11,13 @@ from dataclasses import replace
 import pytest
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError, NotSupportedError
+from nbengine.errors import (
+    EngineDeadError,
+    EngineStartError,
+    InvalidArgumentError,
+    NBEngineError,
+    NotSupportedError,
+)
 from nbengine.executor.base import Executor
 from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.executor.uniproc import UniProcExecutor
@@ -91,6 +97,9 @@ def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> Non
 
 
 def test_calls_workers_by_name(executor: UniProcExecutor) -> None:
+    assert executor.collective_rpc("model_info", unique_reply_rank=0) == executor.model_info()
+    with pytest.raises(InvalidArgumentError, match="unique_reply_rank must be None or from 0 to 0, got 1"):
+        executor.collective_rpc("model_info", unique_reply_rank=1)
     assert executor.collective_rpc("model_info") == [executor.model_info()]
     future = executor.collective_rpc("model_info", non_block=True)
     assert future.result() == [executor.model_info()]

@@ -1,20 +1,21 @@
 """Every interleaving of a writer and its readers on a ring, and what must hold in all of them.
 
 The ends are little programs whose instructions are the single loads, stores, fences and futex calls of
-`nbengine/ipc/shm_ring.py` and `nbengine/ipc/waiting.py`, named after the functions there. `explore` goes through all
-states that they can reach, on a machine with one of three kinds of memory:
+`nbengine/ipc/shm_ring.py` and `nbengine/ipc/waiting.py`, named after the functions there. `explore` goes
+through all states that they can reach, on a machine with one of three kinds of memory:
 
 - `SC`: a store is seen by all at once;
 - `TSO`, as x86: a store waits in its core's queue, and later loads of that core may overtake it;
 - `PSO`: stores to different places may overtake each other too.
 
-Loads happen in order on all of them, so what is said here of a fence between two loads is only that it does no harm. A
-fence, like a system call, waits until the core's stores are out. There is no clock: who sleeps is woken or sleeps for
-ever, so nothing here is owed to the bound on a sleep. What touches nothing but its own core is done at once, since no
-other core can tell when it happened.
+Loads happen in order on all of them, so what is said here of a fence between two loads is only that it does
+no harm. A fence, like a system call, waits until the core's stores are out. There is no clock: who sleeps is
+woken or sleeps for ever, so nothing here is owed to the bound on a sleep. What touches nothing but its own
+core is done at once, since no other core can tell when it happened.
 
-Checked: whoever reads a chunk finds the message that is due, whole; and when nothing can move any more, the writer has
-written all, and every reader has read all and, if the writer has shut down, knows that nothing more will come.
+Checked: whoever reads a chunk finds the message that is due, whole; and when nothing can move any more, the
+writer has written all, and every reader has read all and, if the writer has shut down, knows that nothing
+more will come.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class Memory(Enum):
 
 
 class Step(NamedTuple):
-    """One instruction. `cell` is the place it touches in each chunk in turn, the same one everywhere if there is one.
+    """One instruction. `cell` is the place it touches in each chunk in turn, the same one everywhere if there
+    is one.
 
     - `load`: go on at `to` if it finds `value`.
     - `expect`: a load that must find the number of the message.
-    - `store`: of `value`, or of the number of the message if that is None; then, with `counts`, on to the next message.
+    - `store`: of `value`, or of the number of the message if that is None; then, with `counts`, on to the
+      next message.
     - `fence`; `sleep` and `wake` on a word; `goto` `to`; `goto when all are written`; `end`.
     """
 
@@ -193,7 +196,7 @@ class Program:
 
 
 class End(NamedTuple):
-    """State of one end: where it is, how many messages it has done with, its stores that are not out, and whether it sleeps."""
+    """One end: where it is, how many messages it has done with, its stores not yet out, whether it sleeps."""
 
     place: int = 0
     done: int = 0

@@ -215,7 +215,7 @@ def test_what_cannot_be_pickled_or_unpickled_costs_only_itself(make_queue: MakeQ
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th place where CPython could run a signal handler: after a call, or in its beginning."""
+    """Raises KeyboardInterrupt at the n-th place where CPython runs signal handlers: as a call begins or ends."""
 
     def __init__(self, at: int) -> None:
         self._left = at

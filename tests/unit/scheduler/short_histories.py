@@ -22,6 +22,7 @@ def make_scheduler(
     lookahead: int = 0,
     ahead: bool = False,
     stages: int = 1,
+    max_concurrent_steps: int | None = None,
     grammar_masks: GrammarMaskBuilder | None = None,
     **config: Any,
 ) -> Scheduler:
@@ -35,6 +36,7 @@ def make_scheduler(
         num_lookahead_tokens=lookahead,
         async_scheduling=ahead,
         num_stages=stages,
+        max_concurrent_steps=max_concurrent_steps,
         grammar_masks=grammar_masks,
         clock=lambda: float(next(ticks)),
     )

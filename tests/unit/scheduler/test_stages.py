@@ -52,6 +52,17 @@ def test_requests_are_shared_out_evenly_among_the_steps_in_flight(num_stages: in
         assert num_requests < num_stages or min(lap) > 0, "no stage is idle"
 
 
+def test_one_step_at_a_time_takes_all_requests_and_tells_the_stages_their_tokens() -> None:
+    line = Pipeline(make_scheduler(stages=3, max_concurrent_steps=1, max_num_batched_tokens=64), 1)
+    for number in range(7):
+        add(line.scheduler, f"r{number}", 4, max_tokens=100)
+    line.step()
+    for _ in range(4):
+        told = line.step().scheduled_cached_reqs.new_token_ids
+        assert [len(tokens) for tokens in told.values()] == [1] * 7
+    assert line.sizes == [7] * 5
+
+
 def test_a_request_alone_is_in_every_step_that_it_can_be_in() -> None:
     line = pipeline(4)
     add(line.scheduler, "r", 4, max_tokens=50)
