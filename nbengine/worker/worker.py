@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from nbengine.config import EngineConfig
-from nbengine.distributed.communicator import SINGLE, ParallelState
-from nbengine.distributed.init import init_parallel
+from nbengine.distributed.communicator import SINGLE
 from nbengine.distributed.layout import ALONE, RankLayout
-from nbengine.errors import EngineStartError, NBEngineError, UtilityError
+from nbengine.errors import EngineStartError, UtilityError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.messages import WorkerInfo
@@ -23,7 +22,6 @@ from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_config import decoder_config
 from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
 from nbengine.models.loader import reload_weights
@@ -32,7 +30,6 @@ from nbengine.models.progress import ProgressCallback, Reporter
 from nbengine.models.registry import (
     load_encoder_model,
     load_model,
-    resolve_device,
     resolve_dtype,
 )
 from nbengine.models.sharding import check_parallel
@@ -46,6 +43,7 @@ from nbengine.units import size
 from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.footprint import Footprint
+from nbengine.worker.joining import choose_device, join
 from nbengine.worker.memory import (
     available_host_memory,
     check_kv_cache_fits,
@@ -102,9 +100,11 @@ class Worker:
         """
         self.hf_config = load_hf_config(self.config.model)
         check_parallel(self.hf_config, self.config.parallel)
-        self.device = self._choose_device()
+        self.device = choose_device(self.config, self.layout, self._files)
         self.dtype = resolve_dtype(self.config.model, self.hf_config, self.device)
-        self._parallel = self._join()
+        if self.layout.world_size > 1:
+            Reporter(self._progress, "load")("waiting for the other ranks")
+        self._parallel = join(self.config, self.hf_config, self.layout, self._files, self.device, self.dtype)
         # All ranks are here now, and none of them has loaded anything.
         self._free_at_start = self._free_memory()
         self._footprint = Footprint(self.config, self.hf_config, self.device, self.dtype, self.layout)
@@ -319,41 +319,6 @@ class Worker:
         self._threads.restore()
         gc.collect()
         torch.cuda.empty_cache()
-
-    def _choose_device(self) -> torch.device:
-        device = resolve_device(self.config.model)
-        parallel, num_ranks = self.config.parallel, self.layout.world_size
-        if device.type == "cpu" or (num_ranks == 1 and parallel.distributed_init_method is None):
-            return device
-        num_devices = torch.cuda.device_count()
-        if num_devices < num_ranks:
-            raise EngineStartError(
-                f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
-                f"{parallel.pipeline_parallel_size} needs {num_ranks} GPUs, and there are {num_devices}; "
-                f"lower them, or set device='cpu'"
-            )
-        device = torch.device("cuda", self.layout.rank)
-        torch.cuda.set_device(device)
-        return device
-
-    def _join(self) -> ParallelState:
-        method = self.config.parallel.distributed_init_method
-        if is_encoder(self.hf_config) or (self.layout.world_size == 1 and method is None):
-            return SINGLE
-        if method is None or self._files is None:
-            raise NBEngineError(f"{self.layout}: a worker among others needs a place to meet them at")
-        Reporter(self._progress, "load")("waiting for the other ranks")
-        # A step of one token may be padded to two.
-        num_rows = max(self.config.scheduler.max_num_batched_tokens, 2)
-        hidden_size = decoder_config(self.hf_config).hidden_size
-        return init_parallel(
-            self.layout,
-            self.device,
-            init_method=method,
-            directory=self._files.shared_memory,
-            max_tensor_bytes=num_rows * hidden_size * self.dtype.itemsize,
-            dtype=self.dtype,
-        )
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len

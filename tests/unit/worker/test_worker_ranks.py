@@ -14,6 +14,7 @@ from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.models.registry import weights_bytes_of
+from nbengine.worker import joining
 from nbengine.worker import worker as worker_module
 from nbengine.worker.memory import CPU_CAP_BYTES, GIB
 from nbengine.worker.threads import TorchThreads
@@ -41,7 +42,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"layout": layout, "device": device, **place})
         return Joined(layout, SingleRank())
 
-    monkeypatch.setattr(worker_module, "init_parallel", join)
+    monkeypatch.setattr(joining, "init_parallel", join)
     return calls
 
 
@@ -99,9 +100,10 @@ def test_a_worker_joins_the_others_before_it_looks_at_memory(
 def test_a_worker_alone_joins_nobody_unless_it_is_told_where(
     tiny_config: EngineConfig, joins: list[dict[str, Any]]
 ) -> None:
-    worker = Worker(tiny_config)
-    worker.init_device()
-    assert worker._parallel is SINGLE
+    for config in (tiny_config, among_others(tiny_config, 1, 1)):
+        worker = Worker(config)
+        worker.init_device()
+        assert worker._parallel is SINGLE, "in the process of its engine core, which has no files for it"
     started(among_others(tiny_config, 1, 1))
     assert [call["layout"].world_size for call in joins] == [1]
 
@@ -124,7 +126,7 @@ def test_sizes_that_do_not_divide_the_model_are_refused_before_anyone_is_joined(
 def test_each_rank_has_a_gpu_of_its_own(
     tiny_config: EngineConfig, joins: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(joining, "resolve_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 2 * GIB))
     monkeypatch.setattr(worker_module, "WorkerMeter", lambda row, device: None)
