@@ -148,7 +148,7 @@ async def test_log_probabilities_are_those_of_one_worker(case: Case) -> None:
 
 
 async def test_workers_draw_alike_without_a_seed_too(case: Case) -> None:
-    """If each had drawn its own token, they would go on from different ones, and the sums over workers be of nothing."""
+    """Had each drawn its own token, they would go on from different ones, and the logits would be of no text."""
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
     asked = [{"prompt_token_ids": ids} for ids in prompts(8, seed=8)]
     ours = await answers(case.engine, asked, [params] * len(asked))
