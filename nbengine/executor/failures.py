@@ -98,11 +98,11 @@ class WorkerFailure:
             return 0 if self.report.is_lost_peer else 2
         return 2 if self.status < 0 and self.status != -SIGABRT else 1
 
-    def describe(self, phase: str = "") -> str:
+    def describe(self) -> str:
         """One sentence: which worker, its pid, and how it ended."""
         who = f"{self.worker}, pid {self.pid},"
         if self.report is None:
-            return f"{who} {describe_status(self.status)}{phase}"
+            return f"{who} {describe_status(self.status)}"
         return f"{who} failed in {self.report.doing}: {self.report.description}"
 
     def start_error(self, log_tail: str) -> NBEngineError:
@@ -116,7 +116,8 @@ class WorkerFailure:
             return EngineStartError(f"{self.worker}: {error.cause}", error.log_tail or log_tail)
         if isinstance(error, NBEngineError):
             return error
-        return EngineStartError(self.describe(" while it started"), log_tail)
+        phase = "at the start, " if self.report is None else ""
+        return EngineStartError(f"{phase}{self.describe()}", log_tail)
 
 
 def worker_name(layout: RankLayout) -> str:

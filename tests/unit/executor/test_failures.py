@@ -168,7 +168,7 @@ def test_what_may_differ_between_workers_names_the_worker() -> None:
     bug = reported(1, RuntimeError("bug")).start_error("tail")
     assert bug.cause == "worker 1 (TP1 PP0), pid 101, failed in execute_model: RuntimeError: bug"
     death = ended(0, -signal.SIGSEGV).start_error("tail")
-    assert death.cause == "worker 0 (TP0 PP0), pid 100, was killed by signal 11 (SIGSEGV) while it started"
+    assert death.cause == "at the start, worker 0 (TP0 PP0), pid 100, was killed by signal 11 (SIGSEGV)"
 
 
 def test_only_what_was_not_raised_on_purpose_has_its_traceback_in_the_log(
