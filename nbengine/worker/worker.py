@@ -134,8 +134,9 @@ class Worker:
                 self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
         self._meter.measure_memory()
-        weights, dtype = size(self.model.weights_bytes), str(self.dtype).removeprefix("torch.")
-        logger.info("%s has %s of weights on %s, %s", self.layout, weights, self.device, dtype)
+        if self.layout.world_size > 1:
+            weights, dtype = size(self.model.weights_bytes), str(self.dtype).removeprefix("torch.")
+            logger.info("%s has %s of weights on %s, %s", self.layout, weights, self.device, dtype)
 
     def worker_info(self) -> WorkerInfo:
         """Who this worker is and what it holds."""

@@ -97,7 +97,7 @@ class World:
 
 
 class RankPool:
-    """Processes that live through all tests; those that have died are replaced before the next one."""
+    """Processes that live through many tests; those that have died are replaced before the next one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -120,9 +120,9 @@ class RankPool:
             rank.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """All tests' processes."""
+    """The processes of a module's tests."""
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
