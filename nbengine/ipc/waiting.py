@@ -1,4 +1,4 @@
-"""How one end of a ring in shared memory waits for another: a short spin, then sleep until it is woken.
+"""How one end of a ring in shared memory waits for another: a short spin when it may be due, else sleep until woken.
 
 Each end has a *word* of its own in the shared memory, 1 while it sleeps or is about to. Nothing is lost
 between looking and falling asleep, by Dekker's rule: the sleeper writes its word, fences, looks again and
@@ -24,10 +24,12 @@ from collections.abc import Callable
 
 from nbengine.errors import PeerDiedError
 
-SPIN = 50e-6
-"""Seconds of looking before sleep: what a step's answer takes to come when nothing is computed in between."""
-PATIENCE = 1e-3
-"""Seconds. Who last waited longer than this does not spin: the wait is for a model, which needs the core."""
+SPIN = 200e-6
+"""Seconds of looking before sleep: what an engine core takes from one step's answer to the next step's call with 32
+requests. With 50 µs, `benchmarks/bench_executor.py` has a step of a tiny model take 80 µs longer: both ends sleep."""
+LEAD = 200e-6
+"""Seconds. Who last waited longer than `SPIN` sleeps until this long before the same time has passed again, and looks
+from then on: steps of a model take about as long as those before them, and being woken costs 50 to 100 µs."""
 LONGEST_SLEEP = 0.05
 """Seconds until a sleeper looks up by itself."""
 SHORTEST_POLL = 50e-6
@@ -152,14 +154,20 @@ class Waiter:
             PeerDiedError: what `find_dead` returned.
         """
         start = time.monotonic()
-        found = (self._last_wait <= PATIENCE and self._spin(ready, start, timeout)) or self._sleep(
-            ready, start, timeout
-        )
+        found = self._look_when_due(ready, start, timeout) or self._sleep(ready, start, timeout)
         self._last_wait = time.monotonic() - start
         return found
 
-    def _spin(self, ready: Callable[[], bool], start: float, timeout: float | None) -> bool:
-        end = start + (SPIN if timeout is None else min(SPIN, timeout))
+    def _look_when_due(self, ready: Callable[[], bool], start: float, timeout: float | None) -> bool:
+        """Spin at the time at which the last wait ended; not at all when that was so late that nothing can be expected."""
+        nap = self._last_wait - LEAD if self._last_wait > SPIN else 0.0
+        if nap > LONGEST_SLEEP or (timeout is not None and timeout < nap):
+            return False
+        if nap > 0 and self._sleep(ready, start, nap):
+            return True
+        end = time.monotonic() + SPIN
+        if timeout is not None:
+            end = min(end, start + timeout)
         while time.monotonic() < end:
             os.sched_yield()
             if ready():

@@ -210,7 +210,7 @@ def read(ring: Ring, lockstep: Lockstep, reader: RingReader, rank: int) -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_the_code_does_step_by_step_what_the_explored_programs_do(ends, seed: int, monkeypatch) -> None:
-    monkeypatch.setattr(waiting, "PATIENCE", -1.0)
+    monkeypatch.setattr(waiting.Waiter, "_look_when_due", lambda *_: False)
     ring, lockstep, writer, readers = ends
     threads = [threading.Thread(target=write, args=(ring, lockstep, writer), daemon=True)]
     threads += [
