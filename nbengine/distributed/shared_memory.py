@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from nbengine.errors import EngineStartError, PeerDiedError, QueueClosedError
 from nbengine.ipc.liveness import ProcessWatch
+from nbengine.ipc.private import make_shared, map_shared
 from nbengine.kernels.cpu_flags import FLAG_BYTES, Patience
 from nbengine.worker.cgroup import ControlGroup
 
@@ -49,8 +49,7 @@ class SharedMemory:
 
     def __init__(self, handle: MemoryHandle) -> None:
         self.handle = handle
-        with _opened(handle.path) as descriptor:
-            memory = mmap.mmap(descriptor, handle.size)
+        memory = map_shared(handle.path, handle.size)
         self._over = ctypes.c_int64.from_buffer(memory)
         self.address = ctypes.addressof(self._over)
         """Where the word lies that is not 0 anymore when it is over."""
@@ -72,20 +71,14 @@ class SharedMemory:
 def create_memory(directory: str, num_flags: int, data_bytes: int) -> MemoryHandle:
     """Make a file for `SharedMemory`, its owner's alone, in a directory that is private too.
 
-    All its pages are reserved: a `/dev/shm` that is too small is an error now, not a SIGBUS later.
-
     Raises:
         EngineStartError: there is no room for it.
     """
     path = os.path.join(directory, f"tensors-{secrets.token_hex(8)}")
     handle = MemoryHandle(path, num_flags, data_bytes)
     try:
-        with _opened(path, os.O_CREAT | os.O_EXCL) as descriptor:
-            os.ftruncate(descriptor, handle.size)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, handle.size)
+        make_shared(path, handle.size).close()
     except OSError as error:
-        unlink(handle)
         raise EngineStartError(
             f"the {handle.size / 2**20:.1f} MiB of shared memory through which workers exchange tensors cannot be "
             f"had in {directory}: {error}"
@@ -137,12 +130,3 @@ def num_cores() -> int:
     """Cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, ControlGroup().cpu_limit() or cores)
-
-
-@contextlib.contextmanager
-def _opened(path: str, flags: int = 0) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

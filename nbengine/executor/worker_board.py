@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import secrets
-import stat
 from pathlib import Path
 
 from nbengine.checks import require, require_int
 from nbengine.errors import NBEngineError
+from nbengine.ipc.private import make_shared, map_shared
 from nbengine.metrics.stats import WorkerStats
 
 _WORDS = 8
@@ -74,16 +73,7 @@ class WorkerBoard:
         """
         size = _size(num_workers)
         path = Path(directory) / f"workers-{secrets.token_hex(16)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "r+b") as file:
-                # Written, not only made longer: a store to a page that there is no room for would end the process.
-                file.write(bytes(size))
-                file.flush()
-                return cls(mmap.mmap(file.fileno(), size), num_workers, path)
-        except BaseException:
-            path.unlink()
-            raise
+        return cls(make_shared(path, size), num_workers, path)
 
     @classmethod
     def attach(cls, path: str | Path, num_workers: int) -> WorkerBoard:
@@ -95,18 +85,9 @@ class WorkerBoard:
         """
         size = _size(num_workers)
         try:
-            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            return cls(map_shared(path, size), num_workers, Path(path))
         except OSError as error:
             raise NBEngineError(f"the workers' board {path} cannot be opened: {error.strerror}") from error
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-                raise NBEngineError(
-                    f"{path} is no board of {num_workers} workers: it has {status.st_size} bytes, not {size}"
-                )
-            return cls(mmap.mmap(descriptor, size), num_workers, Path(path))
-        finally:
-            os.close(descriptor)
 
     def row(self, rank: int) -> WorkerRow:
         """The row that the worker of this rank writes; its count of steps begins anew.

@@ -32,7 +32,6 @@ import contextlib
 import mmap
 import os
 import secrets
-import stat
 import struct
 import threading
 from abc import ABC, abstractmethod
@@ -43,7 +42,7 @@ from pathlib import Path
 from nbengine.checks import require, require_int
 from nbengine.errors import NBEngineError, PeerDiedError, QueueClosedError, QueueTimeoutError
 from nbengine.ipc.liveness import ProcessWatch, start_time
-from nbengine.ipc.private import check_private
+from nbengine.ipc.private import check_private, make_shared, map_shared
 from nbengine.ipc.waiting import Fence, Waiter, WakeWord
 
 MAX_CHUNK_BYTES = 1 << 20
@@ -379,39 +378,18 @@ def _aligned(size: int) -> int:
 
 
 def _make_file(directory: str | Path, handle: RingHandle) -> mmap.mmap:
-    """Create the file, reserve its memory and map it."""
     check_private(directory, "the directory of message queues")
     try:
-        descriptor = os.open(
-            handle.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        return make_shared(handle.path, handle.size)
     except OSError as error:
-        raise NBEngineError(f"cannot make a message queue in {directory}: {error}") from error
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, handle.size)
-        else:
-            os.ftruncate(descriptor, handle.size)
-        return mmap.mmap(descriptor, handle.size)
-    except OSError as error:
-        os.unlink(handle.path)
         raise NBEngineError(
             f"no room for a message queue of {handle.size >> 10} KiB in {directory}: {error}; "
             "in a container, /dev/shm may need to be larger (docker run --shm-size)"
         ) from error
-    finally:
-        os.close(descriptor)
 
 
 def _map_file(handle: RingHandle) -> mmap.mmap:
     try:
-        descriptor = os.open(handle.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return map_shared(handle.path, handle.size)
     except OSError as error:
         raise NBEngineError(f"cannot attach to the message queue {handle.path}: {error}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != handle.size:
-            raise NBEngineError(f"{handle.path} is not the message queue that was handed over")
-        return mmap.mmap(descriptor, handle.size)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from nbengine.errors import WireError
-from nbengine.ipc.private import check_private
+from nbengine.ipc.private import check_private, opened
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class ShmTensorReceiver:
     def _opened(self, place: TensorHandle, num_bytes: int) -> Iterator[int]:
         """Open the arena, which must be a plain file of this user's, with no other name, that has the slot."""
         # Without O_NONBLOCK, opening a FIFO would wait for the other end.
-        with _opened(os.path.join(self._directory, place.name), os.O_NONBLOCK) as descriptor:
+        with opened(os.path.join(self._directory, place.name), os.O_NONBLOCK) as descriptor:
             status = os.fstat(descriptor)
             plain = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
             if not plain or not 0 < num_bytes <= status.st_size - place.offset - _HEADER_BYTES:
@@ -197,7 +197,7 @@ class _Arena:
         self._head = 0
         self._allocated = 0
         self._tickets = 0
-        with _opened(path, os.O_CREAT | os.O_EXCL) as descriptor:
+        with opened(path, os.O_CREAT | os.O_EXCL) as descriptor:
             try:
                 os.ftruncate(descriptor, capacity)
                 self._map = mmap.mmap(descriptor, capacity)
@@ -218,7 +218,7 @@ class _Arena:
         end = offset + size
         if end > self._allocated:
             # Writing to a page that cannot be had would be a SIGBUS.
-            with _opened(self._path) as descriptor:
+            with opened(self._path) as descriptor:
                 os.posix_fallocate(descriptor, self._allocated, end - self._allocated)
             self._allocated = end
         self._tickets += 1
@@ -252,15 +252,6 @@ class _Arena:
         else:
             start, limit = self._head, slots[0]
         return start if size <= limit - start else None
-
-
-@contextlib.contextmanager
-def _opened(path: str, flags: int = 0) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _checked(handle: dict[str, Any]) -> TensorHandle:
