@@ -164,7 +164,7 @@ def test_a_reader_attaches_once_to_the_ring_that_was_handed_over(
             RingReader(writer.handle, rank)
     with pytest.raises(NBEngineError, match="taken before"):
         RingReader(writer.handle, 0)
-    with pytest.raises(NBEngineError, match="not the file of .* bytes that was handed over"):
+    with pytest.raises(NBEngineError, match=r"not the file of .* bytes that was handed over"):
         RingReader(replace(writer.handle, max_chunks=4), 0)
     link = directory / "link"
     link.symlink_to(writer.handle.path)
