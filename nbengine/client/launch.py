@@ -103,9 +103,9 @@ def discarded_on_error(info: ConnectionInfo) -> Iterator[None]:
 
 
 def host_exit(info: ConnectionInfo) -> str | None:
-    """How the host ended, as in "was killed by …", if this process started it and it has ended."""
+    """How a host that looks gone ended, as in "was killed by …", if this process started it."""
     child = _children.get(info.run_dir)
-    status = None if child is None else child.process.poll()
+    status = None if child is None else _status_of_gone(child)
     return None if status is None else describe_status(status)
 
 
@@ -113,10 +113,15 @@ def bury_child(run_dir: str) -> None:
     """Take note of the end of a host, if it was this process that started it, so that it is no zombie."""
     child = _children.get(run_dir)
     if child is not None:
-        # Its other threads may take a moment longer than the one that makes it look gone.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(BURIAL_TIMEOUT)
+        _status_of_gone(child)
         _forget_child(run_dir)
+
+
+def _status_of_gone(child: _Child) -> int | None:
+    """Exit status of a process that looks gone: its other threads may take a moment longer than the first one."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.process.wait(BURIAL_TIMEOUT)
+    return None
 
 
 def _forget_child(run_dir: str) -> None:
