@@ -29,7 +29,8 @@ SPIN = 200e-6
 requests. With 50 µs, `benchmarks/bench_executor.py` has a step of a tiny model take 80 µs longer: both ends sleep."""
 LEAD = 200e-6
 """Seconds. Who last waited longer than `SPIN` sleeps until this long before the same time has passed again, and looks
-from then on: steps of a model take about as long as those before them, and being woken costs 50 to 100 µs."""
+from then on: steps of a model take about as long as those before them, and a step whose answer is looked for, not
+slept for, ends 70 to 110 µs earlier (`benchmarks/bench_executor.py`)."""
 LONGEST_SLEEP = 0.05
 """Seconds until a sleeper looks up by itself."""
 SHORTEST_POLL = 50e-6

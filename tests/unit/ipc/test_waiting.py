@@ -96,6 +96,8 @@ def test_what_comes_later_than_expected_is_slept_for_after_a_short_look(waiter: 
 
 def test_nothing_is_looked_for_after_a_wait_so_long_that_nothing_is_due(waiter: Waiter, clock: Clock) -> None:
     wait(waiter, clock, 10.0)
+    assert wait(waiter, clock, 10.0)
+    assert not clock.looks
     assert wait(waiter, clock, 0.04)
     assert not clock.looks
 
