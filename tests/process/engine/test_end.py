@@ -40,16 +40,19 @@ def test_a_shutdown_aborts_streams_then_says_dead_then_expected(start_engine) ->
     engine.wait_gone()
 
 
-def test_a_draining_shutdown_finishes_what_runs_and_takes_nothing_new(start_engine) -> None:
-    engine = start_engine({"step_seconds": 0.02})
+def test_a_draining_shutdown_finishes_what_runs_and_takes_nothing_new(start_engine, tmp_path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    engine = start_engine({"hold": str(hold)})
     client = engine.client().attach()
     client.add("r", [1], max_tokens=30)
-    client.read_until(lambda: client.tokens("r"))
+    wait_for(lambda: "a step is held" in engine.log(), "the step")
     client.tell(Shutdown(drain=True))
     late = engine.client()
     late.tell(late.attach_message())
     assert late.hear(EngineDead).expected
     client.add("late", [1])
+    hold.unlink()
     client.wait_finished("late", "r")
     assert client.finish_reason("late") is FinishReason.ERROR
     assert len(client.tokens("r")) == 30

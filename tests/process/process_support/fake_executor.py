@@ -2,10 +2,10 @@
 given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
-long a step takes), `hidden_size`, `fail_load` (a message), `load_seconds`, `fail_at_token` (a token id that breaks the
-model), `fail_wake_up` (a message), `workers` (how many there seem to be: all rows of the board are written by this
-process, worker r holding 1000 + r bytes and taking r seconds longer than `step_seconds`). While it sleeps it cannot
-compute.
+long a step takes), `hold` (a path: no step ends while that file is there), `hidden_size`, `fail_load` (a message),
+`load_seconds`, `fail_at_token` (a token id that breaks the model), `fail_wake_up` (a message), `workers` (how many
+there seem to be: all rows of the board are written by this process, worker r holding 1000 + r bytes and taking r
+seconds longer than `step_seconds`). While it sleeps it cannot compute.
 
 Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
@@ -120,6 +120,7 @@ class FakeExecutor(Executor):
             if seconds > 60:
                 logger.warning("an endless step begins")
             time.sleep(seconds)
+            self.wait_while_held()
             for rank, row in enumerate(self.rows_of_workers):
                 row.set_memory(1000 + rank)
                 row.end_step(seconds + rank)
@@ -147,6 +148,13 @@ class FakeExecutor(Executor):
         done_prompts = [name for name in self.prompt_logprobs if tokens.get(name)]
         output.prompt_logprobs = {name: self.prompt_logprobs.pop(name) for name in done_prompts}
         return output
+
+    def wait_while_held(self) -> None:
+        hold = self.knobs.get("hold", "")
+        if os.path.exists(hold):
+            logger.warning("a step is held")
+        while os.path.exists(hold):
+            time.sleep(0.001)
 
     def next_token(self, request_id: str) -> int:
         token = (self.last_token[request_id] + 1) % self.vocab_size
