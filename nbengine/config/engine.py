@@ -79,6 +79,11 @@ class EngineConfig:
             f"None or False with {stages} pipeline stages",
         )
 
+    @property
+    def lock_step(self) -> bool:
+        """Whether the engine cores step together, in waves: their workers compute the experts for each other."""
+        return self.model.is_moe
+
 
 @dataclass(frozen=True)
 class EngineArgs:
@@ -126,6 +131,9 @@ class EngineArgs:
     distributed_executor_backend: str | None = None
     data_parallel_backend: str = "mp"
     distributed_init_method: str | None = None
+    data_parallel_address: str | None = None
+    data_parallel_prefix_affinity: bool = False
+    ray_address: str | None = None
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
     client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
@@ -209,6 +217,9 @@ class EngineArgs:
                 distributed_executor_backend=self.distributed_executor_backend,
                 data_parallel_backend=self.data_parallel_backend,
                 distributed_init_method=self.distributed_init_method,
+                data_parallel_address=self.data_parallel_address,
+                data_parallel_prefix_affinity=self.data_parallel_prefix_affinity,
+                ray_address=self.ray_address,
             ),
             keep_alive=float(self.keep_alive),
             lease=float(self.lease),
@@ -223,16 +234,10 @@ AsyncEngineArgs = EngineArgs
 
 
 def _refuse_unsupported(args: EngineArgs) -> None:
-    if args.data_parallel_size > 1:
-        raise NotSupportedError(
-            f"data_parallel_size={args.data_parallel_size} is not available yet; only 1 is"
-        )
     if args.distributed_executor_backend == "ray":
         raise NotSupportedError("distributed_executor_backend='ray' is not available yet; 'uni' and 'mp' are")
     if args.data_parallel_backend == "ray":
         raise NotSupportedError("data_parallel_backend='ray' is not available yet; only 'mp' is")
-    if args.enable_expert_parallel:
-        raise NotSupportedError("enable_expert_parallel=True is not available yet")
     if args.quantization is not None:
         raise NotSupportedError(
             f"quantization={args.quantization!r} is not available yet; GGUF files load as they are"

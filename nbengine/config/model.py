@@ -38,6 +38,8 @@ class ModelConfig:
 
     directory: str = ""
     weights: tuple[str, ...] = ()
+    is_moe: bool = False
+    """Whether the model found has a mixture of experts, which the engine cores compute together."""
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)

@@ -17,15 +17,23 @@ class ParallelConfig:
     `distributed_executor_backend` may also name an `Executor` of one's own, as "module:Class".
     `distributed_init_method` is where the workers find each other, "tcp://127.0.0.1:29500" for instance; None is a
     file in the engine's own directory, which nobody else can take or reach.
+    `data_parallel_rank` is that of the engine core that has this configuration. `data_parallel_address` is the
+    address of this machine that engine cores on others reach it by, None to find it out; `ray_address` that of the Ray cluster,
+    None for the one that runs here. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
+    to be cached.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
     enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
     data_parallel_backend: str = "mp"
     distributed_init_method: str | None = None
+    data_parallel_address: str | None = None
+    data_parallel_prefix_affinity: bool = False
+    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):

@@ -34,6 +34,32 @@ class Communicator(Protocol):
         """Leave the group; without waiting for the others."""
 
 
+class DataParallelGroup(Protocol):
+    """One end of the group of the workers that have the same place in every engine core.
+
+    Every rank makes the same calls in the same order; how many tokens it has is its own business.
+    """
+
+    rank: int
+    size: int
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Tell the others how many tokens this rank has in the step that begins, 0 in a dummy batch, and hear the
+        same of them."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' x [own tokens, hidden], one after the other in rank order, [all tokens, hidden]."""
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's tokens [own tokens, hidden] of the sum of all ranks' x [all tokens, hidden]."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank's `flag` is set."""
+
+    def close(self) -> None:
+        """Leave the group; without waiting for the others."""
+
+
 class PipelineLink(Protocol):
     """One end of a line of tensors from a stage to the next, in order."""
 
@@ -75,20 +101,46 @@ class SingleRank:
         """Nothing is held."""
 
 
+class SingleGroup:
+    """The data-parallel group of a worker whose engine core is the only one."""
+
+    rank = 0
+    size = 1
+
+    def begin_step(self, num_tokens: int) -> None:
+        """There is nobody to tell."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x`."""
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """`x`."""
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """`flag`."""
+        return flag
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 @dataclass(frozen=True)
 class ParallelState:
-    """A worker's place, its tensor-parallel group, its lines from the stage before and to the next one, and what all
-    of them are in."""
+    """A worker's place, its tensor-parallel group, its lines from the stage before and to the next one, what all of
+    them are in, and its data-parallel group."""
 
     layout: RankLayout = ALONE
     tp: Communicator = field(default_factory=SingleRank)
     previous: PipelineLink | None = None
     next: PipelineLink | None = None
     world: World | None = None
+    dp: DataParallelGroup = field(default_factory=SingleGroup)
 
     def close(self) -> None:
         """Leave the group and let go of the lines."""
-        for end in (self.tp, self.previous, self.next, self.world):
+        for end in (self.tp, self.dp, self.previous, self.next, self.world):
             if end is not None:
                 end.close()
 

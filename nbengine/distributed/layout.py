@@ -10,18 +10,40 @@ from nbengine.config import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Where one worker stands. Tensor-parallel neighbours have neighbouring ranks: rank = pp_rank * tp_size + tp_rank."""
+    """Where one worker stands. Tensor-parallel neighbours have neighbouring ranks: rank = pp_rank * tp_size + tp_rank.
+
+    `rank` is its number within its engine core, which is number `dp_rank` of `dp_size`.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
 
     @classmethod
     def of(cls, rank: int, parallel: ParallelConfig) -> RankLayout:
         """The place of a worker of one engine core, 0 <= rank < parallel.world_size."""
         tp_size = parallel.tensor_parallel_size
-        return cls(rank % tp_size, tp_size, rank // tp_size, parallel.pipeline_parallel_size)
+        return cls(
+            rank % tp_size,
+            tp_size,
+            rank // tp_size,
+            parallel.pipeline_parallel_size,
+            parallel.data_parallel_rank,
+            parallel.data_parallel_size,
+        )
+
+    @property
+    def expert_rank(self) -> int:
+        """Its number among the `expert_size` workers that compute the experts of a layer together."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def expert_size(self) -> int:
+        """Workers that compute the experts of a layer together: those of one stage of all engine cores."""
+        return self.dp_size * self.tp_size
 
     @property
     def rank(self) -> int:

@@ -32,6 +32,8 @@ from nbengine.ipc.messages import (
     HostToCore,
     LeaseLost,
     Progress,
+    Scaled,
+    ScaleElasticEP,
     Shutdown,
     ShutdownEngine,
 )
@@ -207,6 +209,9 @@ class HostState:
                 self._askers.append(identity)
                 notice = EngineDead(cause="the engine was shut down", expected=True)
                 return self._stop(notice, drain=drain, now=now)
+            case ScaleElasticEP():
+                refusal = Scaled(len(self._ranks), "the number of engine cores cannot be changed yet")
+                return [ToClient(identity, refusal)]
 
     def _attach(self, identity: bytes, attach: Attach, now: float) -> list[Action]:
         if self._notice is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -30,6 +30,43 @@ NOTEBOOK_VARIABLES = (
     "GIT_PAGER",
 )
 """What a Jupyter kernel sets for itself and an engine must not inherit."""
+
+
+class CoreHandle(Protocol):
+    """A running engine core, on this machine or another."""
+
+    rank: int
+    incarnation: int
+
+    @property
+    def pid(self) -> int:
+        """Of its process, on its machine."""
+
+    def poll(self) -> int | None:
+        """Its exit status in the manner of `Popen.returncode`, None while it runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Signal it; of no effect when it has ended."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when it has ended; raises `TimeoutError` if it has not within `timeout` seconds."""
+
+    def close(self) -> None:
+        """Let go of it; a core that still runs ends."""
+
+
+class CoreLauncher(Protocol):
+    """Starts engine cores on machines of its choice."""
+
+    def start(self, rank: int, incarnation: int) -> CoreHandle:
+        """Start one; returns before it has loaded anything.
+
+        Raises:
+            EngineStartError: there is no place for it.
+        """
+
+    def close(self) -> None:
+        """Give back what was reserved; all cores have ended."""
 
 
 @dataclass(slots=True)

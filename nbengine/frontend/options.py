@@ -45,6 +45,9 @@ class EngineOptions(TypedDict, total=False):
     enable_expert_parallel: bool
     distributed_executor_backend: str | None
     distributed_init_method: str | None
+    data_parallel_address: str | None
+    data_parallel_prefix_affinity: bool
+    ray_address: str | None
     data_parallel_backend: str
     keep_alive: float
     lease: float

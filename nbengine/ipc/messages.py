@@ -19,6 +19,9 @@ STATS_TOPIC = b"stats"
 """First frame on the coordinator's `stats.sock`; the second is a msgpack `EngineStats`."""
 KV_TOPIC = b"kv"
 """First frame on `stats.sock`; the second is a msgpack `KVEventBatch` or `KVCacheSnapshot`."""
+FIRST_REQ = b"FIRST_REQ"
+"""First frame of what a client writes to `stats.sock` when it has sent a request to an engine core that it believes to
+be paused; the second is a msgpack `(rank, wave)`, the rank being that of the core that has the request."""
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The last frame that a dying engine core sends on every output socket."""
 
@@ -140,6 +143,10 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Requests of this client that ended without an output of their own."""
     wave_complete: int | None = None
     start_wave: int | None = None
+    incarnation: int = 0
+    """Which start of this rank they come from: a core that took the place of a dead one has the next number."""
+    returned: list[str] | None = None
+    """Requests of this client that the core has not begun and will not, because it leaves: for another rank."""
 
 
 class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
@@ -177,6 +184,40 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Client to host: end everything, at once or (`drain`) when what runs has finished."""
 
     drain: bool = False
+
+
+class ScaleElasticEP(msgspec.Struct, tag="SCALE_ELASTIC_EP"):
+    """Client to host: have this many engine cores. The last ranks come or go; `Scaled` is the answer."""
+
+    data_parallel_size: int
+
+
+class Scaled(msgspec.Struct, tag="scaled"):
+    """Host to client, answer to `ScaleElasticEP`, when it is done or has failed (`error`)."""
+
+    data_parallel_size: int
+    """How many engine cores there are now."""
+    error: str | None = None
+
+
+class RanksChanged(msgspec.Struct, tag="ranks_changed"):
+    """Host to client: requests may be sent to these engine cores from now on, and to no others."""
+
+    engine_ranks: list[int]
+
+
+class EngineLost(msgspec.Struct, tag="engine_lost"):
+    """Host to client: one engine core among independent ones has ended, and with it what it was doing.
+
+    A `RanksChanged` without it comes first. If it is started again (`restarting`), an `EngineReady` and a `RanksChanged`
+    with it follow.
+    """
+
+    rank: int
+    incarnation: int
+    cause: str
+    log_tail: str = ""
+    restarting: bool = True
 
 
 class Attached(msgspec.Struct, tag="attached"):
@@ -249,6 +290,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     pid: int
     workers: list[WorkerInfo] = []
     """By rank."""
+    incarnation: int = 0
+    """See `EngineCoreOutputs`."""
 
 
 class EngineDead(msgspec.Struct, tag="dead"):
@@ -283,6 +326,8 @@ class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
     """PULL of the coordinator, which engine cores push their stats to."""
     tensor_dir: str = ""
     """Where clients leave large tensors (`ShmTensorReceiver`); empty: nowhere."""
+    incarnation: int = 0
+    """See `EngineCoreOutputs`."""
 
 
 class AttachClient(msgspec.Struct, tag="attach_client"):
@@ -306,13 +351,28 @@ class WantKVEvents(msgspec.Struct, tag="want_kv_events"):
 
 
 class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
-    """Host to engine core: end, at once or (`drain`) when what runs has finished."""
+    """Host to engine core: end, at once or (`drain`) when what runs has finished.
+
+    With `requeue` requests that have not begun, and those that still come, are handed back
+    (`EngineCoreOutputs.returned`) instead: the engine goes on without this core.
+    """
 
     drain: bool = False
+    requeue: bool = False
 
 
-ClientToHost = Attach | Heartbeat | Detach | Shutdown
-HostToClient = Attached | HeartbeatAck | LeaseLost | Progress | EngineReady | EngineDead
+ClientToHost = Attach | Heartbeat | Detach | Shutdown | ScaleElasticEP
+HostToClient = (
+    Attached
+    | HeartbeatAck
+    | LeaseLost
+    | Progress
+    | EngineReady
+    | EngineLost
+    | RanksChanged
+    | Scaled
+    | EngineDead
+)
 CoreToHost = Hello | Progress | EngineReady | EngineDead
 HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine
 

@@ -36,6 +36,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_preemptions: int = 0
     step_counter: int = 0
     current_wave: int = 0
+    engines_running: bool = False
+    """In lock step: whether this rank steps, with work of its own or without."""
+    num_dummy_steps: int = 0
+    """In lock step: steps without work of its own, since the start."""
     is_paused: bool = False
     """New requests wait until the engine is resumed."""
     sleep_level: int = 0

@@ -47,7 +47,7 @@ STARTS = [
     ("random-tiny --num-bloks 3", "unknown flag --num-bloks; did you mean --num-blocks?"),
     ("random-tiny --block-size 3", "block_size must be a power of two from 1 to 256, got 3"),
     ("random-tiny --kv-cache-memory-bytes lots", "'lots' is not a size such as 512MiB"),
-    ("random-tiny --dp 2", "data_parallel_size=2 is not available yet"),
+    ("random-tiny --dp 0", "data_parallel_size must be at least 1, got 0"),
 ]
 
 

@@ -156,7 +156,7 @@ def test_a_wrong_engine_argument_is_named(start: Start) -> None:
         ({"block_size": 0}, "block_size must be"),
         ({"max_num_seqs": 0}, "max_num_seqs must be"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 is not available yet"),
+        ({"data_parallel_size": 0}, "data_parallel_size must be at least 1"),
         ({"max_model_len": 0}, "max_model_len must be"),
     ):
         with pytest.raises((InvalidArgumentError, NotSupportedError, TypeError)) as caught:

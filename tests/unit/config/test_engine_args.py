@@ -40,8 +40,6 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("tokenizer_mode", "mistral"),
 ]
 NOT_YET: list[tuple[str, Any]] = [
-    ("data_parallel_size", 2),
-    ("enable_expert_parallel", True),
     ("distributed_executor_backend", "ray"),
     ("data_parallel_backend", "ray"),
     ("quantization", "fp8"),

@@ -431,8 +431,8 @@ def test_unknown_and_unsupported_engine_arguments_are_named() -> None:
         LLM("tiny", max_modle_len=5)  # type: ignore[call-arg]
     with pytest.raises(InvalidTypeError, match="max_model_len"):
         LLM("tiny", max_model_len="5")  # type: ignore[arg-type]
-    with pytest.raises(NotSupportedError, match="data_parallel_size=2"):
-        LLM("tiny", data_parallel_size=2)
+    with pytest.raises(NotSupportedError, match="quantization='fp8'"):
+        LLM("tiny", quantization="fp8")
 
 
 def test_the_signature_shows_every_engine_argument_with_its_default() -> None:

@@ -96,7 +96,7 @@ def test_the_name_of_somebody_elses_engine_is_refused(
         ("%engine strat", "no command 'strat'; did you mean start?"),
         ("%engine start --max-modl-len 3", "did you mean --max-model-len?"),
         ("%engine start --max-model-len 0", "max_model_len must be at least 1, got 0"),
-        ("%engine start --dp 2", "data_parallel_size=2 is not available yet"),
+        ("%engine start --dp 0", "data_parallel_size must be at least 1, got 0"),
         ("%engine start --quantization awq", "quantization='awq' is not available yet"),
         ("%engine start --seed 1.5", "invalid int value"),
         ("%engine start --set seed=1.5", "seed must be int"),
