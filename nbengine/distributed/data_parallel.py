@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import msgspec
 import torch
 from torch import Tensor
 
-from nbengine.distributed.communicator import DataParallelGroup, SingleGroup
+from nbengine.distributed.communicator import DataParallelGroup, ParallelState, SingleGroup
 from nbengine.distributed.init import START_SECONDS, STEP_SECONDS
 from nbengine.distributed.layout import RankLayout
 from nbengine.distributed.rendezvous import Party, Rendezvous
@@ -43,6 +45,15 @@ class DataParallelEnd:
         """Leave the present group for another one."""
         self._group.close()
         self._group = group
+
+    @contextmanager
+    def replaced_by(self, group: DataParallelGroup) -> Iterator[None]:
+        """Use another group for a while."""
+        own, self._group = self._group, group
+        try:
+            yield
+        finally:
+            self._group = own
 
     def begin_step(self, num_tokens: int) -> None:
         """See `DataParallelGroup.begin_step`."""
@@ -83,6 +94,16 @@ class RehearsalGroup(SingleGroup):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """The first rank's rows."""
         return x[: len(x) // self.size].clone()
+
+
+@contextmanager
+def rehearsal(parallel: ParallelState) -> Iterator[None]:
+    """Compute without the other engine cores, and need as much memory as with them."""
+    if not isinstance(parallel.dp, DataParallelEnd):
+        yield
+        return
+    with parallel.dp.replaced_by(RehearsalGroup(parallel.layout.dp_size)):
+        yield
 
 
 class _Member(msgspec.Struct):
