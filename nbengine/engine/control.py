@@ -71,6 +71,11 @@ class EngineControl:
         """Whether unfinished requests may have to wait for someone to resume or wake the engine."""
         return self._pause is not PauseState.UNPAUSED or self._sleep_level > 0 or bool(self._changes)
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether memory has been given back, so that nothing can be computed."""
+        return self._sleep_level > 0
+
     def describe(self, stats: SchedulerStats) -> SchedulerStats:
         """Add to the statistics what only this class knows."""
         stats.is_paused = self._pause is not PauseState.UNPAUSED
