@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,7 @@ class EngineCoreProc(EngineCore):
             self.aborts_queue,
             self.output_queue,
             handshake.tensor_dir,
+            handshake.coordinator_input if config.lock_step else "",
         )
         self._handlers: dict[type, Callable[..., None]] = {
             AddRequest: self._add,
@@ -175,13 +177,20 @@ class EngineCoreProc(EngineCore):
             return
 
     def _process_engine_step(self) -> None:
-        outputs, model_executed = self.step_fn()
-        for item in outputs.items():
-            self.output_queue.put(item)
-        self.post_step(model_executed)
-        if not (model_executed or outputs) and self.has_work():
+        if not self._step() and self.has_work():
             # Leave the interpreter to the other threads instead of spinning.
             time.sleep(0.001)
+
+    def _step(self) -> bool:
+        """Step, and pass on what came of it; tells whether there was anything to compute or to say."""
+        outputs, model_executed = self.step_fn()
+        self._send_outputs(outputs)
+        self.post_step(model_executed)
+        return model_executed or bool(outputs)
+
+    def _send_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for item in outputs.items():
+            self.output_queue.put(item)
 
     def post_step(self, model_executed: bool) -> None:
         """Push the statistics, and the events of the prefix cache, to the coordinator."""
@@ -317,9 +326,8 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     try:
         handshake = say_hello(control, rank, os.getpid())
         files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path, engine=info.name)
-        engine = EngineCoreProc(
-            info.config, executor_class(info.config), rank, context, control, handshake, files
-        )
+        config = replace(info.config, parallel=replace(info.config.parallel, data_parallel_rank=rank))
+        engine = _core_class(config)(config, executor_class(config), rank, context, control, handshake, files)
         signal.signal(signal.SIGTERM, engine.on_sigterm)
         lifeline.notify(engine.on_host_gone)
         engine.start()
@@ -347,6 +355,14 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     if engine is not None:
         engine.shutdown()
     return 1 if last_words is not None and not last_words.expected else 0
+
+
+def _core_class(config: EngineConfig) -> type[EngineCoreProc]:
+    if not config.lock_step:
+        return EngineCoreProc
+    from nbengine.engine.dp_core_proc import DPEngineCoreProc
+
+    return DPEngineCoreProc
 
 
 def executor_class(config: EngineConfig) -> type[Executor]:

@@ -98,6 +98,7 @@ class Supervisor:
             info.address("stats.sock"),
             handshake.coordinator_output,
             handshake.coordinator_input,
+            info.config.lock_step,
         )
         self._state = HostState(info.config, handshake, process_alive, time.monotonic())
         self._launcher = core_launcher(info, self._wake)
