@@ -71,6 +71,17 @@ class CoordinatorState:
         self._published_at, self._due = now, None
         return self.snapshot(wall_clock)
 
+    def forget(self, rank: int) -> None:
+        """Start anew with an engine whose process is gone: its successor counts its steps from the beginning."""
+        if rank < len(self._engines):
+            self._engines[rank] = SchedulerStats(engine_index=rank)
+
+    def scale(self, num_engines: int) -> None:
+        """Have so many engines from now on; the last ones come or go."""
+        del self._engines[num_engines:]
+        for rank in range(len(self._engines), num_engines):
+            self._engines.append(SchedulerStats(engine_index=rank))
+
     def snapshot(self, wall_clock: float) -> EngineStats:
         """Return the current state of all engines."""
         return EngineStats(
