@@ -147,7 +147,9 @@ class CoreLink:
 
     # What the host tells.
 
-    def on_attached(self, client_index: int, engine_ranks: list[int], tensors: ShmTensorSender | None) -> None:
+    def on_attached(
+        self, client_index: int, engine_ranks: list[int], tensors: ShmTensorSender | None
+    ) -> None:
         """A lease is held."""
         self.client_index = client_index
         self._tensors = tensors

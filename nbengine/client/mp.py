@@ -6,7 +6,7 @@ import copy
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -76,11 +76,6 @@ class MPClient(EngineCoreClient):
         """Where the engine lives."""
         return self.info
 
-    @property
-    def engine_ranks(self) -> list[int]:
-        """The engine cores that take requests now."""
-        return list(self._ranks)
-
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
         """Wait for every engine core's READY and for its first message on the input socket.
 
@@ -105,7 +100,7 @@ class MPClient(EngineCoreClient):
         return self.ready
 
     @property
-    def engine_ranks(self) -> list[int]:
+    def engine_ranks(self) -> Sequence[int]:
         """The ranks that a request may be meant for."""
         bound = self.cores.router.bound_rank
         return self.cores.router.table.expected if bound is None else [bound]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from nbengine.client.core_table import CoreTable, Home
 from nbengine.client.load_balancer import LoadBalancer
 from nbengine.client.prefix_affinity import PrefixAffinity
-from nbengine.client.core_table import Home, CoreTable
 from nbengine.config import EngineConfig
 from nbengine.errors import RequestLostError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady

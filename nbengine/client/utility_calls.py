@@ -95,7 +95,9 @@ class UtilityCalls:
         self._calls[call_id] = call
         return call_id, call.future
 
-    def address(self, call_id: int, ranks: Sequence[int], client_index: int) -> list[tuple[int, UtilityRequest]]:
+    def address(
+        self, call_id: int, ranks: Sequence[int], client_index: int
+    ) -> list[tuple[int, UtilityRequest]]:
         """What is to be sent for a call, by rank, `ranks` being those that there are; nothing if it has failed."""
         call = self._calls.get(call_id)
         if call is None:
