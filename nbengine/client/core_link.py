@@ -29,6 +29,7 @@ from nbengine.ipc.messages import (
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext, bound_address
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +82,19 @@ class CoreLink:
         self._tensors: ShmTensorSender | None = None
         self._pending_messages: list[tuple[zmq.MessageTracker, object]] = []
         self._feed: StatsFeed | None = None
-        self.input_address = info.address(f"c-{client_id.hex()}.in")
-        self.output_address = info.address(f"c-{client_id.hex()}.out")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
         try:
-            self._input = make_socket(self._context, self.input_address, zmq.ROUTER, bind=True)
+            input_address = info.client_bind_address(f"c-{client_id.hex()}.in")
+            output_address = info.client_bind_address(f"c-{client_id.hex()}.out")
+            self._input = make_socket(self._context, input_address, zmq.ROUTER, bind=True)
             # After a lost lease, and after a restart, an engine core comes back under the same identity.
             self._input.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._output = make_socket(self._context, self.output_address, zmq.PULL, bind=True)
+            self._output = make_socket(self._context, output_address, zmq.PULL, bind=True)
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self.addresses = bound_address(self._input), bound_address(self._output)
+        """Where engine cores connect for input and output."""
 
     def open(self) -> None:
         """Begin to read, on the thread that this is for."""

@@ -68,8 +68,7 @@ class MPClient(EngineCoreClient):
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._tensors: ShmTensorSender | None = None
         self.cores = CoreLink(info, self, data_parallel_rank)
-        addresses = (self.cores.input_address, self.cores.output_address)
-        self.link = HostLink(info, session or secrets.token_hex(8), *addresses, self)
+        self.link = HostLink(info, session or secrets.token_hex(8), *self.cores.addresses, self)
 
     @property
     def connection(self) -> ConnectionInfo:

@@ -101,7 +101,7 @@ class SyncMPClient(MPClient, BlockingClient):
 
     def _run(self) -> None:
         try:
-            self._poller.register(self._wake, zmq.POLLIN)
+            self._poller.register(self._wake.fileno(), zmq.POLLIN)
             self.cores.open()
             self._serve()
         except Exception as error:
@@ -115,7 +115,7 @@ class SyncMPClient(MPClient, BlockingClient):
         closing = False
         while not closing:
             for source, _ in self._poller.poll():
-                if source is self._wake:
+                if source == self._wake.fileno():
                     closing = self._run_outbox()
                 # A socket may have been closed since the poll.
                 elif (handle := self._handlers.get(source)) is not None:

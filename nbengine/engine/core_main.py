@@ -21,6 +21,7 @@ from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.handshake import encode_control, say_hello
 from nbengine.ipc.messages import EngineDead, EngineHandshakeMetadata, engine_identity
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ CONTROL_LINGER_MS = 1000
 def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     """Run an engine core from its handshake to its end, and return the process's exit status."""
     name = f"engine core {rank} (pid {os.getpid()})"
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
     control = make_socket(
         context,
         info.address("core.sock"),
@@ -45,7 +46,7 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
         handshake = say_hello(control, rank, os.getpid())
         files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path, engine=info.name)
         config = config_of_rank(info.config, rank, handshake)
-        engine = EngineCoreProc(config, executor_class(config), rank, context, control, handshake, files)
+        engine = _core_class(config)(config, executor_class(config), rank, context, control, handshake, files)
         signal.signal(signal.SIGTERM, engine.on_sigterm)
         lifeline.notify(engine.on_host_gone)
         engine.start()
@@ -81,6 +82,14 @@ def config_of_rank(config: EngineConfig, rank: int, handshake: EngineHandshakeMe
         config.parallel, data_parallel_rank=rank, data_parallel_size=handshake.data_parallel_size
     )
     return dataclasses.replace(config, parallel=parallel)
+
+
+def _core_class(config: EngineConfig) -> type[EngineCoreProc]:
+    if not config.lock_step:
+        return EngineCoreProc
+    from nbengine.engine.dp_core_proc import DPEngineCoreProc
+
+    return DPEngineCoreProc
 
 
 def executor_class(config: EngineConfig) -> type[Executor]:

@@ -110,6 +110,7 @@ class EngineCoreProc(EngineCore):
             self.output_queue,
             handshake.tensor_dir,
             handshake.incarnation,
+            handshake.coordinator_input if config.lock_step else "",
         )
         self._handlers: dict[type, Callable[..., None]] = {
             AddRequest: self._add,
@@ -170,13 +171,20 @@ class EngineCoreProc(EngineCore):
             return
 
     def _process_engine_step(self) -> None:
-        outputs, model_executed = self.step_fn()
-        for item in outputs.items():
-            self.output_queue.put(item)
-        self.post_step(model_executed)
-        if not (model_executed or outputs) and self.has_work():
+        if not self._step() and self.has_work():
             # Leave the interpreter to the other threads instead of spinning.
             time.sleep(0.001)
+
+    def _step(self) -> bool:
+        """Step, and pass on what came of it; tells whether there was anything to compute or to say."""
+        outputs, model_executed = self.step_fn()
+        self._send_outputs(outputs)
+        self.post_step(model_executed)
+        return model_executed or bool(outputs)
+
+    def _send_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for item in outputs.items():
+            self.output_queue.put(item)
 
     def post_step(self, model_executed: bool) -> None:
         """Push the statistics, and the events of the prefix cache, to the coordinator."""

@@ -111,7 +111,7 @@ async def test_two_clients_share_the_ranks_by_the_statistics(start_async: StartA
         # The other client knows of them from the coordinator alone.
         balancer = other.engine_core.cores.router.balancer
         wait_for(lambda: balancer.score(0) >= 4, "statistics of the other client's requests")
-        theirs = await asyncio.gather(*(begin(other) for _ in range(4)))
+        theirs = [await begin(other) for _ in range(4)]
         assert await load(llm) == [4, 4]
         await asyncio.gather(*(stream.aclose() for stream in [*mine, *theirs]))
     finally:

@@ -236,7 +236,8 @@ def test_ranks_that_leave_get_no_new_requests_before_they_are_asked_to_drain() -
     actions = scale(host, 1)
     changed = actions.index(ToClient(b"a", RanksChanged([0])))
     farewells = [ToCore(rank, ShutdownEngine(drain=True, requeue=True)) for rank in (1, 2)]
-    assert actions[-2:] == farewells and changed < len(actions) - 2
+    assert actions[-2:] == farewells
+    assert changed < len(actions) - 2
     assert told(host.exit(2)) == []
     actions = host.exit(1)
     assert told(actions) == [Scaled(1)]
