@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
-from nbengine.client.connection import read_connection, remove_engine_files
+from nbengine.client.connection import engine_file, read_connection, remove_engine_files
 from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import configure_logging
-from nbengine.engine.processes import HOST_FD_VARIABLE, lead_own_group
+from nbengine.engine.processes import HOST_FD_VARIABLE
 from nbengine.engine.supervisor import run_host
 
 if TYPE_CHECKING:
@@ -46,22 +46,21 @@ def main() -> int:
 
 
 def _host(run_dir: str) -> int:
-    info = read_connection(os.path.join(run_dir, "engine.json"))
+    info = read_connection(engine_file(run_dir))
     setproctitle.setproctitle(f"nbengine: host {info.name}")
     configure_logging("host")
-    lead_own_group()
     return run_host(info)
 
 
 def _core(run_dir: str, rank: int) -> NoReturn:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    info = read_connection(os.path.join(run_dir, "engine.json"))
+    info = read_connection(engine_file(run_dir))
     setproctitle.setproctitle(f"nbengine: core {rank} {info.name}")
     configure_logging(f"core {rank}")
     lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))
     lifeline.start()
     # Only now what takes seconds: it imports torch.
-    from nbengine.engine.core_proc import run_engine_core
+    from nbengine.engine.core_main import run_engine_core
 
     _exit(run_engine_core(info, rank, lifeline))
 
