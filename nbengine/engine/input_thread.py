@@ -41,7 +41,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.serial import MsgpackDecoder
 from nbengine.ipc.shm_tensors import ShmTensorReceiver
-from nbengine.ipc.sockets import SocketOptions, make_socket
+from nbengine.ipc.sockets import make_socket
 from nbengine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -244,8 +244,8 @@ class InputThread(threading.Thread):
 
 
 def _subscribe_to_waves(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    options: SocketOptions = {zmq.SUBSCRIBE: EngineCoreRequestType.START_DP_WAVE.value}
-    return make_socket(context, address, zmq.SUB, bind=False, options=options)
+    topic = EngineCoreRequestType.START_DP_WAVE.value
+    return make_socket(context, address, zmq.SUB, bind=False, options={zmq.SUBSCRIBE: topic})
 
 
 def _request_type(frame: zmq.Frame) -> EngineCoreRequestType:
