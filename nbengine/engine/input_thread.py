@@ -25,6 +25,7 @@ from nbengine.engine.work import (
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
+from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.handshake import ControlDecoder
 from nbengine.ipc.messages import (
     AttachClient,
@@ -41,7 +42,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.serial import MsgpackDecoder
 from nbengine.ipc.shm_tensors import ShmTensorReceiver
-from nbengine.ipc.sockets import SocketOptions, make_socket
+from nbengine.ipc.sockets import make_socket
 from nbengine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
