@@ -14,7 +14,7 @@ import torch
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import SINGLE
 from nbengine.distributed.layout import ALONE, RankLayout
-from nbengine.errors import UtilityError
+from nbengine.errors import NBEngineError, UtilityError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.messages import WorkerInfo
@@ -30,6 +30,7 @@ from nbengine.models.progress import ProgressCallback, Reporter
 from nbengine.models.registry import (
     load_encoder_model,
     load_model,
+    make_model,
     resolve_dtype,
 )
 from nbengine.models.sharding import check_parallel
@@ -42,6 +43,7 @@ from nbengine.scheduler.output import (
 from nbengine.units import size
 from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.budget import free_memory, kv_cache_budget
+from nbengine.worker.elastic import change_group, resized
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.footprint import Footprint, num_cores_here
 from nbengine.worker.joining import choose_device, join
@@ -105,22 +107,22 @@ class Worker:
         self._meter = WorkerMeter(self.board.row(self.layout.rank), self.device)
 
     def load_model(self) -> None:
-        """Load this rank's weights.
+        """Load this rank's weights, unless it is to get them from others when it joins them.
 
         Raises:
             EngineStartError: they do not fit; nothing has been loaded then.
             ModelLoadError: the files cannot be used.
         """
         config = self.config.model
-        footprint, num_ranks = self._footprint, self.layout.world_size * num_cores_here(self.config)
+        footprint = self._footprint
         check_weights_fit(config.model, footprint.shared_weights_bytes, self._free_at_start, footprint.place)
-        if self.device.type == "cpu" or num_ranks > 1:
-            self._threads.limit(footprint.weights_bytes, num_ranks)
+        self._limit_threads()
         if is_encoder(self.hf_config):
             encoder = load_encoder_model(config, self.device, self.dtype, self._progress)
             self.model, self.model_runner = encoder, EncoderRunner(self.config, encoder, self.device)
         else:
-            decoder = load_model(config, self.device, self.dtype, self._progress, self._parallel)
+            load = make_model if self.config.parallel.data_parallel_joins_later else load_model
+            decoder = load(config, self.device, self.dtype, self._progress, self._parallel)
             self.model = decoder
             overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
             transfer = CudaTransfer if overlaps else None
@@ -301,6 +303,29 @@ class Worker:
         """Whether any engine core has unfinished requests."""
         return self._parallel.dp.any(unfinished)
 
+    def reconfigure_data_parallel(self, before: int, after: int, init_method: str) -> None:
+        """Be one of `after` engine cores in lock step instead of one of `before`, from the next step on. Requests and KV
+        cache stay; the experts are divided anew.
+
+        The workers of all engine cores, of those that leave or come as well, get this call between the same two steps;
+        `init_method` is a place where none has met before.
+
+        Raises:
+            EngineStartError: the others cannot be reached.
+            NBEngineError: the engine cores of this model do not work in lock step.
+        """
+        if not isinstance(self.model, DecoderForCausalLM):
+            raise NBEngineError("an encoder has no experts to divide")
+        self.config = resized(self.config, after, init_method)
+        self._parallel = change_group(
+            self.config, self.hf_config, self.model, self._parallel, self._files, before
+        )
+        self.layout = self._parallel.layout
+        self._footprint = Footprint(self.config, self.hf_config, self.device, self.dtype, self.layout)
+        self._limit_threads()
+        return_freed_memory()
+        self._meter.measure_memory()
+
     def shutdown(self) -> None:
         """Free what has been loaded and allocated, and leave the other ranks. It takes no calls afterwards."""
         for name in ("model", "model_runner"):
@@ -310,6 +335,12 @@ class Worker:
         self._threads.restore()
         gc.collect()
         torch.cuda.empty_cache()
+
+    def _limit_threads(self) -> None:
+        num_ranks = self.layout.world_size * num_cores_here(self.config)
+        self._threads.restore()
+        if self.device.type == "cpu" or num_ranks > 1:
+            self._threads.limit(self._footprint.weights_bytes, num_ranks)
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
