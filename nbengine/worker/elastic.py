@@ -13,6 +13,7 @@ from nbengine.distributed.communicator import ParallelState, SingleGroup
 from nbengine.distributed.data_parallel import DataParallelEnd
 from nbengine.errors import NBEngineError
 from nbengine.executor.files import ExecutorFiles
+from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.redivision import Redivision
 from nbengine.worker.joining import data_parallel_group
@@ -32,7 +33,7 @@ def resized(config: EngineConfig, size: int, init_method: str) -> EngineConfig:
 def change_group(
     config: EngineConfig,
     hf_config: Mapping[str, Any],
-    model: DecoderForCausalLM,
+    model: DecoderForCausalLM | BertModel,
     parallel: ParallelState,
     files: ExecutorFiles | None,
     before: int,
@@ -47,7 +48,7 @@ def change_group(
         NBEngineError: the engine cores of this model do not work in lock step.
     """
     end, after = parallel.dp, config.parallel.data_parallel_size
-    if not isinstance(end, DataParallelEnd):
+    if not isinstance(end, DataParallelEnd) or not isinstance(model, DecoderForCausalLM):
         raise NBEngineError("the number of engine cores concerns only those in lock step")
     layout = replace(parallel.layout, dp_size=after)
     changed = replace(parallel, layout=layout)

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import SINGLE
 from nbengine.distributed.layout import ALONE, RankLayout
-from nbengine.errors import NBEngineError, UtilityError
+from nbengine.errors import UtilityError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.messages import WorkerInfo
@@ -24,7 +23,6 @@ from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
-from nbengine.models.loader import reload_weights
 from nbengine.models.pooling_config import load_pooling_defaults, supported_tasks
 from nbengine.models.progress import ProgressCallback, Reporter
 from nbengine.models.registry import (
@@ -50,8 +48,8 @@ from nbengine.worker.joining import choose_device, join
 from nbengine.worker.memory import check_kv_cache_fits, check_weights_fit, return_freed_memory
 from nbengine.worker.meter import WorkerMeter
 from nbengine.worker.model_runner import ModelRunner
-from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.profiler import WorkerProfiler
+from nbengine.worker.sleep import WorkerSleep
 from nbengine.worker.threads import TorchThreads
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,6 @@ class Worker:
         self._parallel = SINGLE
         self._threads = TorchThreads()
         self._num_blocks = 0
-        self._offload: WeightsOffload | None = None
         self._profiler: WorkerProfiler | None = None
 
     def init_device(self) -> None:
@@ -129,6 +126,7 @@ class Worker:
             self.model_runner = ModelRunner(
                 self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
+        self._sleep = WorkerSleep(self.model, self.model_runner)
         self._meter.measure_memory()
         if self.layout.world_size > 1:
             weights, dtype = size(self.model.weights_bytes), str(self.dtype).removeprefix("torch.")
@@ -212,15 +210,7 @@ class Worker:
         Raises:
             RuntimeError: there is not enough host memory for the weights; nothing has changed.
         """
-        offload = self._offload or WeightsOffload(self.model.parameters())
-        if level == 2:
-            offload.drop()
-        elif self.device.type != "cpu":
-            offload.move_to_host()
-        self._offload = offload
-        self.model_runner.release_kv_cache()
-        return_freed_memory()
-        torch.cuda.empty_cache()
+        self._sleep.begin(level)
         self._meter.measure_memory()
 
     def check_wake_up(self, tag: str) -> None:
@@ -231,7 +221,7 @@ class Worker:
         """
         if tag == "kv_cache":
             self.check_kv_cache_fits(self._num_blocks)
-        elif self._offload is not None and (missing := self._offload.num_missing_bytes):
+        elif missing := self._sleep.num_missing_bytes:
             footprint = self._footprint
             missing += footprint.shared_weights_bytes - footprint.weights_bytes
             check_weights_fit(self.config.model.model, missing, free_memory(self.device), footprint.place)
@@ -243,13 +233,7 @@ class Worker:
             EngineStartError: the KV cache cannot be allocated any more.
             ModelLoadError: weights that were freed cannot be read again.
         """
-        if tag == "kv_cache":
-            self.model_runner.restore_kv_cache()
-        elif self._offload is not None:
-            if not self._offload.restore():
-                paths = tuple(map(Path, self.config.model.weights))
-                reload_weights(self.model, paths, Reporter(None, "load"))
-            self._offload = None
+        self._sleep.end(tag, self.config.model.weights)
         self._meter.measure_memory()
 
     def start_profile(self, directory: str, max_steps: int) -> None:
@@ -260,7 +244,8 @@ class Worker:
         """
         if self._profiler is not None:
             raise UtilityError("a profile is being recorded already; stop_profile first")
-        worker = f"rank{self.layout.rank}" if self.layout.world_size > 1 else ""
+        layout = self.layout
+        worker = f"rank{layout.number}" if layout.world_size * layout.dp_size > 1 else ""
         self._profiler = WorkerProfiler(directory, max_steps, self.device, worker)
 
     def stop_profile(self) -> ProfileReport:
@@ -314,8 +299,6 @@ class Worker:
             EngineStartError: the others cannot be reached.
             NBEngineError: the engine cores of this model do not work in lock step.
         """
-        if not isinstance(self.model, DecoderForCausalLM):
-            raise NBEngineError("an encoder has no experts to divide")
         self.config = resized(self.config, after, init_method)
         self._parallel = change_group(
             self.config, self.hf_config, self.model, self._parallel, self._files, before
