@@ -109,6 +109,7 @@ class EngineCoreProc(EngineCore):
             self.aborts_queue,
             self.output_queue,
             handshake.tensor_dir,
+            handshake.incarnation,
             handshake.coordinator_input if config.lock_step else "",
         )
         self._handlers: dict[type, Callable[..., None]] = {

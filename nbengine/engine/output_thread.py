@@ -28,7 +28,15 @@ from nbengine.engine.work import (
     ThreadFailed,
 )
 from nbengine.errors import NBEngineError
-from nbengine.ipc.messages import ENGINE_CORE_DEAD, KV_TOPIC, AttachClient, DetachClient, EngineCoreOutputs
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    KV_TOPIC,
+    AttachClient,
+    DetachClient,
+    EngineCoreOutputs,
+    encode_incarnation,
+    engine_identity,
+)
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
@@ -102,6 +110,11 @@ class OutputThread(threading.Thread):
         self._context = context
         self._engine_index = engine_index
         self._incarnation = incarnation
+        self._farewell = [
+            ENGINE_CORE_DEAD,
+            engine_identity(engine_index),
+            encode_incarnation(incarnation),
+        ]
         self._coordinator_output = coordinator_output
         self._output_queue = output_queue
         self._input_queue = input_queue
@@ -285,7 +298,7 @@ class OutputThread(threading.Thread):
             if left_ms <= 0 or not sink.socket.poll(left_ms, zmq.POLLOUT):
                 return False
         try:
-            sink.socket.send(ENGINE_CORE_DEAD, flags=zmq.NOBLOCK)
+            sink.socket.send_multipart(self._farewell, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
