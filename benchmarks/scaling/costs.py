@@ -173,7 +173,11 @@ def _with_coordinator(num_ranks: int, num_clients: int, use: Callable[[_Coordina
 
 def _messages(num_ranks: int, steps: range) -> list[list[bytes]]:
     encoder = MsgpackEncoder()
-    outputs = [EngineCoreOutputs(rank, scheduler_stats=_stats(rank, step)) for step in steps for rank in range(num_ranks)]
+    outputs = [
+        EngineCoreOutputs(rank, scheduler_stats=_stats(rank, step))
+        for step in steps
+        for rank in range(num_ranks)
+    ]
     return [[bytes(frame) for frame in encoder.encode(output)] for output in outputs]
 
 
@@ -237,7 +241,8 @@ def _observe(num_ranks: int) -> float:
     balancer.set_ranks(range(num_ranks))
     decoder = msgspec.msgpack.Decoder(EngineStats)
     frames = [
-        msgspec.msgpack.encode(EngineStats([_stats(rank, step) for rank in range(num_ranks)])) for step in range(60)
+        msgspec.msgpack.encode(EngineStats([_stats(rank, step) for rank in range(num_ranks)]))
+        for step in range(60)
     ]
     return _median_time([lambda frame=frame: balancer.observe(decoder.decode(frame)) for frame in frames])
 

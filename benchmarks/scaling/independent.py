@@ -141,7 +141,9 @@ class Simulation:
         if self._central is None:
             make = RULES[setting.rule]
             self._rules = [
-                make(setting.num_ranks, setting.num_clients, client, random.Random(f"{setting.seed} {client}"))
+                make(
+                    setting.num_ranks, setting.num_clients, client, random.Random(f"{setting.seed} {client}")
+                )
                 for client in range(setting.num_clients)
             ]
         self._state = CoordinatorState(setting.num_ranks)
@@ -158,7 +160,10 @@ class Simulation:
         self._end = setting.warm_up + setting.seconds
         self._at(self._rng.expovariate(self._rate), self._arrive)
         self._at(setting.warm_up, self._sample)
-        before, coordinator_module.PUBLISH_INTERVAL = coordinator_module.PUBLISH_INTERVAL, setting.publish_interval
+        before, coordinator_module.PUBLISH_INTERVAL = (
+            coordinator_module.PUBLISH_INTERVAL,
+            setting.publish_interval,
+        )
         try:
             while self._events and self._events[0][0] < self._end:
                 self._now, _, call, arguments = heapq.heappop(self._events)

@@ -25,7 +25,6 @@ from nbengine.engine.work import (
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.handshake import ControlDecoder
 from nbengine.ipc.messages import (
     AttachClient,

@@ -37,7 +37,9 @@ SLOW = {"step_seconds": 0.01}
 def start_ranks(start_engine):
     """Start an engine of some ranks."""
 
-    def start(num_ranks: int, knobs: dict | None = None, *, executor: str = FAKE_EXECUTOR, tp: int = 1, **engine):
+    def start(
+        num_ranks: int, knobs: dict | None = None, *, executor: str = FAKE_EXECUTOR, tp: int = 1, **engine
+    ):
         parallel = ParallelConfig(
             data_parallel_size=num_ranks, tensor_parallel_size=tp, distributed_executor_backend=executor
         )
