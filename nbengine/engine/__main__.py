@@ -16,7 +16,7 @@ import setproctitle
 from nbengine.client.connection import read_connection, remove_engine_files
 from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import configure_logging
-from nbengine.engine.processes import HOST_FD_VARIABLE, lead_own_group
+from nbengine.engine.processes import HOST_FD_VARIABLE
 from nbengine.engine.supervisor import run_host
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def _host(run_dir: str) -> int:
     info = read_connection(os.path.join(run_dir, "engine.json"))
     setproctitle.setproctitle(f"nbengine: host {info.name}")
     configure_logging("host")
-    lead_own_group()
     return run_host(info)
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-import psutil
-
 HOST_FD_VARIABLE = "NBENGINE_HOST_FD"
 PARENT_FD_VARIABLE = "NBENGINE_PARENT_FD"
 
@@ -70,16 +68,6 @@ class CoreLauncher(Protocol):
 
 
 @dataclass(slots=True)
-class CoreProcess:
-    """An engine core. `lifeline` is this process's end of a pipe on which the core sees EOF when this process
-    is gone."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    lifeline: int
-
-
-@dataclass(slots=True)
 class WorkerProcess:
     """A worker. `connection` is this process's end of a private line to it; each sees EOF when the other is gone."""
 
@@ -105,22 +93,6 @@ def child_environment() -> dict[str, str]:
     return environment
 
 
-def start_core(run_dir: str, rank: int) -> CoreProcess:
-    """Start an engine core in this process's session and group, its output going where this process's goes."""
-    theirs, ours = os.pipe()
-    try:
-        environment = child_environment() | {HOST_FD_VARIABLE: str(theirs)}
-        process = subprocess.Popen(
-            _command("core", run_dir, str(rank)),
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=(theirs,),
-        )
-    finally:
-        os.close(theirs)
-    return CoreProcess(rank, process, ours)
-
-
 def start_worker(log: str | os.PathLike[str] | None, *, own_session: bool = False) -> WorkerProcess:
     """Start a worker in this process's session and group; what it is to do it reads from the line.
 
@@ -134,7 +106,7 @@ def start_worker(log: str | os.PathLike[str] | None, *, own_session: bool = Fals
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             stack.callback(os.close, output)
         process = subprocess.Popen(
-            _command("worker", str(theirs.fileno())),
+            engine_command("worker", str(theirs.fileno())),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -145,7 +117,8 @@ def start_worker(log: str | os.PathLike[str] | None, *, own_session: bool = Fals
         return WorkerProcess(process, Connection(ours.detach()))
 
 
-def _command(*arguments: str) -> list[str]:
+def engine_command(*arguments: str) -> list[str]:
+    """Return the command line of one of the engine's processes."""
     safe_path = ["-P"] if sys.flags.safe_path else []
     return [sys.executable, *safe_path, "-m", "nbengine.engine", *arguments]
 
@@ -186,18 +159,3 @@ def describe_status(status: int) -> str:
         name = "unknown"
     hint = "; the kernel's out-of-memory killer ends processes so" if -status == signal.SIGKILL else ""
     return f"was killed by signal {-status} ({name}){hint}"
-
-
-def lead_own_group() -> None:
-    """Become the leader of a process group of one's own, so that `kill_rest_of_group` can hit no stranger."""
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-
-
-def kill_rest_of_group() -> None:
-    """SIGKILL everything in this process's group except itself; the group must be its own."""
-    own = os.getpid()
-    for pid in psutil.pids():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if pid != own and os.getpgid(pid) == own:
-                os.kill(pid, signal.SIGKILL)

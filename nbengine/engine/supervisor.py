@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -45,13 +46,12 @@ from nbengine.engine.host_state import (
     ToClient,
     ToCore,
 )
+from nbengine.engine.launchers import core_launcher
 from nbengine.engine.logs import describe_exception, log_tail
 from nbengine.engine.processes import (
     PARENT_FD_VARIABLE,
-    CoreProcess,
+    CoreHandle,
     describe_status,
-    kill_rest_of_group,
-    start_core,
 )
 from nbengine.errors import EngineStartError, NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
@@ -100,7 +100,8 @@ class Supervisor:
             handshake.coordinator_input,
         )
         self._state = HostState(info.config, handshake, process_alive, time.monotonic())
-        self._cores: dict[int, CoreProcess] = {}
+        self._launcher = core_launcher(info, self._wake)
+        self._cores: dict[int, CoreHandle] = {}
         self._reaped: set[int] = set()
         self._client_decoder: ControlDecoder[ClientToHost] = ControlDecoder(ClientToHost)
         self._core_decoder: ControlDecoder[CoreToHost] = ControlDecoder(CoreToHost)
@@ -117,18 +118,18 @@ class Supervisor:
         if self._parent_fd is not None:
             self._poller.register(self._parent_fd, zmq.POLLIN)
         for rank in range(self.info.config.parallel.data_parallel_size):
-            core = start_core(self.info.run_dir, rank)
-            self._cores[rank] = core
+            self._cores[rank] = self._launcher.start(rank, 0)
         while self._end is None:
             self._poll_once()
         return self._end.notice
 
     def close(self, notice: EngineDead) -> None:
         """End what still runs, remove the engine's files, and only then tell the clients."""
-        kill_rest_of_group()
         for core in self._cores.values():
-            core.process.wait(KILLED_WAIT)
-            os.close(core.lifeline)
+            core.close()
+        for core in self._cores.values():
+            core.wait(KILLED_WAIT)
+        self._launcher.close()
         remove_engine_files(self.info)
         audience = {lease.identity for lease in self._state.leases.leases}
         if self._end is not None:
@@ -183,7 +184,7 @@ class Supervisor:
                 self._send(self._core_control, engine_identity(rank), message)
             case SignalCores(number, ranks):
                 for rank in ranks:
-                    self._cores[rank].process.send_signal(number)
+                    self._cores[rank].send_signal(number)
             case RemoveSockets(addresses):
                 for address in addresses:
                     self._remove_socket(address)
@@ -245,13 +246,13 @@ class Supervisor:
 
     def _reap(self) -> None:
         for rank, core in self._cores.items():
-            status = core.process.poll()
+            status = core.poll()
             if status is None or rank in self._reaped:
                 continue
             self._reaped.add(rank)
             while status != 0 and self._core_control.poll(LAST_WORDS_MS):
                 self._read_all(self._core_control, self._read_core)
-            self._feed(CoreExited(rank, core.process.pid, describe_status(status), clean=status == 0))
+            self._feed(CoreExited(rank, core.pid, describe_status(status), clean=status == 0))
 
     def _watch_signals(self) -> None:
         for end in (self._signal_input, self._signal_output):
@@ -260,6 +261,12 @@ class Supervisor:
         signal.set_wakeup_fd(self._signal_output.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, _noted)
+
+    def _wake(self) -> None:
+        """End the poll, from any thread, to have a look at the cores."""
+        # When there is no room, enough has been said.
+        with contextlib.suppress(BlockingIOError):
+            self._signal_output.send(b"\0")
 
     def _on_signals(self) -> None:
         for number in self._signal_input.recv(4096):
