@@ -18,8 +18,9 @@ from nbengine.engine.processes import child_environment, engine_command
 
 RAY_VARIABLES = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_CLIENT_MODE")
 """What Ray sets for its own worker processes, and what their children must not take for their own."""
-LANES = {"in": 1, "out": 1}
-"""Ray's concurrency groups: messages keep their order, and `receive` waits without being in the way of `send`."""
+IN, OUT = "in", "out"
+"""Ray's concurrency groups: calls of `send` keep their order, and `receive` waits without being in their way."""
+LANES = {IN: 1, OUT: 1}
 
 
 class NodeActor:
@@ -28,7 +29,6 @@ class NodeActor:
     def __init__(self) -> None:
         self._line: Connection[Any, Any] | None = None
 
-    @ray.method(concurrency_group="in")
     def open(self, version: str, label: str) -> str | None:
         """Start a keeper, unless `version` of nbengine is another than this node's; returns what is wrong then."""
         if nbengine.__version__ != version:
@@ -48,7 +48,6 @@ class NodeActor:
             self._line = Connection(ours.detach())
         return None
 
-    @ray.method(concurrency_group="in")
     def send(self, message: bytes) -> None:
         """Give the keeper a message; of no effect when it is gone."""
         if self._line is not None:
@@ -58,7 +57,6 @@ class NodeActor:
                 # `receive` says so.
                 return
 
-    @ray.method(concurrency_group="out")
     def receive(self) -> bytes | None:
         """The keeper's next message, None if it is gone."""
         try:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 import ray
-from ray.actor import ActorHandle
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import nbengine
-from nbengine.cluster.actor import LANES, NodeActor
+from nbengine.cluster.actor import IN, LANES, OUT, NodeActor
 from nbengine.cluster.describe import describe_ray_error, no_room
 from nbengine.cluster.messages import (
     BridgeToOwner,
@@ -47,7 +48,7 @@ class _Group:
     """Processes that were asked for together."""
 
     room: PlacementGroup
-    actors: list[ActorHandle[Any]] = field(default_factory=list)
+    actors: list[Any] = field(default_factory=list)
 
 
 class Bridge:
@@ -79,46 +80,41 @@ class Bridge:
                 self._groups[group] = _Group(room)
                 self._in_thread(self._start, message, self._groups[group])
             case ToKeeper(number, index, content):
-                if (group := self._groups.get(number)) is not None and group.actors:
-                    group.actors[index].send.remote(content)
+                if (known := self._groups.get(number)) is not None and known.actors:
+                    known.actors[index].send.options(concurrency_group=IN).remote(content)
             case Release(number):
-                if (group := self._groups.pop(number, None)) is not None:
-                    self._release(group)
+                if (gone := self._groups.pop(number, None)) is not None:
+                    self._release(gone)
 
     def _in_thread(self, function: Any, *arguments: Any) -> None:
         threading.Thread(target=function, args=arguments, daemon=True).start()
 
     def _start(self, wanted: Reserve, group: _Group) -> None:
         """Wait for the room, then start an actor in each bundle."""
+        try:
+            self._start_actors(wanted, group)
+        except (RayError, ValueError) as error:
+            self.tell(Lost(wanted.group, None, describe_ray_error(error)))
+
+    def _start_actors(self, wanted: Reserve, group: _Group) -> None:
         if not group.room.wait(wanted.patience):
-            cause = no_room(wanted.bundles, wanted.patience, ray.nodes(), ray._private.state.available_resources_per_node())
+            cause = no_room(wanted.bundles, wanted.patience, ray.nodes(), available_resources_per_node())
             self.tell(Lost(wanted.group, None, cause))
             return
         for index, bundle in enumerate(wanted.bundles):
-            others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
-            group.actors.append(
-                ray.remote(NodeActor)
-                .options(
-                    num_cpus=bundle.get("CPU", 0),
-                    num_gpus=bundle.get("GPU", 0),
-                    resources=others,
-                    concurrency_groups=LANES,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        group.room, placement_group_bundle_index=index
-                    ),
-                )
-                .remote()
-            )
+            group.actors.append(_make_actor(group.room, index, bundle))
         for index, actor in enumerate(group.actors):
             self._in_thread(self._relay, wanted, index, actor)
 
-    def _relay(self, wanted: Reserve, index: int, actor: ActorHandle[Any]) -> None:
+    def _relay(self, wanted: Reserve, index: int, actor: Any) -> None:
         """Have a keeper started, and pass on what it says."""
         try:
             label = wanted.label if len(wanted.bundles) == 1 else f"{wanted.label}.rank{index}"
-            cause = ray.get(actor.open.remote(nbengine.__version__, label))
+            open_keeper = actor.open.options(concurrency_group=IN)
+            receive = actor.receive.options(concurrency_group=OUT)
+            cause: str | None = ray.get(open_keeper.remote(nbengine.__version__, label))
             while cause is None:
-                message = ray.get(actor.receive.remote())
+                message: bytes | None = ray.get(receive.remote())
                 if message is None:
                     cause = "its keeper has ended"
                 else:
@@ -131,6 +127,18 @@ class Bridge:
         for actor in group.actors:
             ray.kill(actor)
         remove_placement_group(group.room)
+
+
+def _make_actor(room: PlacementGroup, index: int, bundle: Mapping[str, float]) -> Any:
+    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+    make = ray.remote(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        resources=others,
+        concurrency_groups=LANES,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index),
+    )
+    return make(NodeActor).remote()
 
 
 def run_bridge(fd: int, address: str | None, name: str) -> None:

@@ -6,22 +6,34 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nbengine.engine.processes import start_core, start_worker
+from nbengine.engine.processes import (
+    HOST_FD_VARIABLE,
+    child_environment,
+    engine_command,
+    start_worker,
+)
 
 
 class Child:
-    """The leader of a process group of its own, that sees the end of this process as the end of a pipe or line."""
+    """The leader of a process group of its own, which sees the end of this process as the end of a pipe or line.
+
+    `let_go` closes this process's end.
+    """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], lifeline: int | None, line: Connection[Any, Any] | None
+        self,
+        process: subprocess.Popen[bytes],
+        let_go: Callable[[], None],
+        line: Connection[Any, Any] | None = None,
     ) -> None:
         self._process = process
-        self._lifeline = lifeline
+        self._let_go = let_go
         self.line = line
-        """What the process says; None if it has no line, or the line has ended."""
+        """What the process says; None if it has no line."""
 
     @property
     def pid(self) -> int:
@@ -42,33 +54,35 @@ class Child:
 
     def end(self, grace: float) -> int:
         """Have it see the end of this process, give it `grace` seconds, kill what is left; returns its status."""
-        self.close_line()
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if grace:
+        self._let_go()
+        if grace:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         return self._process.wait()
 
-    def close_line(self) -> None:
-        """Let go of the line."""
-        if self.line is not None:
-            self.line.close()
-            self.line = None
 
-
-def core_child(run_dir: str, rank: int, incarnation: int) -> Child:
+def core_child(run_dir: str, rank: int) -> Child:
     """Start an engine core that reads its configuration in `run_dir`."""
-    del incarnation
-    core = start_core(run_dir, rank)
-    return Child(core.process, core.lifeline, None)
+    theirs, ours = os.pipe()
+    try:
+        process = subprocess.Popen(
+            engine_command("core", run_dir, str(rank)),
+            stdin=subprocess.DEVNULL,
+            env=child_environment() | {HOST_FD_VARIABLE: str(theirs)},
+            pass_fds=(theirs,),
+            process_group=0,
+        )
+    finally:
+        os.close(theirs)
+    return Child(process, os.fdopen(ours, "wb").close)
 
 
 def worker_child(spec: bytes) -> Child:
     """Start a worker, and give it its pickled `WorkerSpec`."""
     worker = start_worker(None, own_session=True)
-    worker.connection.send_bytes(spec)
-    return Child(worker.process, None, worker.connection)
+    # One that has ended already is heard of soon.
+    with contextlib.suppress(OSError):
+        worker.connection.send_bytes(spec)
+    return Child(worker.process, worker.connection.close, worker.connection)

@@ -35,5 +35,9 @@ def no_room(
 
 
 def _resources(amounts: Mapping[str, float]) -> str:
-    shown = [f"{amount:g} {name}" for name, amount in sorted(amounts.items()) if not name.startswith(_HIDDEN)]
+    shown = [
+        f"{amount:g} {name}"
+        for name, amount in sorted(amounts.items())
+        if not name.startswith(_HIDDEN) and "_group_" not in name
+    ]
     return ", ".join(shown) or "nothing"

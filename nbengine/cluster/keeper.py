@@ -61,6 +61,7 @@ class Keeper:
         )
         self._decoder: msgspec.msgpack.Decoder[OwnerToKeeper] = msgspec.msgpack.Decoder(OwnerToKeeper)
         self._child: Child | None = None
+        self._line: Connection[Any, Any] | None = None
         self._has_ended, self._notice = os.pipe()
 
     def run(self) -> None:
@@ -79,15 +80,15 @@ class Keeper:
 
     def _turn(self) -> bool:
         """Handle what comes next; returns whether there is more to do."""
-        line = None if self._child is None else self._child.line
+        line = self._line
         ready = wait([source for source in (self._connection, self._has_ended, line) if source is not None])
         if line is not None and line in ready:
             self._relay(line)
         if self._connection in ready:
             return self._obey(self._decoder.decode(self._connection.recv_bytes()))
         if self._has_ended in ready and self._child is not None:
-            while self._child.line is not None:
-                self._relay(self._child.line)
+            while self._line is not None:
+                self._relay(self._line)
             status = self._child.end(0)
             self._tell(Exited(status, log_tail(self._log_path)))
             return False
@@ -105,6 +106,7 @@ class Keeper:
             return False
         try:
             self._child = self._start(message)
+            self._line = self._child.line
         except Exception as error:
             logger.exception("the process cannot be started")
             self._tell(Failed(describe_exception(error)))
@@ -119,7 +121,7 @@ class Keeper:
         descriptor = os.open(self._run_dir / "engine.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(message.info))
-        return core_child(str(self._run_dir), message.rank, message.incarnation)
+        return core_child(str(self._run_dir), message.rank)
 
     def _await_end(self, child: Child) -> None:
         child.await_end()
@@ -130,8 +132,7 @@ class Keeper:
             said = line.recv_bytes()
         except (EOFError, OSError):
             said = b""
-        if not said and self._child is not None:
-            self._child.close_line()
+            self._line = None
         self._tell(Line(said))
 
     def _tell(self, message: KeeperToOwner) -> None:

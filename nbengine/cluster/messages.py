@@ -87,7 +87,6 @@ class RunCore(msgspec.Struct, frozen=True, tag=True):
 
     info: ConnectionInfo
     rank: int
-    incarnation: int
 
 
 class RunWorker(msgspec.Struct, frozen=True, tag=True):

@@ -34,6 +34,7 @@ class ParallelConfig:
     data_parallel_address: str | None = None
     data_parallel_prefix_affinity: bool = False
     ray_address: str | None = None
+    ray_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):

@@ -16,7 +16,7 @@ from nbengine.engine.processes import (
     child_environment,
     engine_command,
 )
-from nbengine.errors import EngineStartError, NotSupportedError
+from nbengine.errors import EngineStartError
 
 
 class LocalCore:
@@ -101,10 +101,10 @@ def core_launcher(info: ConnectionInfo, on_exit: Callable[[], None]) -> CoreLaun
     A launcher of remote cores calls `on_exit`, on any of its threads, when `CoreHandle.poll` may have something new.
 
     Raises:
-        NotSupportedError: this version cannot start them so.
+        EngineStartError: what that needs is not installed.
     """
-    del on_exit
-    backend = info.config.parallel.data_parallel_backend
-    if backend == "ray":
-        raise NotSupportedError("data_parallel_backend='ray' is not available yet; only 'mp' is")
+    if info.config.parallel.data_parallel_backend == "ray":
+        from nbengine.engine.ray_launcher import RayLauncher
+
+        return RayLauncher(info, on_exit)
     return LocalLauncher(info.run_dir)
