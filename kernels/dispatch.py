@@ -56,6 +56,28 @@ class Kernels(Protocol):
         """
 
 
+class ExpertKernels(Protocol):
+    """The feed-forward blocks of a mixture of experts."""
+
+    name: str
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+    ) -> torch.Tensor:
+        """The sum over each token's experts e of weight * down[e](silu(gate[e](x)) * up[e](x)), [T, hidden].
+
+        x is [T, hidden], T >= 1, gate_up [E, 2 * inner, hidden] with the rows of the gate first, down
+        [E, hidden, inner], of the model's data type; weights, float32, and experts, int64, are [T, experts_per_token].
+        A token's experts are all different, but for the number E, which stands for experts that are elsewhere and add
+        nothing.
+        """
+
+
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that this installation has for a device and data type.
 
@@ -81,6 +103,19 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     reason = _REASONS.get(device.type, "there are no kernels for this device")
     logger.warning("attention in %s on %s runs through plain torch, which is slow: %s", dtype, device, reason)
     return TorchKernels()
+
+
+def select_expert_kernels(device: torch.device, dtype: torch.dtype) -> ExpertKernels:
+    """The fastest expert kernels that this installation has for a device and data type.
+
+    Raises:
+        InvalidArgumentError: `dtype` is not float32, bfloat16 or float16.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgumentError("dtype", dtype, "float32, bfloat16 or float16")
+    from nbengine.kernels.experts_torch import TorchExperts
+
+    return TorchExperts()
 
 
 @cache

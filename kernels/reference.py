@@ -59,6 +59,23 @@ def paged_attention(
     return output
 
 
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+) -> torch.Tensor:
+    """Reference for `ExpertKernels.experts`, in float64, one token and expert at a time; the result is float64."""
+    output = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, row in enumerate(x.double()):
+        for weight, expert in zip(weights[token].tolist(), experts[token].tolist(), strict=True):
+            if expert < len(down):
+                gate, up = (gate_up[expert].double() @ row).chunk(2)
+                output[token] += weight * (down[expert].double() @ (gate * gate.sigmoid() * up))
+    return output
+
+
 def rows_of_keys(kv_cache: torch.Tensor, keys_transposed: bool) -> torch.Tensor:
     """The keys as a view [num_blocks, num_kv_heads, block_size, head_dim], however they are stored."""
     keys = kv_cache[0]

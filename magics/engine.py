@@ -269,7 +269,7 @@ class EngineMagics(Magics):
         with StartProgress(self.shell, f"attaching to {name}", parallel) as progress:
             client = session.backend.attach(name, session=session.key, progress=progress.update)
             engine = AttachedEngine(client, arguments_of(client.config))
-            progress.conclusion = f"attached to engine {engine.name!r}: {capacity(client.ready)}"
+            progress.conclusion = f"attached to engine {engine.name!r}: {capacity(engine)}"
         return engine
 
 

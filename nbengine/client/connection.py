@@ -133,6 +133,16 @@ def read_connection(path: str | Path) -> ConnectionInfo:
         raise NBEngineError(f"{path} is not a connection file of nbengine: {error}") from None
 
 
+def newest(info: ConnectionInfo) -> ConnectionInfo:
+    """What the connection file of a running engine says by now: engine cores may have joined, left or been replaced."""
+    try:
+        found = read_connection(connection_file(info.name))
+    except NBEngineError:
+        # It has ended; the last that is known of it is what was given.
+        return info
+    return found if found.run_dir == info.run_dir else info
+
+
 def list_connections() -> list[ConnectionInfo]:
     """All engines that have a connection file, oldest first; dead ones are included."""
     found = []

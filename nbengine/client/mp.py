@@ -98,6 +98,11 @@ class MPClient(EngineCoreClient):
         """Where the engine lives."""
         return self.info
 
+    @property
+    def engine_ranks(self) -> list[int]:
+        """The engine cores that take requests now."""
+        return list(self._ranks)
+
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
         """Wait for every engine core's READY and for its first message on the input socket."""
         ready: dict[int, EngineReady] = {}

@@ -71,6 +71,11 @@ class RemoteProcess:
         self.log_tail = ""
         """The last lines of its log, once it has ended."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has, or was never started."""
+        return self.status is not None
+
     def send(self, message: OwnerToKeeper) -> None:
         """Tell its keeper something; of no effect when it is gone."""
         self._cluster.tell(ToKeeper(self._group, self._index, msgspec.msgpack.encode(message)))
@@ -91,7 +96,7 @@ class RemoteProcess:
 
     def note(self, message: KeeperToOwner | Lost) -> None:
         """Take in news of it."""
-        if self.status is not None:
+        if self.has_ended:
             return
         match message:
             case Placed():
@@ -107,7 +112,7 @@ class RemoteProcess:
                 doing = "was lost" if self.pid else "could not be started"
                 self._note_end(LOST, f"{doing}{self._where}: {cause}")
         self._listener(self, message)
-        if self.status is not None:
+        if self.has_ended:
             self._ended.set()
 
     def _note_end(self, status: int, how: str) -> None:

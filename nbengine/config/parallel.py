@@ -20,7 +20,9 @@ class ParallelConfig:
     `data_parallel_rank` is that of the engine core that has this configuration. `data_parallel_address` is the
     address of this machine that engine cores on others reach it by, None to find it out; `ray_address` that of the Ray cluster,
     None for the one that runs here. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
-    to be cached.
+    to be cached. `data_parallel_init_method` is where the workers of engine cores in lock step find each other, in the manner
+    of `distributed_init_method`; who starts the engine cores chooses it. With `data_parallel_joins_later` an engine core
+    is started beside others that run already: its workers get their weights from those when they join them.
     """
 
     tensor_parallel_size: int = 1
@@ -35,6 +37,8 @@ class ParallelConfig:
     data_parallel_prefix_affinity: bool = False
     ray_address: str | None = None
     ray_timeout: float = 60.0
+    data_parallel_init_method: str | None = None
+    data_parallel_joins_later: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):

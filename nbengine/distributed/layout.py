@@ -12,7 +12,8 @@ from nbengine.config import ParallelConfig
 class RankLayout:
     """Where one worker stands. Tensor-parallel neighbours have neighbouring ranks: rank = pp_rank * tp_size + tp_rank.
 
-    `rank` is its number within its engine core, which is number `dp_rank` of `dp_size`.
+    `rank` is its number within its engine core, which is number `dp_rank` of `dp_size`. With `expert_parallel` the
+    workers that compute a layer's experts together have whole experts, else a part of every expert.
     """
 
     tp_rank: int = 0
@@ -21,6 +22,7 @@ class RankLayout:
     pp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
+    expert_parallel: bool = False
 
     @classmethod
     def of(cls, rank: int, parallel: ParallelConfig) -> RankLayout:
@@ -33,6 +35,7 @@ class RankLayout:
             parallel.pipeline_parallel_size,
             parallel.data_parallel_rank,
             parallel.data_parallel_size,
+            parallel.enable_expert_parallel,
         )
 
     @property

@@ -167,8 +167,8 @@ class Executor(ABC):
 
         The question takes its place among the steps that the workers have been given.
         """
-        answers: list[bool] = self.collective_rpc("all_reduce_unfinished", (unfinished,))
-        return answers[0]
+        answer: bool = self.collective_rpc("all_reduce_unfinished", (unfinished,), unique_reply_rank=0)
+        return answer
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded: device, dtype (names), weights_bytes, max_position_embeddings, vocab_size."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nbengine.config import EngineConfig
+from nbengine.distributed.layout import RankLayout
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.executor.async_scheduling import schedules_asynchronously
 from nbengine.executor.base import Executor, check_reply_rank
@@ -31,12 +32,15 @@ class UniProcExecutor(Executor):
         self,
         config: EngineConfig,
         progress: ProgressCallback | None = None,
-        files: ExecutorFiles | None = None,  # noqa: ARG002
+        files: ExecutorFiles | None = None,
     ) -> None:
         is_async = schedules_asynchronously(config)
-        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=is_async))
+        scheduler = replace(config.scheduler, async_scheduling=is_async)
+        # There is nobody to meet in this engine core, only in others.
+        parallel = replace(config.parallel, distributed_init_method=None)
+        config = replace(config, scheduler=scheduler, parallel=parallel)
         self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
-        self._worker: Worker | None = Worker(config, progress)
+        self._worker: Worker | None = Worker(config, progress, RankLayout.of(0, parallel), files)
         self._board = self._worker.board
         try:
             self._call(self._worker.init_device)

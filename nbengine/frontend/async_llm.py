@@ -143,6 +143,11 @@ class AsyncLLM(Prompting, AsyncControl):
         """Where the engine lives."""
         return self.engine_core.info
 
+    @property
+    def engine_ranks(self) -> list[int]:
+        """The engine cores that take requests now: what `data_parallel_rank` may be."""
+        return self.engine_core.engine_ranks
+
     def submit(
         self,
         prompt: PromptType,
@@ -367,7 +372,7 @@ class _Requests:
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Process a batch; a failure here, which would be a bug, ends the requests instead of stalling them."""
         try:
-            processed = self._output_processor.process_outputs(outputs.outputs)
+            processed = self._output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         except Exception as error:
             logger.exception("outputs of the engine cannot be processed")
             self._client.abort_requests(self._output_processor.unfinished_ids())

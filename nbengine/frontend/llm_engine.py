@@ -108,7 +108,7 @@ class LLMEngine(Prompting, Control):
         if self._errors:
             raise self._errors.popleft()
         outputs = self.engine_core.get_output()
-        processed = self.output_processor.process_outputs(outputs.outputs)
+        processed = self.output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         if processed.reqs_to_abort:
             self.engine_core.abort_requests(processed.reqs_to_abort)
         if outputs.finished_requests:

@@ -248,8 +248,8 @@ class Progress(msgspec.Struct, tag="progress"):
     fraction: float | None = None
     seconds: float = 0.0
     """Since the start of the stage."""
-    rank: int = 0
-    """Of the engine core."""
+    rank: int | None = None
+    """Of the engine core; None: of none, but of whoever starts them."""
     worker: int | None = None
     """Rank of the worker that reports, where there are several."""
 

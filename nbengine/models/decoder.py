@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.errors import NBEngineError
+from nbengine.kernels.dispatch import select_expert_kernels
 from nbengine.models.attention import Attention
 from nbengine.models.decoder_config import DecoderConfig
 from nbengine.models.layers import RMSNorm, Slots, WeightSlot
+from nbengine.models.mlp import DecoderMLP
+from nbengine.models.moe import SparseMoeBlock
 from nbengine.models.parallel_layers import (
-    MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
     VocabParallelEmbedding,
@@ -97,36 +98,6 @@ class DecoderAttention:
             yield from self.k_norm.slots(f"{prefix}.k_norm")
 
 
-class DecoderMLP:
-    """The gated feed-forward block: `down(silu(gate(x)) * up(x))`."""
-
-    def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, parallel: ParallelState
-    ) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden,
-            [("gate_proj", inner), ("up_proj", inner)],
-            layout=parallel.layout,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-        )
-        self.down_proj = row_parallel_linear(
-            inner, hidden, parallel=parallel, bias=bias, dtype=dtype, device=device
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalised hidden states x [T, hidden] to the block's output [T, hidden]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
-
-    def slots(self, prefix: str) -> Slots:
-        """The weights under the checkpoint's names."""
-        yield from self.gate_up_proj.slots(prefix)
-        yield from self.down_proj.slots(f"{prefix}.down_proj")
-
-
 class DecoderLayer:
     """Attention and feed-forward block, each normalised first and added to the residual stream."""
 
@@ -134,6 +105,7 @@ class DecoderLayer:
         self,
         config: DecoderConfig,
         rotary: RotaryEmbedding,
+        mlp: DecoderMLP | SparseMoeBlock,
         dtype: torch.dtype,
         device: torch.device,
         parallel: ParallelState,
@@ -142,7 +114,7 @@ class DecoderLayer:
         self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.self_attn = DecoderAttention(config, rotary, dtype, device, parallel)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.mlp = DecoderMLP(config, dtype, device, parallel)
+        self.mlp = mlp
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, attn: AttentionMetadata
@@ -187,7 +159,9 @@ class DecoderForCausalLM:
         self.shard = DecoderShard.of(config, parallel.layout)
         positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
         self.rotary = RotaryEmbedding(config, max_positions=positions, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, self.rotary, dtype, device, parallel) for _ in self.shard.layers]
+        self.layers = [
+            DecoderLayer(config, self.rotary, mlp, dtype, device, parallel) for mlp in self._mlps(parallel)
+        ]
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.norm: RMSNorm | None = None
         self.lm_head: ParallelLMHead | None = None
@@ -242,6 +216,29 @@ class DecoderForCausalLM:
             raise NBEngineError(f"{self.layout}: the model has no output projection here")
         return self.lm_head(hidden)
 
+    def dummy_forward(self) -> None:
+        """Take part in the experts' computation for other engine cores' tokens with none of one's own; their workers
+        of this stage run `forward` or this. Nothing is exchanged between stages."""
+        nothing = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        for layer in self.layers:
+            if isinstance(layer.mlp, SparseMoeBlock):
+                layer.mlp(nothing)
+
+    def redivide_experts(self, parallel: ParallelState) -> dict[str, WeightSlot]:
+        """Divide the experts as `parallel` has it, whose data-parallel part alone may differ, and use its groups from
+        now on. All workers of the stage do so between two steps.
+
+        Gives what of its new part this worker did not have, which has to be loaded (`load_slots`) before the next
+        step.
+        """
+        self.layout = parallel.layout
+        missing: dict[str, WeightSlot] = {}
+        for index, layer in zip(self.shard.layers, self.layers, strict=True):
+            if isinstance(layer.mlp, SparseMoeBlock):
+                slots = layer.mlp.redivide(parallel)
+                missing.update((f"model.layers.{index}.mlp{name}", slot) for name, slot in slots.items())
+        return missing
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """What to load, under the names of Hugging Face checkpoints; tied weights appear once."""
         slots: dict[str, WeightSlot] = {}
@@ -269,6 +266,24 @@ class DecoderForCausalLM:
     def weights_bytes(self) -> int:
         """Memory of the weights in bytes."""
         return sum(weight.nbytes for weight in self.parameters())
+
+    def _mlps(self, parallel: ParallelState) -> Iterator[DecoderMLP | SparseMoeBlock]:
+        config, dtype, device = self.config, self.dtype, self.device
+        kernels = None if config.moe is None else select_expert_kernels(device, dtype)
+        for layer in self.shard.layers:
+            if config.moe is not None and kernels is not None and config.moe.has_experts(layer):
+                yield SparseMoeBlock(
+                    config.moe, config.hidden_size, kernels, dtype=dtype, device=device, parallel=parallel
+                )
+            else:
+                yield DecoderMLP(
+                    config.hidden_size,
+                    config.intermediate_size,
+                    bias=config.mlp_bias,
+                    dtype=dtype,
+                    device=device,
+                    parallel=parallel,
+                )
 
     def _vocabulary_rows(self, parallel: ParallelState) -> VocabParallelEmbedding:
         sizes = (self.config.vocab_size, self.config.hidden_size)

@@ -10,11 +10,19 @@ from nbengine.errors import ModelLoadError
 from nbengine.models.encoder_config import ARCHITECTURES as ENCODERS
 from nbengine.models.encoder_config import num_labels_of
 from nbengine.models.hf_config import number, positive
+from nbengine.models.moe_config import ARCHITECTURES as MOE_ARCHITECTURES
+from nbengine.models.moe_config import MoEConfig, moe_config
 
 _MAX_LAYERS = 4096
 _DEFAULT_ROPE_THETA = 10000.0
 _ACTIVATIONS = ("silu",)
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    *MOE_ARCHITECTURES,
+)
 _CLASSIFIERS = {name.replace("CausalLM", "SequenceClassification"): name for name in ARCHITECTURES}
 """Decoders with a classification head, and the class whose decoder they have."""
 
@@ -41,7 +49,8 @@ class DecoderConfig:
 
     `attention_bias` is for the q, k and v projections, `attention_out_bias` for the output projection;
     `qk_norm` normalises queries and keys per head before RoPE (Qwen3). `num_labels` is 0 unless the model has a
-    classification head in place of its output projection.
+    classification head in place of its output projection. `moe` has the experts that some layers, or all, have in
+    place of one feed-forward block; `intermediate_size` is that of the other layers.
     """
 
     vocab_size: int
@@ -62,6 +71,7 @@ class DecoderConfig:
     qk_norm: bool = False
     hidden_act: str = "silu"
     num_labels: int = 0
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_layers > _MAX_LAYERS:
@@ -96,7 +106,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _variant(architecture: str, hf: Mapping[str, Any]) -> dict[str, bool]:
+def _variant(architecture: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     bias = bool(hf.get("attention_bias", False))
     match architecture:
         case "LlamaForCausalLM":
@@ -106,19 +116,30 @@ def _variant(architecture: str, hf: Mapping[str, Any]) -> dict[str, bool]:
             return {"attention_bias": True}
         case "Qwen3ForCausalLM":
             return {"attention_bias": bias, "attention_out_bias": bias, "qk_norm": True}
+        case "Qwen2MoeForCausalLM":
+            qkv_bias = bool(hf.get("qkv_bias", True))
+            return {"attention_bias": qkv_bias, "moe": moe_config(architecture, hf)}
+        case "Qwen3MoeForCausalLM":
+            experts = moe_config(architecture, hf)
+            return {"attention_bias": bias, "attention_out_bias": bias, "qk_norm": True, "moe": experts}
+        case "MixtralForCausalLM":
+            return {"moe": moe_config(architecture, hf)}
         case _:
             return {}
 
 
-_CLASS_DEFAULTS: dict[str, dict[str, int]] = {
+_CLASS_DEFAULTS: dict[str, dict[str, int | float]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+    "Qwen2MoeForCausalLM": {"num_key_value_heads": 16},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
 }
 """What transformers assumes where config.json says nothing, apart from what all classes share."""
 
 
-def _common(hf: Mapping[str, Any], variant: Mapping[str, bool]) -> DecoderConfig:
+def _common(hf: Mapping[str, Any], variant: Mapping[str, Any]) -> DecoderConfig:
     hidden_size = positive(hf, "hidden_size")
     num_heads = positive(hf, "num_attention_heads")
     theta, scaling = _rope(hf)

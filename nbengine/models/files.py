@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nbengine.config import ModelConfig
-from nbengine.errors import ModelLoadError, ModelNotFoundError, NotSupportedError
+from nbengine.errors import ModelLoadError, ModelNotFoundError
 from nbengine.models import hub
 from nbengine.models.fetch import ALL_MINILM_L6_V2, SMOLLM2_135M, fetch_pinned
 from nbengine.models.gguf_prepare import prepared_directory
-from nbengine.models.hf_config import read_json_object
+from nbengine.models.hf_config import load_hf_config, read_json_object
+from nbengine.models.moe_config import is_moe
 from nbengine.models.progress import ProgressCallback, Reporter
 from nbengine.models.storage import cache_dir
-from nbengine.models.tiny import random_tiny
+from nbengine.models.tiny import random_tiny, random_tiny_moe
 
 __all__ = ["ProgressCallback", "cache_dir", "list_aliases", "resolve_model"]
 
 _INDEX = "model.safetensors.index.json"
-_PLANNED = ("random-tiny-moe",)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def resolve_model(config: ModelConfig, progress: ProgressCallback | None = None)
             "the file with transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
         )
     weights = tuple(str(path.absolute()) for path in files.weights)
-    return replace(config, directory=str(files.directory.absolute()), weights=weights)
+    found = replace(config, directory=str(files.directory.absolute()), weights=weights)
+    return replace(found, is_moe=is_moe(load_hf_config(found)))
 
 
 def list_aliases() -> dict[str, str]:
@@ -78,10 +79,15 @@ def _random_tiny(config: ModelConfig, report: Reporter) -> ModelFiles:
     return _in_directory(random_tiny(cache_dir() / "models", config.seed), config.load_format, report)
 
 
+def _random_tiny_moe(config: ModelConfig, report: Reporter) -> ModelFiles:
+    return _in_directory(random_tiny_moe(cache_dir() / "models", config.seed), config.load_format, report)
+
+
 _ALIASES = {
     "smollm2-135m": _Alias("SmolLM2-135M-Instruct, 4-bit (Q4_1 GGUF, 98 MB); the default", _smollm2),
     "all-minilm-l6-v2": _Alias("all-MiniLM-L6-v2, embeddings of sentences (91 MB)", _all_minilm),
     "random-tiny": _Alias("a small dense model with random weights, made from the seed", _random_tiny),
+    "random-tiny-moe": _Alias("the same with 8 experts, of which a token takes 2", _random_tiny_moe),
 }
 
 
@@ -99,8 +105,6 @@ def _find(config: ModelConfig, report: Reporter) -> ModelFiles:
         return _gguf_file(path, config.load_format, report)
     if alias is not None:
         return alias.find(config, report)
-    if name in _PLANNED:
-        raise NotSupportedError(f"the model {name} is not available yet; {', '.join(_ALIASES)} are")
     if hub.is_hub_id(name):
         return _on_hub(config, report)
     raise _unknown(name)

@@ -40,6 +40,16 @@ class WeightSlot:
         here = slice(self.start, self.start + self.tensor.shape[self.dim])
         return (*[slice(None)] * self.dim, here)
 
+    def copy_from(self, other: WeightSlot) -> bool:
+        """Copy this part from `other`, a part of the same tensor of the checkpoint; False unless it has all of it."""
+        if self.dim is None:
+            return False
+        offset, size = self.start - other.start, self.tensor.shape[self.dim]
+        if offset < 0 or offset + size > other.tensor.shape[self.dim]:
+            return False
+        self.tensor.copy_(other.tensor.narrow(self.dim, offset, size))
+        return True
+
 
 Slots = Iterator[tuple[str, WeightSlot]]
 

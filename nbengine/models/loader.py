@@ -122,7 +122,23 @@ def reload_weights(model: DecoderForCausalLM | BertModel, paths: tuple[Path, ...
         weights = open_weights(paths, model.config)
         _compare(_whole_decoder(model.config, model.dtype), weights, paths[0])
     with torch.inference_mode():
-        _fill(model, weights, report)
+        _fill(model.weight_slots(), weights, report)
+
+
+def load_slots(
+    slots: Mapping[str, WeightSlot], config: DecoderConfig, paths: tuple[Path, ...], report: Reporter
+) -> None:
+    """Fill some slots of a loaded decoder from the files that it was loaded from.
+
+    Raises:
+        ModelLoadError: the files are not those any more.
+    """
+    if not slots:
+        return
+    weights = open_weights(paths, config)
+    _compare_slots(slots, weights, paths[0])
+    with torch.inference_mode():
+        _fill(slots, weights, report)
 
 
 def _whole_decoder(config: DecoderConfig, dtype: torch.dtype) -> DecoderForCausalLM:
@@ -147,13 +163,12 @@ def _load(
             raise ModelLoadError(
                 f"cannot allocate {size(build(_NOWHERE).weights_bytes)} of weights on {device}: {error}"
             ) from error
-        _fill(model, weights, report)
+        _fill(model.weight_slots(), weights, report)
     report("loaded the weights", 1.0)
     return model
 
 
-def _fill(model: LoadableModel, weights: Weights, report: Reporter) -> None:
-    slots = model.weight_slots()
+def _fill(slots: Mapping[str, WeightSlot], weights: Weights, report: Reporter) -> None:
     weights.load(slots, _byte_counter(weights.num_bytes(slots), report))
 
 
@@ -176,6 +191,15 @@ def _require_files(paths: tuple[Path, ...]) -> None:
 
 def _compare(expected: LoadableModel, weights: Weights, path: Path) -> None:
     slots = expected.weight_slots()
+    _compare_slots(slots, weights, path)
+    unexpected = weights.shapes.keys() - slots.keys() - expected.ignored_weights
+    if unexpected:
+        raise ModelLoadError(
+            f"{path} has tensors that its architecture does not use: {_listed(sorted(unexpected))}"
+        )
+
+
+def _compare_slots(slots: Mapping[str, WeightSlot], weights: Weights, path: Path) -> None:
     missing = [name for name in slots if name not in weights.shapes]
     if missing:
         raise ModelLoadError(f"{path} lacks {_listed(missing)}")
@@ -185,11 +209,6 @@ def _compare(expected: LoadableModel, weights: Weights, path: Path) -> None:
                 f"{path}: tensor {name} has the shape {list(weights.shapes[name])}, "
                 f"the configuration asks for {list(slot.full_shape)}"
             )
-    unexpected = weights.shapes.keys() - slots.keys() - expected.ignored_weights
-    if unexpected:
-        raise ModelLoadError(
-            f"{path} has tensors that its architecture does not use: {_listed(sorted(unexpected))}"
-        )
 
 
 def _listed(names: list[str]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from nbengine.errors import ModelLoadError
+from nbengine.models.expert_names import TensorPart, tensor_parts
 from nbengine.models.layers import WeightSlot
 
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -17,7 +18,9 @@ _COMPUTED = (".rotary_emb.inv_freq", "embeddings.position_ids")
 
 
 class SafetensorsWeights:
-    """The tensors of a set of safetensors files. Files are mapped; pages are read when a tensor is copied.
+    """The tensors of a set of safetensors files, one an expert however the files have them.
+
+    Files are mapped; pages are read when a tensor is copied.
 
     Raises:
         ModelLoadError: a file is corrupt or truncated, or two files hold the same tensor.
@@ -25,6 +28,7 @@ class SafetensorsWeights:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
+        self._parts: dict[str, TensorPart] = {}
         self._element_bytes: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
@@ -48,7 +52,8 @@ class SafetensorsWeights:
                 with safe_open(str(path), framework="pt") as file:
                     for name in names:
                         slot = slots[name]
-                        values = file.get_slice(name)[slot.index]
+                        part = self._parts[name]
+                        values = file.get_slice(part.name)[part.index(slot.index)]
                         slot.tensor.copy_(values)
                         on_bytes(values.nbytes)
             except (SafetensorError, OSError) as error:
@@ -66,12 +71,14 @@ class SafetensorsWeights:
     def _add(self, path: Path, name: str, shape: tuple[int, ...], kind: str) -> None:
         if name.endswith(_COMPUTED):
             return
-        if name in self._files:
-            raise ModelLoadError(f"tensor {name!r} is in both {self._files[name]} and {path}")
         if kind not in _FLOAT_BYTES:
             raise ModelLoadError(
                 f"{path}: tensor {name!r} has the type {kind}; quantised weights are not supported"
             )
-        self._files[name] = path
-        self._element_bytes[name] = _FLOAT_BYTES[kind]
-        self.shapes[name] = shape
+        for our_name, part in tensor_parts(name, shape):
+            if our_name in self._files:
+                raise ModelLoadError(f"tensor {name!r} is in both {self._files[our_name]} and {path}")
+            self._files[our_name] = path
+            self._parts[our_name] = part
+            self._element_bytes[our_name] = _FLOAT_BYTES[kind]
+            self.shapes[our_name] = part.shape

@@ -1,7 +1,8 @@
-"""The model `random-tiny`: a small dense Llama with random weights, made on the spot, free of torch.
+"""The models `random-tiny`, a small dense Llama, and `random-tiny-moe`, a small Qwen3-MoE: random weights, made on the
+spot, free of torch.
 
-Its vocabulary is the 256 bytes and two special tokens, so that every text has a tokenization and every token
-a place in some text. What it writes is noise; its value is that it runs anywhere at once and that the same
+Their vocabulary is the 256 bytes and two special tokens, so that every text has a tokenization and every token
+a place in some text. What they write is noise; their value is that they run anywhere at once and that the same
 seed gives the same model.
 """
 
@@ -46,30 +47,52 @@ _CONFIG: dict[str, Any] = {
     "bos_token_id": _NUM_BYTES,
     "eos_token_id": _NUM_BYTES + 1,
 }
+_MOE_CONFIG: dict[str, Any] = {
+    **_CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""Two or four workers divide its heads and its experts."""
 
 
 def random_tiny(models: Path, seed: int) -> Path:
     """Directory of the random model of this seed inside `models`, made there if it is missing."""
-    destination = models / f"random-tiny-v{_VERSION}-seed{seed}"
+    return _made(models / f"random-tiny-v{_VERSION}-seed{seed}", _CONFIG, seed)
+
+
+def random_tiny_moe(models: Path, seed: int) -> Path:
+    """Directory of the random mixture of experts of this seed inside `models`, made there if it is missing."""
+    return _made(models / f"random-tiny-moe-v{_VERSION}-seed{seed}", _MOE_CONFIG, seed)
+
+
+def _made(destination: Path, config: dict[str, Any], seed: int) -> Path:
     if destination.is_dir():
         return destination
     with new_directory(destination) as content:
-        _write_weights(content / "model.safetensors", seed)
+        _write_weights(content / "model.safetensors", config, seed)
         _write_tokenizer(content)
-        _write_json(content / "config.json", _CONFIG)
+        _write_json(content / "config.json", config)
         ids = {key: _CONFIG[key] for key in ("bos_token_id", "eos_token_id")}
         _write_json(content / "generation_config.json", ids)
     return destination
 
 
-def _write_weights(path: Path, seed: int) -> None:
+def _write_weights(path: Path, config: dict[str, Any], seed: int) -> None:
     """Normal weights of variance 1 / fan-in keep activations near unit size, so every layer matters."""
     import numpy as np
     from safetensors.numpy import save_file
 
     random = np.random.Generator(np.random.PCG64(seed))
     tensors = {}
-    for name, shape in _shapes():
+    for name, shape in _shapes(config):
         if len(shape) == 1:
             tensors[name] = np.ones(shape, dtype=np.float32)
             continue
@@ -78,12 +101,11 @@ def _write_weights(path: Path, seed: int) -> None:
     save_file(tensors, str(path), metadata={"format": "pt"})
 
 
-def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = _CONFIG["hidden_size"], _CONFIG["intermediate_size"]
-    queries = _CONFIG["num_attention_heads"] * _CONFIG["head_dim"]
-    keys = _CONFIG["num_key_value_heads"] * _CONFIG["head_dim"]
-    yield "model.embed_tokens.weight", (_CONFIG["vocab_size"], hidden)
-    for layer in range(_CONFIG["num_hidden_layers"]):
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.self_attn.q_proj.weight", (queries, hidden)
@@ -91,11 +113,23 @@ def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+        if "num_experts" not in config:
+            yield from _mlp_shapes(f"{prefix}.mlp", hidden, config["intermediate_size"])
+            continue
+        yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
+        yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
+        yield f"{prefix}.mlp.gate.weight", (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            inner = config["moe_intermediate_size"]
+            yield from _mlp_shapes(f"{prefix}.mlp.experts.{expert}", hidden, inner)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (_CONFIG["vocab_size"], hidden)
+    yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.gate_proj.weight", (inner, hidden)
+    yield f"{prefix}.up_proj.weight", (inner, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, inner)
 
 
 def _write_tokenizer(directory: Path) -> None:

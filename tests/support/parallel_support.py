@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nbengine.config import ParallelConfig
-from nbengine.distributed.communicator import ParallelState, SingleRank
+from nbengine.distributed.communicator import ParallelState, SingleGroup, SingleRank
 from nbengine.distributed.layout import RankLayout, layouts
 
 TIMEOUT_SECONDS = 60.0
@@ -97,6 +97,47 @@ class ThreadCommunicator:
         return self._group.exchange(self.rank, f"{name} of {tuple(x.shape)} {x.dtype}", x)
 
 
+class ThreadDataParallelGroup:
+    """A `DataParallelGroup` for a thread; `calls` lists what was called, with shapes. Sums are as in
+    `ThreadCommunicator`."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.rank = rank
+        self.size = group.size
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self._group = group
+        self._counts = [0] * group.size
+
+    def begin_step(self, num_tokens: int) -> None:
+        """See `DataParallelGroup.begin_step`."""
+        counts = self._group.exchange(self.rank, "begin_step", torch.tensor(num_tokens))
+        self._counts = [int(count) for count in counts]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `DataParallelGroup.gather`."""
+        self._note("gather", x, self._counts[self.rank])
+        return torch.cat(self._group.exchange(self.rank, f"gather {x.shape[1:]} {x.dtype}", x))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """See `DataParallelGroup.reduce_scatter`."""
+        self._note("reduce_scatter", x, sum(self._counts))
+        terms = self._group.exchange(self.rank, f"reduce_scatter {x.shape} {x.dtype}", x)
+        total = sum(term.float() for term in terms[1:]) + terms[0].float()
+        return total.to(x.dtype).split(self._counts)[self.rank].clone()
+
+    def any(self, flag: bool) -> bool:
+        """See `DataParallelGroup.any`."""
+        return any(bool(other) for other in self._group.exchange(self.rank, "any", torch.tensor(flag)))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _note(self, name: str, x: Tensor, num_rows: int) -> None:
+        if len(x) != num_rows:
+            raise AssertionError(f"{name} of {len(x)} rows in a step with {self._counts} tokens")
+        self.calls.append((name, tuple(x.shape)))
+
+
 class ThreadLink:
     """A `PipelineLink` between two threads. What `receive` returned last is overwritten by the next call."""
 
@@ -129,13 +170,29 @@ class ThreadLink:
 
 
 class ThreadWorld:
-    """The places of all ranks of a tensor- and pipeline-parallel engine, joined."""
+    """The places of all ranks of all cores of an engine, joined; those of the first core come first, each by rank."""
 
-    def __init__(self, tp_size: int = 1, pp_size: int = 1) -> None:
-        parallel = ParallelConfig(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
-        self._groups = [ThreadGroup(tp_size) for _ in range(pp_size)]
-        self._links = [[ThreadLink() for _ in range(tp_size)] for _ in range(pp_size - 1)]
-        self.states = [self._state(layout) for layout in layouts(parallel)]
+    def __init__(
+        self, tp_size: int = 1, pp_size: int = 1, dp_size: int = 1, *, expert_parallel: bool = False
+    ) -> None:
+        self._groups = [[ThreadGroup(tp_size) for _ in range(pp_size)] for _ in range(dp_size)]
+        self._links = [
+            [[ThreadLink() for _ in range(tp_size)] for _ in range(pp_size - 1)] for _ in range(dp_size)
+        ]
+        self._dp_groups = [[ThreadGroup(dp_size) for _ in range(tp_size)] for _ in range(pp_size)]
+        self.states = [
+            self._state(layout)
+            for dp_rank in range(dp_size)
+            for layout in layouts(
+                ParallelConfig(
+                    tensor_parallel_size=tp_size,
+                    pipeline_parallel_size=pp_size,
+                    data_parallel_size=dp_size,
+                    data_parallel_rank=dp_rank,
+                    enable_expert_parallel=expert_parallel,
+                )
+            )
+        ]
 
     def run(self, function: Callable[[ParallelState], T]) -> list[T]:
         """`function` for every rank's state, each in a thread; the results by rank.
@@ -151,9 +208,9 @@ class ThreadWorld:
         try:
             return function(state)
         except BaseException:
-            for group in self._groups:
+            for group in (group for row in (*self._groups, *self._dp_groups) for group in row):
                 group.abort()
-            for link in (link for row in self._links for link in row):
+            for link in (link for core in self._links for row in core for link in row):
                 link.abort()
             raise
 
@@ -165,11 +222,12 @@ class ThreadWorld:
         return [future.result() for future in futures]
 
     def _state(self, layout: RankLayout) -> ParallelState:
-        pp, tp = layout.pp_rank, layout.tp_rank
-        group = self._groups[pp]
+        pp, tp, dp = layout.pp_rank, layout.tp_rank, layout.dp_rank
+        group, dp_group, links = self._groups[dp][pp], self._dp_groups[pp][tp], self._links[dp]
         return ParallelState(
             layout,
             ThreadCommunicator(group, tp) if group.size > 1 else SingleRank(),
-            None if layout.is_first_stage else self._links[pp - 1][tp],
-            None if layout.is_last_stage else self._links[pp][tp],
+            None if layout.is_first_stage else links[pp - 1][tp],
+            None if layout.is_last_stage else links[pp][tp],
+            dp=ThreadDataParallelGroup(dp_group, dp) if dp_group.size > 1 else SingleGroup(),
         )

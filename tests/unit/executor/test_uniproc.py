@@ -25,7 +25,7 @@ from nbengine.ipc.messages import Progress
 from nbengine.models.tiny import random_tiny
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker import worker as worker_module
+from nbengine.worker import budget as budget_module
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_calls_workers_by_name(executor: UniProcExecutor) -> None:
     assert executor.collective_rpc("model_info") == [executor.model_info()]
     future = executor.collective_rpc("model_info", non_block=True)
     assert future.result() == [executor.model_info()]
-    for name in ("no_such_method", "_free_memory", "device"):
+    for name in ("no_such_method", "_max_model_len", "device"):
         with pytest.raises(NBEngineError, match=f"no method '{name}'"):
             executor.collective_rpc(name)
 
@@ -140,7 +140,7 @@ def test_shutdown_frees_model_and_cache_and_may_be_repeated(config: EngineConfig
 def test_a_model_that_does_not_fit_is_an_error_of_the_start(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "available_host_memory", lambda: 1000)
+    monkeypatch.setattr(budget_module, "available_host_memory", lambda: 1000)
     with pytest.raises(EngineStartError, match="does not fit"):
         UniProcExecutor(config)
 

@@ -158,7 +158,7 @@ def random_model() -> Callable[..., PreTrainedModel]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
-                scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5
+                scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
                 parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * scale)
         return model.float().eval()
 

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from nbengine.config import ModelConfig
-from nbengine.errors import ModelLoadError, ModelNotFoundError, NotSupportedError
+from nbengine.errors import ModelLoadError, ModelNotFoundError
 from nbengine.models import files
 from nbengine.models.files import cache_dir, list_aliases, resolve_model
 from nbengine.models.hub import model_files
@@ -34,7 +34,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where every GGUF file's prepared directory is said to be."""
     directory = tmp_path / "prepared"
     directory.mkdir()
-    (directory / "tokenizer.json").write_text("{}")
+    for name in ("tokenizer.json", "config.json"):
+        (directory / name).write_text("{}")
     monkeypatch.setattr(files, "prepared_directory", lambda path, report: directory)
     return directory
 
@@ -127,7 +128,7 @@ def test_a_model_in_a_directory_named_like_an_alias_wins_over_the_alias(
     [
         ("smolm2-135m", "did you mean smollm2-135m?"),
         ("Random-Tiny", "did you mean random-tiny"),
-        ("gpt-17", r"no alias \(smollm2-135m, all-minilm-l6-v2, random-tiny\)"),
+        ("gpt-17", r"no alias \(smollm2-135m, all-minilm-l6-v2, random-tiny, random-tiny-moe\)"),
         ("./nowhere", "it is no directory"),
         ("/nowhere/at/all", "it is no directory"),
         ("nowhere.gguf", r"there is no file nowhere\.gguf"),
@@ -140,10 +141,27 @@ def test_a_name_that_leads_nowhere_says_what_was_tried(name: str, message: str) 
         resolve(name)
 
 
-def test_a_planned_alias_is_refused_as_not_available_yet() -> None:
-    with pytest.raises(NotSupportedError, match="random-tiny-moe is not available yet"):
-        resolve("random-tiny-moe")
-    assert list(list_aliases()) == ["smollm2-135m", "all-minilm-l6-v2", "random-tiny"]
+def test_the_aliases_are_listed() -> None:
+    assert list(list_aliases()) == ["smollm2-135m", "all-minilm-l6-v2", "random-tiny", "random-tiny-moe"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_moe"),
+    [
+        ("MixtralForCausalLM", True),
+        ("Qwen2MoeForCausalLM", True),
+        ("Qwen3MoeForSequenceClassification", True),
+        ("Qwen3ForCausalLM", False),
+        ("BertModel", False),
+    ],
+)
+def test_a_mixture_of_experts_is_told_by_its_architecture_and_overrides(
+    name: str, is_moe: bool, checkpoint: Path
+) -> None:
+    assert resolve(checkpoint, hf_overrides={"architectures": [name]}).is_moe is is_moe
+    (checkpoint / "config.json").write_text(json.dumps({"architectures": [name]}))
+    assert resolve(checkpoint).is_moe is is_moe
+    assert not resolve(checkpoint, hf_overrides={"architectures": ["LlamaForCausalLM"]}).is_moe
 
 
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

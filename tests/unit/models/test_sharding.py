@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
-from nbengine.distributed.layout import layouts
+from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.frontend.assembly import resolve_files
 from nbengine.models.decoder_config import decoder_config
-from nbengine.models.sharding import DecoderShard, check_parallel
+from nbengine.models.moe_config import moe_config
+from nbengine.models.sharding import DecoderShard, ExpertShard, check_parallel
 
 
 def hf_config(heads: int, kv_heads: int, inner: int, layers: int = 30) -> dict[str, Any]:
@@ -108,3 +110,90 @@ def test_the_check_does_not_import_torch() -> None:
         "import sys, nbengine.models.sharding, nbengine.frontend.assembly; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def moe(num_experts: int, inner: int, **settings: Any) -> dict[str, Any]:
+    return {
+        **hf_config(4, 4, 7),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 16,
+        "num_experts": num_experts,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": inner,
+        **settings,
+    }
+
+
+def experts_parallel(tp_size: int, dp_size: int, *, whole: bool) -> list[RankLayout]:
+    """The places of one stage's workers in all engine cores."""
+    config = ParallelConfig(
+        tensor_parallel_size=tp_size, data_parallel_size=dp_size, enable_expert_parallel=whole
+    )
+    cores = (dataclasses.replace(config, data_parallel_rank=rank) for rank in range(dp_size))
+    return [layout for core in cores for layout in layouts(core)]
+
+
+@pytest.mark.parametrize("num_experts", [1, 4, 7, 60])
+def test_whole_experts_are_divided_into_neighbouring_ranges_of_nearly_one_length(num_experts: int) -> None:
+    config = moe_config("Qwen3MoeForCausalLM", moe(num_experts, 6))
+    assert config is not None
+    for tp_size, dp_size in ((1, 1), (1, 3), (2, 2), (2, 3)):
+        if tp_size * dp_size > num_experts:
+            continue
+        shards = [ExpertShard.of(config, layout) for layout in experts_parallel(tp_size, dp_size, whole=True)]
+        assert [expert for shard in shards for expert in shard.experts] == list(range(num_experts))
+        sizes = [len(shard.experts) for shard in shards]
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes) - min(sizes) <= 1
+        assert {shard.inner for shard in shards} == {range(6)}
+
+
+def test_else_every_experts_inner_features_are() -> None:
+    config = moe_config("Qwen3MoeForCausalLM", moe(3, 24))
+    assert config is not None
+    shards = [ExpertShard.of(config, layout) for layout in experts_parallel(2, 3, whole=False)]
+    assert {shard.experts for shard in shards} == {range(3)}
+    assert [feature for shard in shards for feature in shard.inner] == list(range(24))
+
+
+@pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 4), (4, 1), (2, 2)])
+def test_workers_that_cannot_divide_the_experts_are_refused_with_both_sizes_named(
+    tp_size: int, dp_size: int
+) -> None:
+    def sizes(*, whole: bool) -> ParallelConfig:
+        return ParallelConfig(
+            tensor_parallel_size=tp_size, data_parallel_size=dp_size, enable_expert_parallel=whole
+        )
+
+    check_parallel(moe(4, 8), sizes(whole=False))
+    check_parallel(moe(4, 6), sizes(whole=True))
+    with pytest.raises(InvalidArgumentError) as refusal:
+        check_parallel(moe(3, 6), sizes(whole=False))
+    assert str(refusal.value) == (
+        "data_parallel_size x tensor_parallel_size must be 1, 2, 3 or 6 for this model (the intermediate size of its "
+        "experts is 6), or enable_expert_parallel be set, with which it may be up to 3, got 4"
+    )
+    with pytest.raises(InvalidArgumentError) as refusal:
+        check_parallel(moe(3, 6), sizes(whole=True))
+    assert str(refusal.value) == (
+        "data_parallel_size x tensor_parallel_size must be at most 3, the number of the model's experts, got 4"
+    )
+
+
+def test_tensor_parallel_ranks_divide_the_dense_layers_and_shared_experts_that_there_are() -> None:
+    refused = [
+        moe(8, 8, mlp_only_layers=[0]),
+        moe(8, 8, architectures=["Qwen2MoeForCausalLM"], shared_expert_intermediate_size=7),
+    ]
+    check_parallel(moe(8, 8), parallel(2))
+    for hf in refused:
+        with pytest.raises(
+            InvalidArgumentError, match=r"tensor_parallel_size must be 1 .*intermediate size 7"
+        ):
+            check_parallel(hf, parallel(2))
+
+
+def test_engine_cores_of_their_own_divide_nothing() -> None:
+    cores = ParallelConfig(data_parallel_size=3)
+    check_parallel(hf_config(4, 4, 7), cores)
+    check_parallel({"architectures": ["BertModel"], "model_type": "bert"}, cores)
