@@ -35,6 +35,7 @@ from nbengine.ipc.messages import (
     Shutdown,
 )
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class HostLink:
         self._listener = listener
         self._wake = WakePipe()
         self._outbox: deque[ClientToHost | None] = deque()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
         self._socket = make_socket(
             self._context, info.address("host.sock"), zmq.DEALER, bind=False, linger=int(EXIT_TIMEOUT * 1000)
         )

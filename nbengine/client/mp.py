@@ -42,6 +42,7 @@ from nbengine.ipc.messages import (
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext, bound_address
 from nbengine.models.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,10 @@ class MPClient(EngineCoreClient):
         self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
         self._pending_messages: list[tuple[zmq.MessageTracker, object]] = []
         client_id = secrets.token_hex(4)
-        input_address = info.address(f"c-{client_id}.in")
-        output_address = info.address(f"c-{client_id}.out")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
         try:
+            input_address = info.client_bind_address(f"c-{client_id}.in")
+            output_address = info.client_bind_address(f"c-{client_id}.out")
             self._input_socket = make_socket(self._context, input_address, zmq.ROUTER, bind=True)
             # After a lost lease the engine core comes back under the same identity.
             self._input_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -91,7 +92,8 @@ class MPClient(EngineCoreClient):
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.link = HostLink(info, session or secrets.token_hex(8), input_address, output_address, self)
+        addresses = (bound_address(self._input_socket), bound_address(self._output_socket))
+        self.link = HostLink(info, session or secrets.token_hex(8), *addresses, self)
 
     @property
     def connection(self) -> ConnectionInfo:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
-from nbengine.client.connection import read_connection, remove_engine_files
+from nbengine.client.connection import engine_file, read_connection, remove_engine_files
 from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import configure_logging
 from nbengine.engine.processes import HOST_FD_VARIABLE
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _host(run_dir: str) -> int:
-    info = read_connection(os.path.join(run_dir, "engine.json"))
+    info = read_connection(engine_file(run_dir))
     setproctitle.setproctitle(f"nbengine: host {info.name}")
     configure_logging("host")
     return run_host(info)
@@ -66,7 +66,7 @@ def _host(run_dir: str) -> int:
 
 def _core(run_dir: str, rank: int) -> NoReturn:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    info = read_connection(os.path.join(run_dir, "engine.json"))
+    info = read_connection(engine_file(run_dir))
     setproctitle.setproctitle(f"nbengine: core {rank} {info.name}")
     configure_logging(f"core {rank}")
     lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))

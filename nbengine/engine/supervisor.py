@@ -27,8 +27,9 @@ from nbengine.client.connection import (
     read_connection,
     remove_engine_files,
     write_connection,
+    write_engine_file,
 )
-from nbengine.engine.coordinator import DPCoordinatorProc
+from nbengine.engine.host_sockets import HostSockets, handshake_of
 from nbengine.engine.host_state import (
     Action,
     ClientSpoke,
@@ -59,13 +60,12 @@ from nbengine.ipc.messages import (
     ClientToHost,
     CoreToHost,
     EngineDead,
-    EngineHandshakeMetadata,
     EngineReady,
     WantKVEvents,
     engine_identity,
 )
 from nbengine.ipc.shm_tensors import remove_abandoned
-from nbengine.ipc.sockets import IPC_PREFIX, make_socket
+from nbengine.ipc.sockets import IPC_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -86,20 +86,12 @@ class Supervisor:
         self.info = info
         self._signal_input, self._signal_output = socket.socketpair()
         self._watch_signals()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._clients = make_socket(self._context, info.address("host.sock"), zmq.ROUTER, bind=True)
-        self._core_control = make_socket(self._context, info.address("core.sock"), zmq.ROUTER, bind=True)
-        handshake = EngineHandshakeMetadata(
-            info.address("back-pub.sock"), info.address("back-out.sock"), info.tensor_dir
-        )
-        self._coordinator = DPCoordinatorProc(
-            self._context,
-            info.config.parallel.data_parallel_size,
-            info.address("stats.sock"),
-            handshake.coordinator_output,
-            handshake.coordinator_input,
-        )
-        self._state = HostState(info.config, handshake, process_alive, time.monotonic())
+        sockets = HostSockets(info)
+        self._context = sockets.context
+        self._clients = sockets.clients
+        self._core_control = sockets.cores
+        self._coordinator = sockets.coordinator
+        self._state = HostState(info.config, handshake_of(info), process_alive, time.monotonic())
         self._launcher = core_launcher(info, self._wake)
         self._cores: dict[int, CoreHandle] = {}
         self._reaped: set[int] = set()
@@ -300,6 +292,8 @@ def run_host(info: ConnectionInfo) -> int:
     try:
         supervisor = Supervisor(info)
         claim_name(info)
+        # Where its sockets are.
+        write_engine_file(info)
         notice = supervisor.run()
         if not notice.expected and not notice.log_tail:
             notice.log_tail = log_tail(info.log_path)

@@ -77,6 +77,7 @@ class EngineContext(zmq.Context[zmq.Socket[bytes]]):
         super().term()
         if self._gatekeeper is not None:
             self._gatekeeper.join()
+            self._gatekeeper = None
 
 
 def is_tcp(address: str) -> bool:

@@ -31,6 +31,8 @@ from nbengine.ipc.messages import (
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
+from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext, bound_address
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import SamplingParams
 
@@ -44,22 +46,20 @@ class RawClient:
         self.info = info
         self.session = session or uuid.uuid4().hex
         self.process = psutil.Process(pid or os.getpid())
-        self.context = zmq.Context()
+        self.context = EngineContext.with_keys(info.keys)
         self.sockets: list[zmq.Socket] = []
         self.client_index = -1
         self.ready: EngineReady | None = None
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.utility: dict[int, object] = {}
         self.dead_frames = 0
-        self.host = self._socket(zmq.DEALER)
-        self.host.connect(info.address("host.sock"))
+        self.host = self.open_socket(zmq.DEALER, info.address("host.sock"))
         name = f"c-{uuid.uuid4().hex[:8]}"
-        self.input_address, self.output_address = info.address(f"{name}.in"), info.address(f"{name}.out")
-        self.input = self._socket(zmq.ROUTER)
+        self.input = self.open_socket(zmq.ROUTER, info.client_bind_address(f"{name}.in"), bind=True)
         self.input.router_mandatory = True
-        self.input.bind(self.input_address)
-        self.output = self._socket(zmq.PULL)
-        self.output.bind(self.output_address)
+        self.output = self.open_socket(zmq.PULL, info.client_bind_address(f"{name}.out"), bind=True)
+        self.input_address = bound_address(self.input)
+        self.output_address = bound_address(self.output)
         self.encoder = MsgpackEncoder()
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.control_decoder = ControlDecoder(HostToClient)
@@ -68,6 +68,12 @@ class RawClient:
         socket = self.context.socket(kind)
         socket.linger = 0
         socket.set_hwm(0)
+        self.sockets.append(socket)
+        return socket
+
+    def open_socket(self, kind: int, address: str, *, bind: bool = False) -> zmq.Socket:
+        """One more socket at an address of the engine's, over which kind of transport ever."""
+        socket = make_socket(self.context, address, kind, bind=bind)
         self.sockets.append(socket)
         return socket
 
@@ -189,9 +195,8 @@ class RawClient:
     # The coordinator.
 
     def subscribe(self) -> zmq.Socket:
-        socket = self._socket(zmq.SUB)
+        socket = self.open_socket(zmq.SUB, self.info.address("stats.sock"))
         socket.subscribe(STATS_TOPIC)
-        socket.connect(self.info.address("stats.sock"))
         return socket
 
     @staticmethod
