@@ -6,8 +6,10 @@ gives it directories, watches it, says how it ended, ends it when nobody wants i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import shutil
 import socket
 import sys
@@ -20,11 +22,13 @@ import msgspec
 from nbengine.client.connection import new_run_dir
 from nbengine.cluster.child import Child, core_child, worker_child
 from nbengine.cluster.messages import (
+    BOARD,
     End,
     Exited,
     Failed,
     KeeperToOwner,
     Line,
+    Measured,
     OwnerToKeeper,
     Placed,
     RunCore,
@@ -34,12 +38,21 @@ from nbengine.cluster.messages import (
 )
 from nbengine.cluster.node_logs import new_node_log
 from nbengine.engine.logs import configure_logging, describe_exception, log_tail
+from nbengine.errors import NBEngineError
+from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.shm_tensors import new_tensor_dir
+from nbengine.metrics.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
 
 END_GRACE = 2.0
 """Seconds that a process gets to end once its owner is gone or lets go of it; then it is killed with what it has started."""
+
+
+MEASURE_SECONDS = 0.5
+"""Between two looks at what a worker has measured."""
+PORTS = range(20000, 32768)
+"""Where a free port is looked for: the kernel gives out others to whoever asks for any."""
 
 
 class Keeper:
@@ -55,6 +68,7 @@ class Keeper:
             node=node,
             hostname=socket.gethostname(),
             address=address,
+            port=_free_port(address),
             run_dir=str(self._run_dir),
             tensor_dir=str(self._tensor_dir),
             log_path=str(self._log_path),
@@ -63,6 +77,9 @@ class Keeper:
         self._child: Child | None = None
         self._line: Connection[Any, Any] | None = None
         self._has_ended, self._notice = os.pipe()
+        self._board: WorkerBoard | None = None
+        self._rank = 0
+        self._measured: WorkerStats | None = None
 
     def run(self) -> None:
         """Keep the process until it has ended, or the owner is gone."""
@@ -81,7 +98,9 @@ class Keeper:
     def _turn(self) -> bool:
         """Handle what comes next; returns whether there is more to do."""
         line = self._line
-        ready = wait([source for source in (self._connection, self._has_ended, line) if source is not None])
+        sources = [source for source in (self._connection, self._has_ended, line) if source is not None]
+        ready = wait(sources, None if self._board is None else MEASURE_SECONDS)
+        self._report_measures()
         if line is not None and line in ready:
             self._relay(line)
         if self._connection in ready:
@@ -117,6 +136,9 @@ class Keeper:
 
     def _start(self, message: RunCore | RunWorker) -> Child:
         if isinstance(message, RunWorker):
+            directory = self._tensor_dir / message.directory
+            directory.mkdir(mode=0o700)
+            self._board, self._rank = WorkerBoard.create(directory, message.num_workers, BOARD), message.rank
             return worker_child(message.spec)
         descriptor = os.open(self._run_dir / "engine.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -135,6 +157,14 @@ class Keeper:
             self._line = None
         self._tell(Line(said))
 
+    def _report_measures(self) -> None:
+        if self._board is None:
+            return
+        stats = self._board.read()[self._rank]
+        if stats != self._measured:
+            self._measured = stats
+            self._tell(Measured(stats))
+
     def _tell(self, message: KeeperToOwner) -> None:
         self._connection.send_bytes(msgspec.msgpack.encode(message))
 
@@ -148,6 +178,23 @@ def run_keeper(fd: int, node: str, address: str, label: str) -> int:
     os.set_inheritable(fd, False)
     Keeper(Connection(fd), node, address, label).run()
     return 0
+
+
+def _free_port(address: str) -> int:
+    """A port of this machine that nobody listens on.
+
+    Raises:
+        NBEngineError: there is none.
+    """
+    for port in random.Random().sample(PORTS, 50):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(
+                (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+            ),
+        ):
+            return port
+    raise NBEngineError(f"{address} has no free port from {PORTS.start} to {PORTS.stop - 1}")
 
 
 def _redirect_output(path: str | os.PathLike[str]) -> None:

@@ -10,6 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from nbengine.client.connection import ConnectionInfo
+from nbengine.metrics.stats import WorkerStats
+
+BOARD = "board"
+"""Name of the file with what a worker measures, in its directory."""
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +81,8 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
     hostname: str
     address: str
     """The node's address, that other nodes reach it by."""
+    port: int
+    """A TCP port there that was free a moment ago."""
     run_dir: str
     tensor_dir: str
     log_path: str
@@ -93,6 +99,10 @@ class RunWorker(msgspec.Struct, frozen=True, tag=True):
     """Owner to keeper: start a worker, and give it `spec`, a pickled `WorkerSpec`, as the first thing on its line."""
 
     spec: bytes
+    rank: int
+    num_workers: int
+    directory: str
+    """Inside the tensor directory, to be made: its name is one that all workers of the group have in common."""
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -117,6 +127,12 @@ class Line(msgspec.Struct, frozen=True, tag=True):
     message: bytes
 
 
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to owner: what a worker has measured of itself."""
+
+    stats: WorkerStats
+
+
 class Exited(msgspec.Struct, frozen=True, tag=True):
     """Keeper to owner, the last: how the process ended, as `Popen.returncode`, and the last lines of its log."""
 
@@ -133,4 +149,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 OwnerToBridge = Reserve | Release | ToKeeper
 BridgeToOwner = Connected | FromKeeper | Lost | NoCluster
 OwnerToKeeper = RunCore | RunWorker | Signal | End
-KeeperToOwner = Placed | Started | Line | Exited | Failed
+KeeperToOwner = Placed | Started | Line | Measured | Exited | Failed

@@ -24,7 +24,6 @@ from nbengine.cluster.messages import (
     Failed,
     FromKeeper,
     KeeperToOwner,
-    Line,
     Lost,
     NoCluster,
     OwnerToBridge,
@@ -47,7 +46,8 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 LOST = 1
 """Exit status of a process that cannot be reached any more."""
 
-Listener = Callable[["RemoteProcess", Placed | Started | Line | Exited | Failed | Lost], None]
+News = KeeperToOwner | Lost
+Listener = Callable[["RemoteProcess", News], None]
 """Called on the thread that reads what the bridge says."""
 
 
@@ -94,7 +94,7 @@ class RemoteProcess:
         """Wait for its end, for `timeout` seconds at most; whether it has come."""
         return self._ended.wait(timeout)
 
-    def note(self, message: KeeperToOwner | Lost) -> None:
+    def note(self, message: News) -> None:
         """Take in news of it."""
         if self.has_ended:
             return
@@ -112,7 +112,7 @@ class RemoteProcess:
                 doing = "was lost" if self.pid else "could not be started"
                 self._note_end(LOST, f"{doing}{self._where}: {cause}")
         self._listener(self, message)
-        if self.has_ended:
+        if isinstance(message, (Exited, Failed, Lost)):
             self._ended.set()
 
     def _note_end(self, status: int, how: str) -> None:
@@ -156,11 +156,15 @@ class Cluster:
         self._reader.start()
 
     def start(
-        self, bundles: Sequence[Mapping[str, float]], patience: float, label: str, listener: Listener
+        self,
+        bundles: Sequence[Mapping[str, float]],
+        patience: float,
+        label: str,
+        listeners: Sequence[Listener],
     ) -> list[RemoteProcess]:
-        """Ask for a place for each of a group of processes; what becomes of it the listener is told."""
+        """Ask for a place for each of a group of processes; what becomes of each its listener is told."""
         group = next(self._numbers)
-        processes = [RemoteProcess(self, group, index, listener) for index in range(len(bundles))]
+        processes = [RemoteProcess(self, group, index, listener) for index, listener in enumerate(listeners)]
         with self._lock:
             end = self._end
             self._groups[group] = processes

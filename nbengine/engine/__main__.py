@@ -34,11 +34,15 @@ def main() -> int:
     core.add_argument("rank", type=int)
     worker = roles.add_parser("worker", help="run one worker (started by an executor)")
     worker.add_argument("fd", type=int, help="socket that says what to do")
-    keeper = roles.add_parser("keeper", help="keep one process on a node of a cluster (started by a Ray actor)")
+    keeper = roles.add_parser(
+        "keeper", help="keep one process on a node of a cluster (started by a Ray actor)"
+    )
     keeper.add_argument("fd", type=int, help="socket that says what to do")
     for name in ("node", "address", "label"):
         keeper.add_argument(name)
-    bridge = roles.add_parser("bridge", help="be a driver of a Ray cluster (started by a host or an executor)")
+    bridge = roles.add_parser(
+        "bridge", help="be a driver of a Ray cluster (started by a host or an executor)"
+    )
     bridge.add_argument("fd", type=int, help="socket that says what to do")
     bridge.add_argument("name")
     bridge.add_argument("address", nargs="?")

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from nbengine.client.connection import ConnectionInfo
-from nbengine.cluster.messages import Exited, Failed, Line, Lost, Placed, RunCore, Started
-from nbengine.cluster.remote import Cluster, RemoteProcess
+from nbengine.cluster.messages import Placed, RunCore
+from nbengine.cluster.remote import Cluster, News, RemoteProcess
 from nbengine.cluster.resources import core_bundle
 from nbengine.engine.processes import CoreHandle
 
@@ -60,9 +60,7 @@ class RayCore:
     def close(self) -> None:
         self._process.finish()
 
-    def _on_news(
-        self, process: RemoteProcess, message: Placed | Started | Line | Exited | Failed | Lost
-    ) -> None:
+    def _on_news(self, process: RemoteProcess, message: News) -> None:
         if isinstance(message, Placed):
             where = f"{message.hostname} ({message.address}), log {message.log_path}"
             logger.info("engine core %d has a place on %s", self.rank, where)

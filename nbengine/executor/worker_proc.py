@@ -46,6 +46,8 @@ class WorkerSpec:
     files: ExecutorFiles
     own_directories: OwnDirectories
     """Of the executor, whose process may end without removing them; then every worker does."""
+    answer_address: str | None = None
+    """Where an executor on another machine takes the answers from; None: it is on this one."""
 
     @property
     def layout(self) -> RankLayout:
@@ -78,9 +80,10 @@ class WorkerProc:
         self.worker.load_model()
         self._worker_response_mq = MessageQueue(
             1,
-            1,
+            1 if spec.answer_address is None else 0,
             directory=spec.files.shared_memory,
             socket_directory=spec.files.sockets,
+            remote_address=spec.answer_address,
             max_chunk_bytes=ANSWER_BYTES,
         )
         self._async_output_queue: SimpleQueue[tuple[str, Any] | None] = SimpleQueue()
