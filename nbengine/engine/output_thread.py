@@ -96,10 +96,12 @@ class OutputThread(threading.Thread):
         output_queue: OutputQueue,
         input_queue: InputQueue,
         backlog_limit: int = DEFAULT_CLIENT_BACKLOG_BYTES,
+        incarnation: int = 0,
     ) -> None:
         super().__init__(name="nbengine-output", daemon=True)
         self._context = context
         self._engine_index = engine_index
+        self._incarnation = incarnation
         self._coordinator_output = coordinator_output
         self._output_queue = output_queue
         self._input_queue = input_queue
@@ -153,7 +155,7 @@ class OutputThread(threading.Thread):
         sink = self._sinks.get(client_index)
         if sink is None:
             return
-        outputs.engine_index = self._engine_index
+        self._sign(outputs)
         if client_index in self._behind:
             self._add_to_backlog(client_index, sink, outputs)
             return
@@ -163,6 +165,10 @@ class OutputThread(threading.Thread):
             self._retry_after = FIRST_RETRY
             self._retry_at = time.monotonic() + FIRST_RETRY
             self._add_to_backlog(client_index, sink, outputs)
+
+    def _sign(self, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self._engine_index
+        outputs.incarnation = self._incarnation
 
     def _send_now(self, sink: _Sink, outputs: EngineCoreOutputs) -> bool:
         frames, buffer = self._encode(outputs)
@@ -221,11 +227,15 @@ class OutputThread(threading.Thread):
             if not (sink.has_room() and sink.socket.poll(0, zmq.POLLOUT)):
                 return False
             item = sink.backlog.pop()
-            frames = item.frames if isinstance(item, EncodedAnswer) else self._encoder.encode(item)
+            frames = item.frames if isinstance(item, EncodedAnswer) else self._encode_merged(item)
             tracker = self._send_frames(sink, frames)
             if not tracker.done:
                 sink.hold(tracker, None, sum(len(frame) for frame in frames))
         return True
+
+    def _encode_merged(self, outputs: EngineCoreOutputs) -> list[Any]:
+        self._sign(outputs)
+        return list(self._encoder.encode(outputs))
 
     def _give_up(self, client_index: int, sink: _Sink) -> None:
         reason = (
@@ -234,7 +244,8 @@ class OutputThread(threading.Thread):
         )
         logger.warning("client %d is given up: %s", client_index, reason)
         for answer in sink.backlog.give_up(reason):
-            outputs = EngineCoreOutputs(engine_index=self._engine_index, utility_output=answer)
+            outputs = EngineCoreOutputs(utility_output=answer)
+            self._sign(outputs)
             sink.backlog.add_answer(answer.call_id, self._encoder.encode(outputs))
         if sink.backlog.num_bytes <= self._backlog_limit:
             self._input_queue.put(GiveUpClient(client_index, reason))
