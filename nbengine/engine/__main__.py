@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
-from nbengine.client.connection import engine_file, read_connection, remove_engine_files
+from nbengine.client.connection import engine_file, read_connection, remove_core_files
 from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import configure_logging
 from nbengine.engine.processes import HOST_FD_VARIABLE
@@ -73,7 +73,7 @@ def _core(run_dir: str, rank: int) -> NoReturn:
     info = read_connection(engine_file(run_dir))
     setproctitle.setproctitle(f"nbengine: core {rank} {info.name}")
     configure_logging(f"core {rank}")
-    lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))
+    lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_core_files(info))
     lifeline.start()
     # Only now what takes seconds: it imports torch.
     from nbengine.engine.core_main import run_engine_core

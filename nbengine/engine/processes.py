@@ -63,6 +63,12 @@ class CoreHandle(Protocol):
     def poll(self) -> int | None:
         """Its exit status in the manner of `Popen.returncode`, None while it runs."""
 
+    def describe_end(self) -> str:
+        """How it ended, to complete "engine core 0 (pid 1) …"."""
+
+    def log_tail(self) -> str:
+        """The last lines of its log, when it has ended."""
+
     def send_signal(self, number: int) -> None:
         """Signal it; of no effect when it has ended."""
 

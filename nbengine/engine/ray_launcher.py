@@ -31,24 +31,21 @@ class RayCore:
         self._on_exit = on_exit
         parallel = info.config.parallel
         label = f"{Path(info.log_path).stem}.core{rank}.{incarnation}"
-        self._process = cluster.start([core_bundle(info.config)], parallel.ray_timeout, label, self._on_news)[
-            0
-        ]
+        bundles = [core_bundle(info.config)]
+        [self._process] = cluster.start(bundles, parallel.ray_timeout, label, [self._on_news])
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def how_it_ended(self) -> str:
-        return self._process.end
-
-    @property
-    def log_tail(self) -> str:
-        return self._process.log_tail
-
     def poll(self) -> int | None:
         return self._process.status
+
+    def describe_end(self) -> str:
+        return self._process.end
+
+    def log_tail(self) -> str:
+        return self._process.log_tail
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
