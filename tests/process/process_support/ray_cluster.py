@@ -6,11 +6,9 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -40,11 +38,15 @@ class RayNode:
         self.run_dirs = self.directory / "run"
         self.run_dirs.mkdir(mode=0o700)
         self.log = self.directory / "start.txt"
-        environment = os.environ | NODE_ENVIRONMENT | {
-            "PYTHONPATH": SUPPORT_PATH,
-            "NBENGINE_RUNTIME_DIR": str(self.runtime_dir),
-            "XDG_RUNTIME_DIR": str(self.run_dirs),
-        }
+        environment = (
+            os.environ
+            | NODE_ENVIRONMENT
+            | {
+                "PYTHONPATH": SUPPORT_PATH,
+                "NBENGINE_RUNTIME_DIR": str(self.runtime_dir),
+                "XDG_RUNTIME_DIR": str(self.run_dirs),
+            }
+        )
         environment.pop("RAY_ADDRESS", None)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
