@@ -25,7 +25,6 @@ from nbengine.engine.work import (
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.handshake import ControlDecoder
 from nbengine.ipc.messages import (
     AttachClient,
@@ -248,8 +247,8 @@ class InputThread(threading.Thread):
 
 
 def _subscribe_to_waves(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    options: SocketOptions = {zmq.SUBSCRIBE: EngineCoreRequestType.START_DP_WAVE.value}
-    return make_socket(context, address, zmq.SUB, bind=False, options=options)
+    topic = EngineCoreRequestType.START_DP_WAVE.value
+    return make_socket(context, address, zmq.SUB, bind=False, options={zmq.SUBSCRIBE: topic})
 
 
 def _request_type(frame: zmq.Frame) -> EngineCoreRequestType:
