@@ -180,7 +180,7 @@ class CoreLink:
         home = (lost.rank, lost.incarnation)
         self.router.table.on_lost(*home, restarting=lost.restarting)
         self.calls.lose(lost.rank, lost.cause)
-        begun = self.router.take_begun(*home)
+        begun = self.router.take_begun(home)
         self._fail(begun, lost.rank, f"engine core {lost.rank} ended while it worked on it: {lost.cause}")
         self._on_ranks_changed()
 
@@ -239,8 +239,9 @@ class CoreLink:
         self._follow_stats()
         self._owner.on_usable()
         for home in router.table.departed():
-            for request in router.take_unbegun(*home):
+            for request in router.take_unbegun(home):
                 self.add(request)
+            router.table.forget(home)
         for request in router.take_waiting():
             self.add(request)
 

@@ -137,23 +137,15 @@ class RequestRouter:
         entries = [self._take(request_id, home) for request_id in request_ids]
         return [entry.request for entry in entries if entry is not None and entry.request is not None]
 
-    def take_unbegun(self, rank: int, incarnation: int) -> list[EngineCoreRequest]:
+    def take_unbegun(self, home: tuple[int, int]) -> list[EngineCoreRequest]:
         """The requests without output of a core that has gone, to be routed again."""
-        ids = [
-            name
-            for name, entry in self._in_flight.items()
-            if entry.home.rank == rank and entry.home.incarnation <= incarnation and entry.request is not None
-        ]
-        entries = map(self._take, ids)
-        return [entry.request for entry in entries if entry is not None and entry.request is not None]
+        return self.take_back(
+            [name for name, entry in self._in_flight.items() if entry.home == home and entry.request], home
+        )
 
-    def take_begun(self, rank: int, incarnation: int) -> list[str]:
+    def take_begun(self, home: tuple[int, int]) -> list[str]:
         """Ids of the other requests of a core that has gone: what was streamed cannot be taken back."""
-        ids = [
-            name
-            for name, entry in self._in_flight.items()
-            if entry.home.rank == rank and entry.home.incarnation <= incarnation and entry.request is None
-        ]
+        ids = [name for name, entry in self._in_flight.items() if entry.home == home and not entry.request]
         return [name for name in ids if self._take(name)]
 
     def clear(self) -> None:
