@@ -103,4 +103,3 @@ def model_of(topology: Topology, directory: Path) -> tuple[str, PreTrainedModel]
     place = resolve_model(ModelConfig("random-tiny-moe")).directory
     oracle = transformers.AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager")
     return "random-tiny-moe", oracle.float().eval()
-
