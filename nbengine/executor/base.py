@@ -170,6 +170,17 @@ class Executor(ABC):
         answer: bool = self.collective_rpc("all_reduce_unfinished", (unfinished,), unique_reply_rank=0)
         return answer
 
+    def reconfigure_data_parallel(self, before: int, after: int, init_method: str) -> None:
+        """Make this engine core one of `after` in lock step instead of one of `before`, between two steps; all of them, those
+        that come (`ParallelConfig.data_parallel_joins_later`) or leave too, do so after the same steps.
+
+        `init_method` is where they meet then, which must be another place every time.
+
+        Raises:
+            EngineStartError: the others cannot be reached.
+        """
+        self.collective_rpc("reconfigure_data_parallel", (before, after, init_method))
+
     def model_info(self) -> dict[str, Any]:
         """What was loaded: device, dtype (names), weights_bytes, max_position_embeddings, vocab_size."""
         info: dict[str, Any] = self.collective_rpc("model_info")[0]

@@ -327,7 +327,7 @@ class MultiprocExecutor(Executor):
 
     def _log_path(self, layout: RankLayout) -> str | None:
         log = self._files.log
-        return None if log is None else str(worker_log_path(log, layout.rank))
+        return None if log is None else str(worker_log_path(log, layout.number))
 
     # The end.
 

@@ -37,7 +37,7 @@ def choose_device(config: EngineConfig, layout: RankLayout, files: ExecutorFiles
     shares_devices = parallel.data_parallel_size > 1 and parallel.data_parallel_backend != "ray"
     if device.type == "cpu" or (_is_alone(config, files) and not shares_devices):
         return device
-    index = layout.rank + (layout.dp_rank * layout.world_size if shares_devices else 0)
+    index = layout.number if shares_devices else layout.rank
     needed = layout.world_size * (layout.dp_rank + 1 if shares_devices else 1)
     num_devices = torch.cuda.device_count()
     if num_devices < needed:
