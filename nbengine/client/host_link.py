@@ -20,7 +20,7 @@ from nbengine.client.launch import bury_child, host_exit
 from nbengine.client.processes import create_time_of, kill_session, wait_for_host
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
-from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError, WireError
+from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     Attach,
