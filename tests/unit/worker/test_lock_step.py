@@ -115,7 +115,7 @@ def test_a_number_of_engine_cores_that_does_not_divide_the_experts_is_refused_an
     worker.init_device()
     worker.load_model()
     before = [weight.data_ptr() for weight in worker.model.parameters()]
-    with pytest.raises(InvalidArgumentError, match="1, 2, 4, 8, 16, 32 or 64 for this model .* got 3"):
+    with pytest.raises(InvalidArgumentError, match=r"1, 2, 4, 8, 16, 32 or 64 for this model .* got 3"):
         worker.reconfigure_data_parallel(1, 3, "file:///nowhere")
     assert worker.config.parallel.data_parallel_size == worker.layout.dp_size == 1
     assert [weight.data_ptr() for weight in worker.model.parameters()] == before
