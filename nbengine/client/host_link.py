@@ -90,6 +90,9 @@ class LinkListener(Protocol):
     def on_engine_lost(self, lost: EngineLost) -> None:
         """One engine core of several has ended; `on_ranks_changed` has come before."""
 
+    def on_scaled(self, future: Future[int], answer: Scaled) -> None:
+        """What was asked for by `HostLink.scale` is done, or has failed: `future` is to be told."""
+
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
         """What was asked for is gone; the link is attaching anew."""
 
@@ -300,15 +303,8 @@ class HostLink:
             self._expect_last_words(time.monotonic())
 
     def _on_scaled(self, answer: Scaled) -> None:
-        if not self._scale_calls:
-            return
-        future = self._scale_calls.popleft()
-        if not future.set_running_or_notify_cancel():
-            return
-        if answer.error is None:
-            future.set_result(answer.data_parallel_size)
-        else:
-            future.set_exception(NBEngineError(f"engine {self.info.name} was not scaled: {answer.error}"))
+        if self._scale_calls:
+            self._listener.on_scaled(self._scale_calls.popleft(), answer)
 
     def _fail_scale_calls(self) -> None:
         waiting = [item.future for item in self._outbox if isinstance(item, _ScaleCall)]

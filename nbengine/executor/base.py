@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 from nbengine.checks import require
 from nbengine.config import EngineConfig
-from nbengine.errors import EngineDeadError, NotSupportedError
+from nbengine.errors import EngineDeadError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
@@ -49,17 +49,13 @@ class Executor(ABC):
 
     @staticmethod
     def get_class(config: EngineConfig) -> type[Executor]:
-        """Choose the executor that a configuration asks for.
-
-        Raises:
-            NotSupportedError: it is one that this version does not offer yet.
-        """
+        """Choose the executor that a configuration asks for."""
         parallel = config.parallel
         backend = parallel.distributed_executor_backend
         if backend == "ray":
-            raise NotSupportedError(
-                "distributed_executor_backend='ray' is not available yet; 'uni' and 'mp' are"
-            )
+            from nbengine.executor.ray import RayExecutor
+
+            return RayExecutor
         if backend == "mp" or parallel.world_size > 1:
             from nbengine.executor.multiproc import MultiprocExecutor
 
