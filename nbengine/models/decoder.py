@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -220,9 +221,13 @@ class DecoderForCausalLM:
         """Take part in the experts' computation for other engine cores' tokens with none of one's own; their workers
         of this stage run `forward` or this. Nothing is exchanged between stages."""
         nothing = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        for layer in self.layers:
-            if isinstance(layer.mlp, SparseMoeBlock):
-                layer.mlp(nothing)
+        for block in self._moe_blocks():
+            block(nothing)
+
+    def warm_up(self) -> None:
+        """Compile what the experts need, so that no step waits for it."""
+        for block in itertools.islice(self._moe_blocks(), 1):
+            block.warm_up()
 
     def redivide_experts(self, parallel: ParallelState) -> dict[str, WeightSlot]:
         """Divide the experts as `parallel` has it, whose data-parallel part alone may differ, and use its groups from
@@ -266,6 +271,9 @@ class DecoderForCausalLM:
     def weights_bytes(self) -> int:
         """Memory of the weights in bytes."""
         return sum(weight.nbytes for weight in self.parameters())
+
+    def _moe_blocks(self) -> Iterator[SparseMoeBlock]:
+        return (layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMoeBlock))
 
     def _mlps(self, parallel: ParallelState) -> Iterator[DecoderMLP | SparseMoeBlock]:
         config, dtype, device = self.config, self.dtype, self.device
