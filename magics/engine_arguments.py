@@ -18,6 +18,9 @@ _SHORT = {
     "tensor_parallel_size": ("--tp",),
     "pipeline_parallel_size": ("--pp",),
     "data_parallel_size": ("--dp",),
+    "data_parallel_backend": ("--dp-backend",),
+    "data_parallel_prefix_affinity": ("--prefix-affinity",),
+    "data_parallel_address": ("--dp-address",),
     "num_gpu_blocks_override": ("--num-blocks",),
 }
 _READERS: dict[str, Callable[[str], Any]] = {
@@ -53,13 +56,17 @@ _HELP = {
     "enforce_eager": "no compilation, no CUDA graphs",
     "tensor_parallel_size": "processes that share every layer, by its heads and columns (on GPUs, one each)",
     "pipeline_parallel_size": "stages of so many processes that have some of the layers each",
-    "data_parallel_size": "copies of the engine, only 1 for now",
-    "enable_expert_parallel": "spread experts over GPUs: not available yet",
+    "data_parallel_size": "engine cores that share the requests; those of a model with experts step together",
+    "enable_expert_parallel": "whole experts for each worker, instead of a part of every expert",
     "distributed_executor_backend": "uni (the model in the engine core), mp (a process for each worker, the default "
-    "for several) or module:Class; ray is not available yet",
+    "for several), ray or module:Class",
     "distributed_init_method": "where workers find each other, tcp://127.0.0.1:29500 for instance (default: a file "
     "in the engine's own directory)",
-    "data_parallel_backend": "mp; ray is not available yet",
+    "data_parallel_backend": "mp (the engine cores are processes here) or ray (on the machines of a Ray cluster)",
+    "data_parallel_address": "address of this machine for engine cores on others (default: found out)",
+    "data_parallel_prefix_affinity": "send a prompt where its first blocks are likely to be cached",
+    "ray_address": "address of the Ray cluster (default: RAY_ADDRESS, or the one that runs here)",
+    "ray_timeout": "seconds that the Ray cluster may take to make room",
     "keep_alive": "seconds that the engine outlives its last notebook",
     "lease": "seconds without a heartbeat after which a notebook's requests are dropped",
     "client_backlog_bytes": "output that is held for a notebook that does not read, before its requests end",
@@ -72,6 +79,7 @@ examples:
   %engine start ./model.gguf --max-model-len 4096
   %engine start smollm2-135m --name second        beside an engine that runs already
   %engine start random-tiny --tp 2 --pp 2         the model divided among four processes
+  %engine start random-tiny --dp 2                two engine cores that share the requests
 """
 
 

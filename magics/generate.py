@@ -89,8 +89,13 @@ class GenerateMagics(Magics):
 
     def _submit(self, engine: AttachedEngine, options: GenerateOptions) -> Generation:
         client = engine.client
+        if options.rank is not None and options.rank not in client.engine_ranks:
+            ranks = ", ".join(map(str, client.engine_ranks))
+            raise UsageError(
+                f"-t {options.rank}: the engine cores of engine {engine.name!r} have the ranks {ranks}"
+            )
         params = sampling_params(options, client.default_sampling_params(), self._config)
-        collector = client.submit(self._prompt(engine, options), params)
+        collector = client.submit(self._prompt(engine, options), params, data_parallel_rank=options.rank)
         view = view_for(
             self.shell,
             options.format,
@@ -100,6 +105,7 @@ class GenerateMagics(Magics):
         )
         generation = Generation(collector, options.prompt, view, client.abort_soon)
         generation.result.is_json = options.parse_json
+        generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
 
     def _prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:

@@ -27,9 +27,6 @@ Expand = Callable[[str], str]
 """Puts the notebook's variables into a string."""
 
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "logprobs")
-_LATER = {
-    "target": ("-t", "RANK"),
-}
 _LATER_PARAMETERS = {
     "output_kind": None,
     "eos_token_id": None,
@@ -71,6 +68,8 @@ class GenerateOptions:
     stream: bool
     footer: bool
     sampling: dict[str, Any]
+    rank: int | None = None
+    """The engine core that shall answer; None: the one with the least to do."""
     parse_json: bool = False
     """The answer is JSON, and the result's `value` what it stands for."""
 
@@ -91,6 +90,13 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     add("-o", "--out", metavar="NAME", help="bind the result to a variable")
     add("-a", "--noblock", action="store_true", help="do not wait: the result is a handle to await or ask")
     add("--engine", metavar="NAME", help="engine to ask (default: the last one started or attached)")
+    add(
+        "-t",
+        dest="rank",
+        metavar="RANK",
+        type=number(int),
+        help="engine core to ask, of several (default: the one with the least to do)",
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--chat",
@@ -129,8 +135,6 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     )
     add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
     add("--logprobs", metavar="K", type=number(int), help="log probabilities, with the K likeliest tokens")
-    for name, (flag, metavar) in _LATER.items():
-        add(flag, dest=name, metavar=metavar, help="not available yet")
     return parser
 
 
@@ -146,7 +150,7 @@ def parse_generate(
     `--json` may name a variable of `namespace`.
 
     Raises:
-        UsageError: the line cannot be understood, or asks for what is not available yet.
+        UsageError: the line cannot be understood.
         HelpRequested: `-h` was given.
     """
     prog = "%generate" if body is None else "%%generate"
@@ -157,7 +161,6 @@ def parse_generate(
         words, prompt = split_words(line, prog), body.removesuffix("\n")
         parser.stray_hint = ": the prompt is the cell's body, not its first line"
     parsed = parser.parse_words(words)
-    _refuse_later_flags(parsed, prog)
     prompt = expand(prompt)
     if not prompt.strip():
         raise UsageError(f"{prog}: the prompt is empty")
@@ -181,6 +184,7 @@ def parse_generate(
         stream=not parsed.no_stream,
         footer=config.footer,
         sampling=sampling,
+        rank=parsed.rank,
         parse_json=parse_json,
     )
 
@@ -198,12 +202,6 @@ def sampling_params(
         return SamplingParams(**merged, output_kind=RequestOutputKind.DELTA)
     except InvalidArgumentError as error:
         raise UsageError(f"%%generate: {error}") from None
-
-
-def _refuse_later_flags(parsed: argparse.Namespace, prog: str) -> None:
-    for name, (flag, _) in _LATER.items():
-        if getattr(parsed, name) is not None:
-            raise UsageError(f"{prog}: {flag} is not available yet")
 
 
 def _sampling(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ ENGINE_HELP = """\
 
   %engine start [MODEL] [flags]   start one: smollm2-135m (default), random-tiny, a directory,
                                   a .gguf file or a hub id            %engine start -h lists the flags
-  %engine status [NAME]           requests, KV blocks, prefix cache, workers
+  %engine status [NAME]           requests, KV blocks, prefix cache, engine cores, workers
   %engine tree [NAME]             its processes, and what connects them
   %engine logs [NAME] [-n N]      the last lines of its log; --rank R: of the log of one of its workers
   %engine restart [flags]         stop and start again, with the same arguments and those given here
@@ -28,7 +28,7 @@ Then ask it something:
   %%generate --max-tokens 100 -o answer
   Explain {topic} to a ten-year-old.
 
-  %%generate -h                   the flags: sampling, formats, -o NAME, -a for the background
+  %%generate -h                   the flags: sampling, formats, -o NAME, -a for the background, -t RANK
   %config NBEngine                the defaults
 
 Interrupt a cell and its text so far is kept; the engine goes on. Restart the kernel and the engine is still there:

@@ -112,6 +112,9 @@ def footer_of(result: GenerationResult) -> str:
         parts.append(f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens reused")
     if metrics.num_preemptions:
         parts.append(f"preempted {count(metrics.num_preemptions, 'time')}")
+    if result.names_ranks and metrics.data_parallel_ranks:
+        ranks = sorted(metrics.data_parallel_ranks)
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
     return joined(*parts)
 
 

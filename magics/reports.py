@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import psutil
 
-from nbengine.client.connection import ConnectionInfo
+from nbengine.client.connection import ConnectionInfo, newest
 from nbengine.client.directory import EngineListing, ReapReport
 from nbengine.client.processes import session_processes
 from nbengine.ipc.messages import EngineReady
+from nbengine.magics.cores import cores_table, lone_core_rows
 from nbengine.magics.render import age, count, seconds, table
 from nbengine.magics.session import AttachedEngine
-from nbengine.magics.workers import lone_worker_rows, workers_table
-from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.magics.workers import workers_table
+from nbengine.metrics.stats import EngineStats
 from nbengine.units import size
 
 
@@ -49,7 +50,9 @@ def footprint(info: ConnectionInfo) -> Footprint:
 
 def device_memory(info: ConnectionInfo) -> int:
     """Bytes of weights and KV cache on a GPU."""
-    return sum(ready.weights_bytes + ready.kv_cache_bytes for ready in info.ready if ready.device != "cpu")
+    return sum(
+        ready.weights_bytes + ready.kv_cache_bytes for ready in newest(info).ready if ready.device != "cpu"
+    )
 
 
 def resident_memory(info: ConnectionInfo) -> int:
@@ -63,21 +66,36 @@ def resident_memory(info: ConnectionInfo) -> int:
 
 def started_sentence(engine: AttachedEngine, took: float) -> str:
     """What has started, in one line."""
-    return f"engine {engine.name!r} is ready after {seconds(took)}: {capacity(engine.client.ready)}"
+    return f"engine {engine.name!r} is ready after {seconds(took)}: {capacity(engine)}"
 
 
-def capacity(ready: EngineReady) -> str:
-    """Where an engine runs and how much it holds."""
-    cache = f"{count(ready.num_blocks, 'block')} of {count(ready.block_size, 'token')} ({size(ready.kv_cache_bytes)})"
-    workers = f"{len(ready.workers)} workers on " if len(ready.workers) > 1 else ""
-    where = f"{workers}{ready.device} {ready.dtype}"
-    return f"{where}, KV cache {cache}, context {count(ready.max_model_len, 'token')}"
+def capacity(engine: AttachedEngine) -> str:
+    """Where an engine runs and how much it holds, all its engine cores together."""
+    cores = list(cores_of(engine).values())
+    first = cores[0]
+    num_workers = sum(max(1, len(core.workers)) for core in cores)
+    parts = [f"{len(cores)} engine cores"] if len(cores) > 1 else []
+    parts += [f"{num_workers} workers"] if num_workers > len(cores) else []
+    where = f"{' of '.join(parts)} on " if parts else ""
+    num_blocks, num_bytes = (
+        sum(core.num_blocks for core in cores),
+        sum(core.kv_cache_bytes for core in cores),
+    )
+    cache = f"{count(num_blocks, 'block')} of {count(first.block_size, 'token')} ({size(num_bytes)})"
+    return f"{where}{first.device} {first.dtype}, KV cache {cache}, context {count(first.max_model_len, 'token')}"
+
+
+def cores_of(engine: AttachedEngine) -> dict[int, EngineReady]:
+    """What each engine core said when it was ready, by rank; those that have joined since the start included."""
+    ready = engine.client.ready
+    return {core.rank: core for core in newest(engine.client.connection).ready} or {ready.rank: ready}
 
 
 def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool) -> tuple[str, str]:
     """An engine's state as (plain text, HTML)."""
     config, ready, info = engine.client.config, engine.client.ready, engine.client.connection
-    parallel = config.parallel
+    parallel, cores = config.parallel, cores_of(engine)
+    several = len(stats.engines) > 1 or len(cores) > 1
     rows = [
         ["engine", engine.name + (" (default)" if is_default else "")],
         ["model", config.model.model],
@@ -86,55 +104,37 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
             "topology",
             (
                 f"TP {parallel.tensor_parallel_size} × PP {parallel.pipeline_parallel_size} × "
-                f"DP {parallel.data_parallel_size}, {count(parallel.world_size, 'worker')}, "
+                f"DP {len(cores)}, {count(parallel.world_size * len(cores), 'worker')}, "
                 f"{count(len(session_processes(info)), 'process', 'processes')}"
             ),
         ],
         ["context", count(ready.max_model_len, "token")],
     ]
-    for rank in stats.engines:
-        prefix = f"rank {rank.engine_index} " if len(stats.engines) > 1 else ""
-        in_use = rank.num_blocks - rank.num_free_blocks
-        hits, queries = rank.prefix_cache_hits, rank.prefix_cache_queries
-        rate = f" ({hits / queries:.0%})" if queries else ""
-        rows += [
-            [
-                f"{prefix}requests",
-                f"{rank.num_running_reqs} running, {rank.num_waiting_reqs} waiting{_held(rank)}",
-            ],
-            [
-                f"{prefix}KV blocks",
-                (
-                    f"{in_use} of {rank.num_blocks} in use ({rank.kv_cache_usage:.0%}), {rank.num_cached_blocks} cached, "
-                    f"{ready.block_size} tokens each"
-                ),
-            ],
-            [f"{prefix}prefix cache", f"{hits:,} of {queries:,} prompt tokens reused{rate}"],
-            [f"{prefix}steps", f"{rank.step_counter:,}, {count(rank.num_preemptions, 'preemption')}"],
-            *lone_worker_rows(rank, prefix),
-        ]
+    if several:
+        rows += _totals(stats, lock_step=config.lock_step)
+    else:
+        for core in stats.engines:
+            rows += lone_core_rows(core, ready.block_size, lock_step=config.lock_step)
     rows += [
         ["up", f"{age(info.created)}; outlives its last notebook by {seconds(config.keep_alive)}"],
         ["log", info.log_path],
     ]
     tables = [table(rows)]
-    ready_of = {of_core.rank: of_core for of_core in (*info.ready, ready)}
-    for core in stats.engines:
-        if len(core.workers) > 1:
-            tables.append(
-                workers_table(ready_of.get(core.engine_index, ready).workers, core.workers, parallel)
-            )
+    if several:
+        tables.append(cores_table(stats.engines, cores, lock_step=config.lock_step))
+    if any(len(core.workers) > 1 for core in stats.engines):
+        tables.append(workers_table(stats.engines, cores, parallel))
     return "\n\n".join(plain for plain, _ in tables), "".join(html for _, html in tables)
 
 
-def _held(stats: SchedulerStats) -> str:
-    """What keeps requests from running."""
-    reasons = []
-    if stats.is_paused:
-        reasons.append("paused: `%engine resume` goes on")
-    if stats.is_sleeping:
-        reasons.append(f"asleep, level {stats.sleep_level}: `%engine wake` wakes it")
-    return f" ({'; '.join(reasons)})" if reasons else ""
+def _totals(stats: EngineStats, *, lock_step: bool) -> list[list[str]]:
+    """What the engine cores come to together, as names and values."""
+    running = sum(core.num_running_reqs for core in stats.engines)
+    waiting = sum(core.num_waiting_reqs for core in stats.engines)
+    rows = [["requests", f"{running} running, {waiting} waiting"]]
+    if lock_step:
+        rows.append(["wave", f"{stats.current_wave}, {'running' if stats.engines_running else 'paused'}"])
+    return rows
 
 
 def engines_table(engines: Iterable[EngineListing], here: dict[str, str]) -> tuple[str, str]:

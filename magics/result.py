@@ -39,6 +39,8 @@ class GenerationResult:
         self.metrics = RequestMetrics()
         self.is_json = False
         """The answer was asked for with `--json`."""
+        self.names_ranks = False
+        """There are several engine cores, and it is worth saying which one has answered."""
         self._whole: RequestOutput | None = None
         self._displayed = True
 

@@ -46,11 +46,17 @@ class EngineClient(Protocol):
         """What the engine said when it was ready."""
 
     @property
+    def engine_ranks(self) -> list[int]:
+        """The engine cores that take requests now."""
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
 
-    def submit(self, prompt: Any, sampling_params: SamplingParams) -> Collector:
-        """Send a request."""
+    def submit(
+        self, prompt: Any, sampling_params: SamplingParams, *, data_parallel_rank: int | None = None
+    ) -> Collector:
+        """Send a request, to one engine core of several where a rank is given."""
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, without waiting."""

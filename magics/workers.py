@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nbengine.config import ParallelConfig
 from nbengine.distributed.layout import RankLayout
-from nbengine.ipc.messages import WorkerInfo
+from nbengine.ipc.messages import EngineReady, WorkerInfo
 from nbengine.magics.render import table
 from nbengine.metrics.stats import SchedulerStats, WorkerStats
 from nbengine.units import size
@@ -14,23 +14,28 @@ from nbengine.units import size
 _HEADER = ["RANK", "WORKER", "PID", "DEVICE", "LAYERS", "WEIGHTS", "KV CACHE", "MEMORY", "STEPS", "LAST STEP"]
 
 
-def lone_worker_rows(stats: SchedulerStats, prefix: str) -> list[list[str]]:
+def lone_worker_rows(stats: SchedulerStats) -> list[list[str]]:
     """What a worker without others adds to its engine's own table; nothing where there are several."""
     if len(stats.workers) != 1:
         return []
     (worker,) = stats.workers
-    rows = [[f"{prefix}memory", size(worker.memory_bytes)]]
+    rows = [["memory", size(worker.memory_bytes)]]
     if worker.num_steps:
-        rows.append([f"{prefix}last step", step_time(worker)])
+        rows.append(["last step", step_time(worker)])
     return rows
 
 
 def workers_table(
-    infos: Sequence[WorkerInfo], stats: Sequence[WorkerStats], parallel: ParallelConfig
+    engines: Sequence[SchedulerStats], ready_of: Mapping[int, EngineReady], parallel: ParallelConfig
 ) -> tuple[str, str]:
-    """A row a worker, as (plain text, HTML)."""
-    info_of = {info.rank: info for info in infos}
-    return table([_row(worker, info_of.get(worker.rank), parallel) for worker in stats], _HEADER)
+    """A row a worker of every engine core, as (plain text, HTML)."""
+    rows = []
+    for core in engines:
+        ready = ready_of.get(core.engine_index)
+        info_of = {info.rank: info for info in (ready.workers if ready is not None else ())}
+        prefix = f"DP{core.engine_index} " if len(engines) > 1 else ""
+        rows += [_row(worker, info_of.get(worker.rank), prefix, parallel) for worker in core.workers]
+    return table(rows, _HEADER)
 
 
 def step_time(worker: WorkerStats) -> str:
@@ -38,14 +43,14 @@ def step_time(worker: WorkerStats) -> str:
     return f"{worker.step_seconds * 1000:,.1f} ms" if worker.num_steps else ""
 
 
-def _row(worker: WorkerStats, info: WorkerInfo | None, parallel: ParallelConfig) -> list[str]:
+def _row(worker: WorkerStats, info: WorkerInfo | None, prefix: str, parallel: ParallelConfig) -> list[str]:
     known = ["", "", "", "", ""]
     if info is not None:
         held = size(info.weights_bytes), size(info.kv_cache_bytes)
         known = [str(info.pid), info.device, _layers(info), *held]
     return [
         str(worker.rank),
-        str(RankLayout.of(worker.rank, parallel)),
+        f"{prefix}{RankLayout.of(worker.rank, parallel)}",
         *known,
         size(worker.memory_bytes),
         f"{worker.num_steps:,}",

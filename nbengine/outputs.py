@@ -10,7 +10,7 @@ import msgspec
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request. All are seconds of `time.monotonic()` on the machine of the frontend."""
+    """Times of one request, and where it was computed. Times are seconds of `time.monotonic()` on the machine of the frontend."""
 
     arrival_time: float = 0.0
     queued_time: float | None = None
@@ -20,6 +20,8 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_generation_tokens: int = 0
+    data_parallel_ranks: tuple[int, ...] = ()
+    """The engine cores that compute it: with `n > 1` those of all completions, in the order of their first outputs."""
 
     @property
     def time_to_first_token(self) -> float | None:

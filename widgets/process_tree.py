@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from nbengine.client.connection import ConnectionInfo
+from nbengine.client.connection import ConnectionInfo, newest
 from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
 from nbengine.client.processes import session_processes
 from nbengine.config import EngineConfig, ParallelConfig
@@ -150,6 +150,7 @@ class ProcessTree:
 
 def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> ProcessTree:
     """Look at the processes of an engine; `attached`: this process has a client of it."""
+    info = newest(info)
     own, host = os.getpid(), info.host_pid
     clients = [own] if attached else []
     clients += [pid for pid in client_pids(info) if pid not in clients]

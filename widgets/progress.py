@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from html import escape
 from types import TracebackType
 from typing import Self
@@ -18,16 +19,23 @@ _REFRESH_SECONDS = 0.2
 
 
 class StartProgress:
-    """Shows the stages of a start: in a notebook one output that is replaced in place, with a line for each worker
-    where there are several; in a terminal a line for each stage, and each worker's part of one, that is over. A context
-    manager: leaving it with an exception marks what runs as failed. `conclusion` is the last line.
+    """Shows the stages of a start: in a notebook one output that is replaced in place, with a line for each engine core
+    and each worker where there are several; in a terminal a line for each stage, and each part of one, that is over. A
+    context manager: leaving it with an exception marks what runs as failed. `conclusion` is the last line; `ranks` are
+    the engine cores that start, all of them unless given.
     """
 
-    def __init__(self, shell: InteractiveShell, title: str, parallel: ParallelConfig) -> None:
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        title: str,
+        parallel: ParallelConfig,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.conclusion = ""
         self._title = title
         self._live = LiveDisplay(shell) if in_kernel(shell) else None
-        self._stages = StartStages(parallel)
+        self._stages = StartStages(parallel, ranks)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._refresher = threading.Thread(target=self._refresh, name="nbengine-start-progress", daemon=True)

@@ -1,8 +1,9 @@
-"""How far the start of an engine has come: its stages, and each worker's part of them."""
+"""How far the start of engine cores has come: its stages, and what each core and each worker does of them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nbengine.config import ParallelConfig
@@ -10,11 +11,13 @@ from nbengine.distributed.layout import RankLayout
 from nbengine.ipc.messages import Progress
 
 _MARKS = {"done": "✓", "running": "▸", "failed": "✗"}
+PartKey = tuple[int, int | None]
+"""An engine core and its worker; None is the core itself."""
 
 
 @dataclass
 class Part:
-    """A stage, or what one worker does of it. `state` is "running", "done" or "failed"."""
+    """A stage, or what one core or worker does of it. `state` is "running", "done" or "failed"."""
 
     name: str
     started: float
@@ -40,10 +43,10 @@ class Part:
         """Whether it goes on."""
         return self.state == "running"
 
-    def line(self) -> str:
-        """One line of text, under that of the stage."""
+    def line_below(self, width: int) -> str:
+        """One line of text, under that of the stage; names take `width` places."""
         detail = "" if self.state == "done" else self.detail
-        return f"    {_MARKS[self.state]} {self.name:<7} {self.seconds:5.1f} s  {self.share}{detail}".rstrip()
+        return f"    {_MARKS[self.state]} {self.name:<{width}} {self.seconds:5.1f} s  {self.share}{detail}".rstrip()
 
     @property
     def share(self) -> str:
@@ -53,65 +56,92 @@ class Part:
 
 @dataclass
 class Stage(Part):
-    """A stage with the parts of those workers, by rank, that have reported something of it."""
+    """A stage with the parts of those cores and workers that have reported something of it."""
 
-    num_workers: int = 1
-    workers: dict[int, Part] = field(default_factory=dict)
+    num_cores: int = 1
+    world_size: int = 1
+    """Workers of a core."""
+    parts: dict[PartKey, Part] = field(default_factory=dict)
 
-    def line(self) -> str:
-        """One line of text."""
-        return self.line_of(self, self.detail)
+    def lines(self) -> list[str]:
+        """The stage and its parts, a line each."""
+        width = max((len(part.name) for part in self.parts.values()), default=0)
+        parts = [part.line_below(max(width, 7)) for _, part in sorted(self.parts.items(), key=_order)]
+        return [self.line_of(self, self.detail), *parts]
 
     def line_of(self, part: Part, detail: str) -> str:
         """One line of text about the stage or a part of it, to stand alone."""
         return f"  {_MARKS[part.state]} {self.name:<8} {part.seconds:6.1f} s  {part.share}{detail}".rstrip()
 
     @property
+    def is_of_workers(self) -> bool:
+        """Whether workers report it, rather than engine cores."""
+        return any(worker is not None for _, worker in self.parts)
+
+    @property
+    def num_parts(self) -> int:
+        """How many have a part in it."""
+        return self.num_cores * (self.world_size if self.is_of_workers else 1)
+
+    @property
     def num_done(self) -> int:
-        """Workers that have done their part."""
-        return sum(part.state == "done" for part in self.workers.values())
+        """How many have done their part."""
+        return sum(part.state == "done" for part in self.parts.values())
 
     @property
     def is_complete(self) -> bool:
-        """Whether all workers have done their part."""
-        return self.num_done >= self.num_workers
+        """Whether all have done their part."""
+        return self.num_done >= self.num_parts
 
     def sum_up(self) -> None:
         """Say of the stage what its parts come to.
 
-        The share is that of all workers, those not heard of yet included, so that it never goes down when one of
-        them begins.
+        The share is that of all, those not heard of yet included, so that it never goes down when one of them begins.
         """
-        self.detail = f"{self.num_done} of {self.num_workers} workers"
-        done = sum(1.0 if part.state == "done" else part.fraction or 0.0 for part in self.workers.values())
-        self.fraction = min(1.0, done / self.num_workers)
+        self.detail = (
+            f"{self.num_done} of {self.num_parts} {'workers' if self.is_of_workers else 'engine cores'}"
+        )
+        done = sum(1.0 if part.state == "done" else part.fraction or 0.0 for part in self.parts.values())
+        self.fraction = min(1.0, done / self.num_parts)
 
 
 class StartStages:
-    """The stages so far. Those that report need not be at the same stage; a stage is over when all workers have
-    left it, or when the engine core is at a later one."""
+    """The stages so far. Those that report need not be at the same stage; a stage is over when all who have a part in
+    it have left it, or when whoever started them is at a later one.
 
-    def __init__(self, parallel: ParallelConfig) -> None:
+    Where one engine core starts, as rank 0, what it reports is the stage; each of several has a part in it.
+    """
+
+    def __init__(self, parallel: ParallelConfig, ranks: Sequence[int] | None = None) -> None:
+        """`ranks`: the engine cores that start, all of the configuration's unless given."""
         self._parallel = parallel
+        self._ranks = range(parallel.data_parallel_size) if ranks is None else ranks
+        self._names_cores = list(self._ranks) != [0]
         self._stages: list[Stage] = []
 
     def take(self, progress: Progress) -> list[str]:
-        """Take in a report, and return a line for each stage and each worker's part that is over with it."""
-        over = []
-        stage = self._find(progress)
+        """Take in a report, and return a line for each stage and each part of one that is over with it."""
+        key = self._key(progress)
+        stage = self._find(progress.stage, key)
         if stage is not None and not stage.is_running:
             return []
+        over = []
         for other in self._running():
-            if other is not stage and (progress.worker is None or not other.workers):
+            if other is not stage and (key is None or not other.parts):
                 over += _end_stage(other)
         if stage is None:
             started = time.monotonic() - progress.seconds
-            stage = Stage(progress.stage, started, num_workers=self._parallel.world_size)
+            stage = Stage(
+                progress.stage,
+                started,
+                num_cores=len(self._ranks),
+                world_size=self._parallel.world_size,
+            )
             self._stages.append(stage)
-        if progress.worker is None:
+        if key is None:
             stage.take(progress)
         else:
-            over += self._take_part(stage, progress.worker, progress)
+            over += self._take_part(stage, key, progress)
         return over
 
     def end(self, state: str) -> list[str]:
@@ -122,43 +152,64 @@ class StartStages:
         """Let the seconds of what runs go on."""
         now = time.monotonic()
         for stage in self._running():
-            for part in (stage, *stage.workers.values()):
+            for part in (stage, *stage.parts.values()):
                 if part.is_running:
                     part.seconds = now - part.started
 
     def lines(self) -> list[str]:
         """All of it, a line each."""
-        return [
-            line
-            for stage in self._stages
-            for line in (stage.line(), *(part.line() for _, part in sorted(stage.workers.items())))
-        ]
+        return [line for stage in self._stages for line in stage.lines()]
 
-    def _take_part(self, stage: Stage, worker: int, progress: Progress) -> list[str]:
+    def _key(self, progress: Progress) -> PartKey | None:
+        """Whose part a report is about; None: the stage's own."""
+        if progress.rank is None or (progress.worker is None and not self._names_cores):
+            return None
+        return progress.rank, progress.worker
+
+    def _name(self, key: PartKey) -> str:
+        core, worker = key
+        names = [f"DP{core}"] if self._names_cores else []
+        if worker is not None and not (self._names_cores and self._parallel.world_size == 1):
+            names.append(str(RankLayout.of(worker, self._parallel)))
+        return " ".join(names)
+
+    def _take_part(self, stage: Stage, key: PartKey, progress: Progress) -> list[str]:
         over = []
         for other in self._running():
-            if other is not stage and worker in other.workers:
-                over += _end_part(other, other.workers[worker])
-                over += _end_stage(other) if other.is_complete else []
-        if worker not in stage.workers:
-            label = str(RankLayout.of(worker, self._parallel))
-            stage.workers[worker] = Part(label, time.monotonic() - progress.seconds)
-        stage.workers[worker].take(progress)
+            left = (
+                [] if other is stage else [part for owner, part in other.parts.items() if _covers(key, owner)]
+            )
+            for part in left:
+                over += _end_part(other, part)
+            over += _end_stage(other) if left and other.is_complete else []
+        if key not in stage.parts:
+            stage.parts[key] = Part(self._name(key), time.monotonic() - progress.seconds)
+        stage.parts[key].take(progress)
         if progress.fraction == 1.0:
-            over += _end_part(stage, stage.workers[worker])
+            over += _end_part(stage, stage.parts[key])
         stage.sum_up()
         return over
 
-    def _find(self, progress: Progress) -> Stage | None:
-        """The stage that a report is about, if there is one: one that is over where a worker's word on it comes late."""
+    def _find(self, name: str, key: PartKey | None) -> Stage | None:
+        """The stage that a report is about, if there is one: one that is over where a word on it comes late."""
         for stage in self._stages:
-            is_late = progress.worker is not None and progress.worker in stage.workers
-            if stage.name == progress.stage and (stage.is_running or is_late):
+            is_late = key is not None and key in stage.parts
+            if stage.name == name and (stage.is_running or is_late):
                 return stage
         return None
 
     def _running(self) -> list[Stage]:
         return [stage for stage in self._stages if stage.is_running]
+
+
+def _covers(key: PartKey, owner: PartKey) -> bool:
+    """Whether who reports a later stage has left the part of `owner` with it: a core speaks for its workers."""
+    return key == owner or key == (owner[0], None)
+
+
+def _order(item: tuple[PartKey, Part]) -> tuple[int, int]:
+    (core, worker), _ = item
+    return core, -1 if worker is None else worker
 
 
 def _end_part(stage: Stage, part: Part, state: str = "done") -> list[str]:
@@ -170,6 +221,6 @@ def _end_part(stage: Stage, part: Part, state: str = "done") -> list[str]:
 
 
 def _end_stage(stage: Stage, state: str = "done") -> list[str]:
-    lines = [line for part in stage.workers.values() for line in _end_part(stage, part, state)]
+    lines = [line for part in stage.parts.values() for line in _end_part(stage, part, state)]
     stage.end(state)
-    return [*lines, stage.line()]
+    return [*lines, stage.line_of(stage, stage.detail)]

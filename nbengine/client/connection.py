@@ -1,7 +1,8 @@
 """Run directories and connection files: where an engine lives and how another process finds it.
 
 A *run directory* (0700, short path) holds an engine's sockets and its configuration; its host removes it at
-the end. A *connection file* (0600, in Jupyter's runtime directory, or `NBENGINE_RUNTIME_DIR`) names it.
+the end. A *connection file* (0600, in Jupyter's runtime directory, or `NBENGINE_RUNTIME_DIR`) names it; that of an
+engine on a network has the addresses of its sockets and the keys to them, and may be copied to other machines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import psutil
 
 from nbengine.config import EngineConfig
 from nbengine.errors import NBEngineError
+from nbengine.ipc.curve import CurveKeys
+from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import EngineReady
+from nbengine.ipc.transport import any_port, host_of, own_address
 
 MAX_SOCKET_PATH = 100
 """Bytes that a UNIX socket path may have on every platform we care for (macOS: 104)."""
@@ -39,15 +43,47 @@ class ConnectionInfo(msgspec.Struct, kw_only=True):
     """See `nbengine.ipc.shm_tensors`; empty: tensors go through the sockets."""
     ready: list[EngineReady] = []
     created: float = msgspec.field(default_factory=time.time)
+    machine: str = ""
+    """`machine_id` of the host's; empty: this one."""
+    keys: CurveKeys | None = None
+    """Of an engine on a network."""
+    addresses: dict[str, str] = {}
+    """Of an engine on a network: where its host listens, by the sockets' names."""
 
     def address(self, socket_name: str) -> str:
-        """ZMQ address of one of the engine's sockets."""
-        return socket_address(self.run_dir, socket_name)
+        """ZMQ address of one of the host's sockets, to connect to.
+
+        Raises:
+            NBEngineError: the engine is on a network, and its host does not listen there yet.
+        """
+        if self.keys is None:
+            return socket_address(self.run_dir, socket_name)
+        try:
+            return self.addresses[socket_name]
+        except KeyError:
+            raise NBEngineError(f"engine {self.name} does not listen on its {socket_name} yet") from None
+
+    def host_bind_address(self, socket_name: str) -> str:
+        """ZMQ address that the host binds one of its sockets to."""
+        if self.keys is None:
+            return socket_address(self.run_dir, socket_name)
+        return any_port(self.config.parallel.data_parallel_address or own_address())
+
+    def client_bind_address(self, socket_name: str) -> str:
+        """ZMQ address that a client binds one of its sockets to, on its machine's side of the way to the host."""
+        if self.keys is None:
+            return socket_address(self.run_dir, socket_name)
+        return any_port(own_address(host_of(self.address("host.sock"))))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the host is on this machine, so that its pid means something."""
+        return self.machine in ("", machine_id())
 
     @property
     def host_alive(self) -> bool:
-        """Whether the host process runs; a reused pid does not count."""
-        return process_alive(self.host_pid, self.host_create_time)
+        """Whether the host process runs; a reused pid does not count. One on another machine is taken to."""
+        return not self.is_here or process_alive(self.host_pid, self.host_create_time)
 
 
 def process_alive(pid: int, create_time: float) -> bool:
@@ -109,28 +145,59 @@ def socket_address(run_dir: str | Path, socket_name: str) -> str:
 def write_connection(info: ConnectionInfo) -> Path:
     """Write the connection file atomically, readable by its owner alone."""
     path = connection_file(info.name)
+    _write_private(path, msgspec.json.format(msgspec.json.encode(info)))
+    return path
+
+
+def engine_file(run_dir: str | Path) -> Path:
+    """Path of the file in a run directory that an engine's processes find the engine by."""
+    return Path(run_dir) / "engine.json"
+
+
+def write_engine_file(info: ConnectionInfo) -> None:
+    """Write the file that the engine's processes read, into the run directory, like `write_connection`."""
+    _write_private(engine_file(info.run_dir), msgspec.json.encode(info))
+
+
+def _write_private(path: Path, content: bytes) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(info)))
+        file.write(content)
     os.replace(temporary, path)
-    return path
 
 
 def read_connection(path: str | Path) -> ConnectionInfo:
     """Read a connection file.
 
     Raises:
-        NBEngineError: the file is not there or is not a connection file.
+        NBEngineError: the file is not there or is not a connection file, or has keys that others may read.
     """
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=ConnectionInfo)
+        with open(path, "rb") as file:
+            is_private = not os.fstat(file.fileno()).st_mode & 0o077
+            info = msgspec.json.decode(file.read(), type=ConnectionInfo)
     except FileNotFoundError:
         raise NBEngineError(
             f"no engine has the connection file {path}; `%engine ps` lists the engines"
         ) from None
     except msgspec.MsgspecError as error:
         raise NBEngineError(f"{path} is not a connection file of nbengine: {error}") from None
+    if info.keys is not None and not is_private:
+        raise NBEngineError(
+            f"other users may have read the keys in {path}; it must be its owner's alone (0600)"
+        )
+    return info
+
+
+def newest(info: ConnectionInfo) -> ConnectionInfo:
+    """What the connection file of a running engine says by now: engine cores may have joined, left or been replaced."""
+    try:
+        found = read_connection(connection_file(info.name))
+    except NBEngineError:
+        # It has ended; the last that is known of it is what was given.
+        return info
+    return found if found.run_dir == info.run_dir else info
 
 
 def list_connections() -> list[ConnectionInfo]:
@@ -142,11 +209,25 @@ def list_connections() -> list[ConnectionInfo]:
     return sorted(found, key=lambda info: info.created)
 
 
-def remove_engine_files(info: ConnectionInfo) -> None:
-    """Remove an engine's run directory, its tensor directory and, if it is still its own, its connection file."""
+def remove_directories(info: ConnectionInfo) -> None:
+    """Remove a run directory and a tensor directory, on whichever machine they are."""
     for directory in filter(None, (info.tensor_dir, info.run_dir)):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_engine_files(info: ConnectionInfo) -> None:
+    """Remove an engine's directories and, if it is still its own, its connection file, on the host's machine only."""
+    if not info.is_here:
+        return
+    remove_directories(info)
     path = connection_file(info.name)
     with contextlib.suppress(NBEngineError, FileNotFoundError):
         if read_connection(path).run_dir == info.run_dir:
             path.unlink()
+
+
+def remove_core_files(info: ConnectionInfo) -> None:
+    """Remove what an engine core whose host is gone leaves: its directories, and on the host's machine the engine's
+    files."""
+    remove_directories(info)
+    remove_engine_files(info)

@@ -18,6 +18,7 @@ import zmq
 from nbengine.client.connection import (
     ConnectionInfo,
     connection_file,
+    engine_file,
     list_connections,
     read_connection,
     remove_engine_files,
@@ -35,6 +36,7 @@ from nbengine.errors import NBEngineError
 from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.messages import Shutdown
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext
 
 STOP_TIMEOUT = 10.0
 """Seconds that an engine gets to end when asked, before it is made to."""
@@ -105,7 +107,7 @@ def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = S
 
     It is asked first (with `drain` it may finish what runs, within `timeout` seconds), then terminated, then killed.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
     control = make_socket(context, info.address("host.sock"), zmq.DEALER, bind=False)
     try:
         control.send(encode_control(Shutdown(drain)))
@@ -204,7 +206,7 @@ def _remove_stray_dirs() -> list[str]:
     for parent in filter(None, parents):
         for path in Path(parent).glob("nbe-*"):
             if _is_stray(path):
-                info = read_connection(path / "engine.json")
+                info = read_connection(engine_file(path))
                 remove_engine_files(info)
                 removed.append(str(path))
     return removed
@@ -217,7 +219,7 @@ def _is_stray(path: Path) -> bool:
             return False
         if time.time() - status.st_mtime < _YOUNG:
             return False
-        info = read_connection(path / "engine.json")
+        info = read_connection(engine_file(path))
     except (OSError, NBEngineError):
         return False
     return info.run_dir == str(path) and not _listens(path / "host.sock")

@@ -10,7 +10,8 @@ import time
 import uuid
 import weakref
 from collections import deque
-from typing import Protocol
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
 
 import zmq
 
@@ -19,7 +20,7 @@ from nbengine.client.launch import bury_child, host_exit
 from nbengine.client.processes import create_time_of, kill_session, wait_for_host
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
-from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, WireError
+from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     Attach,
@@ -27,14 +28,19 @@ from nbengine.ipc.messages import (
     ClientToHost,
     Detach,
     EngineDead,
+    EngineLost,
     EngineReady,
     Heartbeat,
     HostToClient,
     LeaseLost,
     Progress,
+    RanksChanged,
+    Scaled,
+    ScaleElasticEP,
     Shutdown,
 )
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +61,37 @@ EXIT_TIMEOUT = 0.5
 """Seconds that the interpreter's exit may be delayed by."""
 
 
+class _ScaleCall(NamedTuple):
+    message: ScaleElasticEP
+    future: Future[int]
+
+
+class _Farewell(NamedTuple):
+    """An engine core has said good-bye to the client."""
+
+    rank: int
+
+
 class LinkListener(Protocol):
     """What a `HostLink` tells its client. Called on the link's thread; must not block."""
 
     def on_attached(self, client_index: int, engine_ranks: list[int], tensor_dir: str) -> None:
         """A lease is held; the engines will connect to the client's sockets, and take tensors in `tensor_dir`."""
 
-    def on_news(self, news: Progress | EngineReady) -> None:
+    def on_progress(self, progress: Progress) -> None:
         """The start makes progress."""
+
+    def on_ready(self, ready: EngineReady) -> None:
+        """An engine core is ready, at the start or later."""
+
+    def on_ranks_changed(self, engine_ranks: list[int]) -> None:
+        """Requests may be sent to these engine cores, and to no others."""
+
+    def on_engine_lost(self, lost: EngineLost) -> None:
+        """One engine core of several has ended; `on_ranks_changed` has come before."""
+
+    def on_scaled(self, future: Future[int], answer: Scaled) -> None:
+        """What was asked for by `HostLink.scale` is done, or has failed: `future` is to be told."""
 
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
         """What was asked for is gone; the link is attaching anew."""
@@ -98,8 +127,9 @@ class HostLink:
         self._addresses = (input_address, output_address)
         self._listener = listener
         self._wake = WakePipe()
-        self._outbox: deque[ClientToHost | None] = deque()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._outbox: deque[ClientToHost | _ScaleCall | _Farewell | None] = deque()
+        self._scale_calls: deque[Future[int]] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
         self._socket = make_socket(
             self._context, info.address("host.sock"), zmq.DEALER, bind=False, linger=int(EXIT_TIMEOUT * 1000)
         )
@@ -110,11 +140,13 @@ class HostLink:
         self._verdict_at = float("inf")
         self._attached = False
         self._notice: EngineDead | None = None
-        self._num_cores = 0
-        self._farewells = 0
-        self._cores: dict[int, float] = {}
+        self._ranks: list[int] = []
+        self._farewells: set[int] = set()
+        self._cores: dict[int, tuple[int, float]] = {}
+        """Process id and start time by rank."""
         self._started = False
         self._closed = False
+        self._ended = False
         self._gone = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nbengine-host-link", daemon=True)
 
@@ -123,11 +155,19 @@ class HostLink:
         _links.add(self)
         self._thread.start()
 
-    def core_died(self) -> None:
+    def core_died(self, rank: int) -> None:
         """Tell the link that an engine core has said good-bye; it will find out why. On the thread of the outputs."""
-        self._farewells += 1
-        self._expect_last_words(time.monotonic())
+        self._outbox.append(_Farewell(rank))
         self._wake.wake()
+
+    def scale(self, data_parallel_size: int) -> Future[int]:
+        """Ask for so many engine cores; the future gets the host's answer. Safe on any thread."""
+        call = _ScaleCall(ScaleElasticEP(data_parallel_size), Future())
+        self._outbox.append(call)
+        self._wake.wake()
+        if self._ended:
+            self._fail_scale_calls()
+        return call.future
 
     def request_detach(self) -> None:
         """Give the lease back and end the link; does not wait. Safe on any thread and in finalizers."""
@@ -180,6 +220,8 @@ class HostLink:
             self._socket.close()
             self._context.term()
             self._wake.close()
+            self._ended = True
+            self._fail_scale_calls()
             self._gone.set()
 
     def _patience_ms(self) -> int:
@@ -194,11 +236,16 @@ class HostLink:
 
     def _send_outbox(self) -> None:
         while self._outbox:
-            message = self._outbox.popleft()
-            if message is None:
-                self._closed = True
-            else:
-                self._socket.send(encode_control(message))
+            match self._outbox.popleft():
+                case None:
+                    self._closed = True
+                case _Farewell(rank):
+                    self._on_farewell(rank)
+                case _ScaleCall(message, future):
+                    self._scale_calls.append(future)
+                    self._socket.send(encode_control(message))
+                case message:
+                    self._socket.send(encode_control(message))
 
     def _receive(self) -> None:
         while not self._closed:
@@ -215,21 +262,55 @@ class HostLink:
         match message:
             case Attached(client_index, engine_ranks, tensor_dir):
                 self._attached = True
-                self._num_cores = len(engine_ranks)
+                self._ranks = engine_ranks
                 self._next_heartbeat = time.monotonic() + self._heartbeat_interval
                 self._listener.on_attached(client_index, engine_ranks, tensor_dir)
-            case EngineReady(pid=pid):
-                self._started = True
-                created = create_time_of(pid)
-                if created is not None:
-                    self._cores[pid] = created
-                self._listener.on_news(message)
+            case EngineReady():
+                self._on_ready(message)
             case Progress():
-                self._listener.on_news(message)
+                self._listener.on_progress(message)
+            case RanksChanged(engine_ranks):
+                self._on_ranks_changed(engine_ranks)
+            case EngineLost():
+                self._listener.on_engine_lost(message)
+            case Scaled():
+                self._on_scaled(message)
             case LeaseLost(reason):
                 self._on_lease_lost(reason)
             case EngineDead():
                 self._on_notice(message)
+
+    def _on_ready(self, ready: EngineReady) -> None:
+        self._started = True
+        self._farewells.discard(ready.rank)
+        created = create_time_of(ready.pid)
+        if created is not None:
+            self._cores[ready.rank] = ready.pid, created
+        self._listener.on_ready(ready)
+
+    def _on_ranks_changed(self, engine_ranks: list[int]) -> None:
+        self._ranks = engine_ranks
+        for rank in self._cores.keys() - set(engine_ranks):
+            del self._cores[rank]
+        # The host has spoken: the engine goes on without those that are not listed.
+        if self._notice is None and not self._is_one_gone():
+            self._verdict_at = float("inf")
+        self._listener.on_ranks_changed(engine_ranks)
+
+    def _on_farewell(self, rank: int) -> None:
+        self._farewells.add(rank)
+        if rank in self._ranks:
+            self._expect_last_words(time.monotonic())
+
+    def _on_scaled(self, answer: Scaled) -> None:
+        if self._scale_calls:
+            self._listener.on_scaled(self._scale_calls.popleft(), answer)
+
+    def _fail_scale_calls(self) -> None:
+        waiting = [item.future for item in self._outbox if isinstance(item, _ScaleCall)]
+        for future in [*self._scale_calls, *waiting]:
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError("the engine ended before it was scaled"))
 
     def _on_notice(self, notice: EngineDead) -> None:
         self._notice = notice
@@ -259,7 +340,7 @@ class HostLink:
             self._next_look = now + WATCH_INTERVAL
             self._look_at_processes(now)
         if self._notice is not None:
-            if now >= self._verdict_at or self._farewells >= self._num_cores:
+            if now >= self._verdict_at or self._farewells.issuperset(self._ranks):
                 self._die(self._notice.cause, self._notice.log_tail, started=self._notice.started)
         elif not self._closed and now >= self._verdict_at:
             self._die("an engine core ended, and the host does not say why")
@@ -271,8 +352,12 @@ class HostLink:
             if self._notice is None:
                 how = host_exit(self.info) or "is gone"
                 self._die(f"the engine's host process (pid {self.info.host_pid}) {how}")
-        elif not all(process_alive(*core) for core in self._cores.items()):
+        elif self._is_one_gone():
             self._expect_last_words(now)
+
+    def _is_one_gone(self) -> bool:
+        said_goodbye = self._farewells.intersection(self._ranks)
+        return bool(said_goodbye) or not all(process_alive(*core) for core in self._cores.values())
 
     def _expect_last_words(self, now: float) -> None:
         # When everything is being ended, cores end first, and the host takes its time to see to it.

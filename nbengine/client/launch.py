@@ -20,6 +20,7 @@ import nbengine
 from nbengine.client.connection import (
     ConnectionInfo,
     connection_file,
+    engine_file,
     list_connections,
     log_dir,
     new_run_dir,
@@ -27,13 +28,16 @@ from nbengine.client.connection import (
     remove_engine_files,
     runtime_dir,
     write_connection,
+    write_engine_file,
 )
 from nbengine.client.logs import engine_log_of
-from nbengine.client.processes import create_time_of, kill_session
+from nbengine.client.processes import create_time_of, kill_session, wait_until
 from nbengine.config import EngineConfig
 from nbengine.engine.logs import log_tail
 from nbengine.engine.processes import PARENT_FD_VARIABLE, child_environment, describe_status
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
+from nbengine.ipc.curve import make_curve_keys
+from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.shm_tensors import new_tensor_dir
 
 try:
@@ -43,6 +47,8 @@ except ImportError:  # not a POSIX system
 
 KEPT_LOGS = 20
 BURIAL_TIMEOUT = 2.0
+LISTEN_TIMEOUT = 30.0
+"""Seconds that the host of an engine on a network may take until it listens."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -82,11 +88,17 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
             host_create_time=0.0,
             config=config,
             tensor_dir=str(tensor_dir),
+            machine=machine_id(),
+            keys=make_curve_keys() if config.parallel.networked else None,
         )
-        (run_dir / "engine.json").write_bytes(msgspec.json.encode(info))
+        write_engine_file(info)
         info = _start_host(info)
-        # The host writes the same; done here, too, so that the name is taken before the lock is released.
-        write_connection(info)
+        # The name must be taken before the lock is released.
+        if info.keys is not None:
+            info = _with_addresses(info)
+        else:
+            # The host writes the same.
+            write_connection(info)
     return info
 
 
@@ -198,6 +210,24 @@ def _start_host(info: ConnectionInfo) -> ConnectionInfo:
             f"the engine's host process {describe_status(process.wait())} at once", log_tail(info.log_path)
         )
     return msgspec.structs.replace(info, host_pid=process.pid, host_create_time=created)
+
+
+def _with_addresses(info: ConnectionInfo) -> ConnectionInfo:
+    """What the host of an engine on a network has written when it listens."""
+    found = info
+
+    def listens_or_ended() -> bool:
+        nonlocal found
+        # Its end removes the file.
+        with contextlib.suppress(NBEngineError):
+            found = read_connection(engine_file(info.run_dir))
+        return bool(found.addresses) or not info.host_alive
+
+    wait_until(listens_or_ended, LISTEN_TIMEOUT)
+    if not found.addresses:
+        how = host_exit(info) or f"does not listen after {LISTEN_TIMEOUT:g} s"
+        raise EngineStartError(f"the engine's host process {how}", log_tail(info.log_path))
+    return found
 
 
 def _with_package(environment: dict[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from nbengine.checks import require
@@ -18,9 +19,13 @@ class ParallelConfig:
     `distributed_init_method` is where the workers find each other, "tcp://127.0.0.1:29500" for instance; None is a
     file in the engine's own directory, which nobody else can take or reach.
     `data_parallel_rank` is that of the engine core that has this configuration. `data_parallel_address` is the
-    address of this machine that engine cores on others reach it by, None to find it out; `ray_address` that of the Ray cluster,
-    None for the one that runs here. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
-    to be cached.
+    address of this machine (or its name) that others reach it by, None to find it out where that is needed; an engine
+    that is given one listens there; `ray_address` that of the Ray cluster,
+    None for the one that RAY_ADDRESS names or that this machine belongs to, and `ray_timeout` is how many seconds it may take
+    it to make room. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
+    to be cached. `data_parallel_init_method` is where the workers of engine cores in lock step find each other, in the manner
+    of `distributed_init_method`; who starts the engine cores chooses it. With `data_parallel_joins_later` an engine core
+    is started beside others that run already: its workers get their weights from those when they join them.
     """
 
     tensor_parallel_size: int = 1
@@ -34,6 +39,9 @@ class ParallelConfig:
     data_parallel_address: str | None = None
     data_parallel_prefix_affinity: bool = False
     ray_address: str | None = None
+    ray_timeout: float = 60.0
+    data_parallel_init_method: str | None = None
+    data_parallel_joins_later: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
@@ -55,11 +63,38 @@ class ParallelConfig:
             not is_alone,
             f"None or 'mp' for {self.world_size} workers",
         )
+        address = self.data_parallel_address
+        ok = address is None or _is_of_one_machine(address)
+        require("data_parallel_address", address, ok, "None, or an address or the name of this machine")
         method = self.distributed_init_method
         is_url = method is None or method.startswith(("tcp://", "file://"))
         require("distributed_init_method", method, is_url, "None, 'tcp://HOST:PORT' or 'file://PATH'")
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        method, address = self.distributed_init_method, self.ray_address
+        if self.distributed_executor_backend == "ray":
+            is_reachable = method is None or method.startswith("tcp://")
+            allowed = "None or 'tcp://HOST:PORT' with distributed_executor_backend='ray'"
+            require("distributed_init_method", method, is_reachable, allowed)
+        ok = address is None or (bool(address) and "://" not in address)
+        require("ray_address", address, ok, "None, 'auto' or 'HOST:PORT'; Ray Client (ray://) cannot be used")
+        require("ray_timeout", self.ray_timeout, self.ray_timeout > 0, "more than 0 seconds")
 
     @property
     def world_size(self) -> int:
         """Workers of one engine core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def networked(self) -> bool:
+        """Whether engine cores and clients may be on other machines, so that the engine's sockets are on a network."""
+        return self.data_parallel_address is not None or self.data_parallel_backend == "ray"
+
+
+def _is_of_one_machine(address: str) -> bool:
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return bool(address) and not any(character.isspace() or character in "/:*" for character in address)
+    return not (number.is_unspecified or number.is_multicast)

@@ -40,8 +40,13 @@ class DataParallelGroup(Protocol):
     Every rank makes the same calls in the same order; how many tokens it has is its own business.
     """
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int:
+        """Number of this one's engine core."""
+
+    @property
+    def size(self) -> int:
+        """Engine cores."""
 
     def begin_step(self, num_tokens: int) -> None:
         """Tell the others how many tokens this rank has in the step that begins, 0 in a dummy batch, and hear the
@@ -55,6 +60,9 @@ class DataParallelGroup(Protocol):
 
     def any(self, flag: bool) -> bool:
         """Whether any rank's `flag` is set."""
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Overwrite `x`, contiguous and of the same shape and dtype everywhere, by what it is on the rank `source`."""
 
     def close(self) -> None:
         """Leave the group; without waiting for the others."""
@@ -121,6 +129,9 @@ class SingleGroup:
     def any(self, flag: bool) -> bool:
         """`flag`."""
         return flag
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """`x` stays what it is."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -9,42 +9,88 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
+import psutil
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import EngineStartError, InvalidArgumentError
+from nbengine.ipc.transport import own_address
 
 _ALLOWED = "None, 'tcp://HOST:PORT' or 'file://PATH'"
 
 
-class Rendezvous:
-    """A store that all ranks of one engine have come to.
+@dataclass(frozen=True)
+class Party:
+    """Who meets: the one number `rank` of `size`, and who `serves` the store where there must be a server."""
 
-    Its keys begin with `token`, which only these ranks have: what an earlier engine left at the same place is not theirs.
+    rank: int
+    size: int
+    serves: bool
+    name: str
+    """Of this one, as in "rank 1"."""
+    others: str
+    """Whom it meets, as in "the 4 workers"."""
+    argument: str
+    """What says where."""
+    place: str = ""
+    """Which of several parties that meet there."""
+    num_guests: int = 0
+    """Of all these parties together."""
+
+    @classmethod
+    def of_workers(cls, layout: RankLayout) -> Party:
+        """The workers of one engine core."""
+        rank, size = layout.rank, layout.world_size
+        return cls(rank, size, rank == 0, f"rank {rank}", f"the {size} workers", "distributed_init_method")
+
+    @classmethod
+    def of_engine_cores(cls, layout: RankLayout) -> Party:
+        """The workers that have one place in all engine cores; one worker serves those of all places."""
+        rank, size = layout.dp_rank, layout.dp_size
+        return cls(
+            rank,
+            size,
+            rank == layout.rank == 0,
+            f"{layout} of engine core {rank}",
+            f"the {size} engine cores",
+            "data_parallel_init_method",
+            f"pp{layout.pp_rank}-tp{layout.tp_rank}",
+            size * layout.world_size,
+        )
+
+
+class Rendezvous:
+    """A store that a whole party has come to.
+
+    Its keys begin with `token`, which only this party has: what an earlier engine left at the same place is not theirs.
 
     Raises:
         InvalidArgumentError: `init_method` is no place.
         EngineStartError: it is taken or cannot be reached, or a rank has not come within `timeout` seconds.
     """
 
-    def __init__(self, init_method: str, layout: RankLayout, token: str, timeout: float) -> None:
+    def __init__(self, init_method: str, party: Party, token: str, timeout: float) -> None:
         self._init_method = init_method
-        self._layout = layout
+        self._party = party
         self._end = time.monotonic() + timeout
         self._timeout = timeout
         parts = urlsplit(init_method)
+        self.host = parts.hostname
+        """Machine of the server, if there is one."""
         self.is_local = parts.scheme == "file" or _is_loopback(parts.hostname)
         """Whether all ranks are on this machine for certain."""
         if parts.scheme == "file":
             store = self._open_file(parts.netloc + parts.path)
         elif parts.scheme == "tcp":
-            store = self._connect(*_host_and_port(init_method))
+            store = self._connect(*self._host_and_port())
         else:
-            raise InvalidArgumentError("distributed_init_method", init_method, _ALLOWED)
-        self.store = PrefixStore(token, store)
+            raise InvalidArgumentError(party.argument, init_method, _ALLOWED)
+        self._all = PrefixStore(token, store)
+        self.store = PrefixStore(party.place, self._all) if party.place else self._all
         self.meet("start")
 
     def meet(self, name: str) -> None:
@@ -57,14 +103,30 @@ class Rendezvous:
 
     def share(self, name: str, value: str) -> list[str]:
         """All ranks' values for a new `name`, by rank; see `meet`."""
-        keys = [f"{name}/{rank}" for rank in range(self._layout.world_size)]
+        keys = [f"{name}/{rank}" for rank in range(self._party.size)]
         try:
-            self.store.set(keys[self._layout.rank], value)
+            self.store.set(keys[self._party.rank], value)
             self.store.wait(keys, self._left())
             return [self.store.get(key).decode() for key in keys]
         except RuntimeError as error:
             reason = self._missing(keys) if time.monotonic() >= self._end else str(error)
             raise self._refusal(reason) from error
+
+    def leave(self) -> None:
+        """Say that this one needs the store no more; the server is there until no party does.
+
+        Raises:
+            EngineStartError: one still does when the time is over.
+        """
+        if self.host is None:
+            return
+        try:
+            if self._all.add("left", 1) == self._party.num_guests:
+                self._all.set("all left", "")
+            if self._party.serves:
+                self._all.wait(["all left"], self._left())
+        except RuntimeError as error:
+            raise self._refusal(str(error)) from error
 
     def _missing(self, keys: list[str]) -> str:
         try:
@@ -81,11 +143,11 @@ class Rendezvous:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise self._refusal(str(error)) from error
-        return FileStore(path, self._layout.world_size)
+        return FileStore(path, self._party.size)
 
     def _connect(self, host: str, port: int) -> Store:
         listener = None
-        if self._layout.rank == 0:
+        if self._party.serves:
             try:
                 # torch's own would listen on every interface.
                 listener = socket.create_server((host, port), family=_family(host), backlog=128)
@@ -129,11 +191,20 @@ class Rendezvous:
         # torch takes 0 for no limit.
         return timedelta(seconds=max(self._end - time.monotonic(), 0.001))
 
+    def _host_and_port(self) -> tuple[str, int]:
+        parts = urlsplit(self._init_method)
+        try:
+            port = parts.port
+        except ValueError:
+            port = None
+        if not parts.hostname or not port:
+            raise InvalidArgumentError(self._party.argument, self._init_method, _ALLOWED)
+        return parts.hostname, port
+
     def _refusal(self, reason: str) -> EngineStartError:
-        layout = self._layout
+        party = self._party
         return EngineStartError(
-            f"rank {layout.rank} could not join the {layout.world_size} workers at "
-            f"distributed_init_method={self._init_method!r}: {reason}"
+            f"{party.name} could not join {party.others} at {party.argument}={self._init_method!r}: {reason}"
         )
 
 
@@ -141,6 +212,19 @@ def loopback_interface() -> str | None:
     """Name of the interface that leads to this machine alone, if it goes by a usual name."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def interface_towards(host: str | None) -> str | None:
+    """Name of the interface whose address is this machine's on the way to `host`."""
+    address = own_address(host)
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(each.address == address for each in addresses)
+        ),
+        None,
+    )
 
 
 def _is_loopback(host: str | None) -> bool:
@@ -154,14 +238,3 @@ def _is_loopback(host: str | None) -> bool:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _host_and_port(init_method: str) -> tuple[str, int]:
-    parts = urlsplit(init_method)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if not parts.hostname or not port:
-        raise InvalidArgumentError("distributed_init_method", init_method, _ALLOWED)
-    return parts.hostname, port

@@ -93,9 +93,9 @@ def unlink(handle: MemoryHandle) -> None:
 
 
 class Peers:
-    """The processes of other ranks that this one waits for, by rank."""
+    """The processes of other ranks that this one waits for, by rank, or as one calls them otherwise."""
 
-    def __init__(self, watches: Mapping[int, ProcessWatch]) -> None:
+    def __init__(self, watches: Mapping[int, ProcessWatch] | Mapping[str, ProcessWatch]) -> None:
         self._watches = watches
 
     def close(self) -> None:

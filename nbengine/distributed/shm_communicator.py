@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, create_memory
-from nbengine.kernels.all_reduce_cpu import SLOTS, ExchangeArguments, compile_all_gather, compile_all_reduce
+from nbengine.distributed.shm_exchange import ShmExchange
+from nbengine.kernels.all_reduce_cpu import compile_all_gather, compile_all_reduce
 from nbengine.kernels.cpu_backend import ELEMENTS, supports
 from nbengine.kernels.cpu_flags import Patience
-from nbengine.kernels.cpu_jit import Function
+from nbengine.kernels.exchange_cpu import SLOTS
 
 SLOT_BYTES = 1 << 20
 """Longer tensors take several rounds, each with a wait: with a quarter of this, 4 MiB take 1.3 to 2.7 times as long. Four
@@ -36,19 +35,9 @@ class ShmCommunicator:
     def __init__(self, memory: SharedMemory, rank: int, size: int, patience: Patience, peers: Peers) -> None:
         self.rank = rank
         self.size = size
-        self._memory = memory
-        self._peers = peers
+        self._exchange = ShmExchange(memory, rank, size, patience, peers)
         self._gather = compile_all_gather(size)
         self._token = torch.zeros(1, dtype=torch.uint8)
-        self._arguments = ExchangeArguments(
-            patience=patience,
-            flags=memory.flags,
-            slots=memory.data.data_ptr(),
-            slot_bytes=memory.handle.data_bytes // (size * SLOTS),
-            rank=rank,
-            phase=1,
-        )
-        self._address = ctypes.addressof(self._arguments)
 
     @staticmethod
     def reserve(directory: str, size: int) -> MemoryHandle:
@@ -71,7 +60,7 @@ class ShmCommunicator:
         x = x.contiguous()
         compiled = compile_all_reduce(self.size, ELEMENTS[x.dtype])
         in_one = self.size == 2 or x.nbytes <= ONE_PHASE_BYTES
-        self._exchange(compiled.one_phase if in_one else compiled.two_phases, x, x.numel())
+        self._exchange.run(compiled.one_phase if in_one else compiled.two_phases, x.data_ptr(), x.numel())
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -79,9 +68,10 @@ class ShmCommunicator:
         x = x.contiguous()
         *rows, width = x.shape
         output = x.new_empty((*rows, width * self.size))
-        self._arguments.output = output.data_ptr()
-        self._arguments.width = width * x.itemsize
-        self._exchange(self._gather, x, x.nbytes)
+        arguments = self._exchange.arguments
+        arguments.output = output.data_ptr()
+        arguments.width = width * x.itemsize
+        self._exchange.run(self._gather, x.data_ptr(), x.nbytes)
         return output
 
     def barrier(self) -> None:
@@ -90,8 +80,7 @@ class ShmCommunicator:
 
     def close(self) -> None:
         """See `Communicator.close`."""
-        self._memory.close()
-        self._peers.close()
+        self._exchange.close()
 
     def _all_reduce_gathered(self, x: Tensor) -> Tensor:
         """The sum of a type for which nothing can be compiled here: float16 on an old processor, and integers."""
@@ -100,13 +89,3 @@ class ShmCommunicator:
         for term in rest:
             total = total + term
         return total.to(x.dtype)
-
-    def _exchange(self, function: Function, x: Tensor, total: int) -> None:
-        arguments = self._arguments
-        arguments.x = x.data_ptr()
-        arguments.total = total
-        arguments.position = arguments.stage = 0
-        function.call(self._address)
-        while not arguments.done:
-            self._peers.check(self._memory)
-            function.call(self._address)

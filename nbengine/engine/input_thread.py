@@ -20,13 +20,16 @@ from nbengine.engine.work import (
     AddRequest,
     InputQueue,
     OutputQueue,
+    StartWave,
     ThreadFailed,
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc.handshake import ControlDecoder
+from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     AttachClient,
+    ChangeGroup,
+    CoreToHost,
     DetachClient,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -36,6 +39,7 @@ from nbengine.ipc.messages import (
     UtilityOutput,
     UtilityRequest,
     WantKVEvents,
+    encode_incarnation,
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder
@@ -53,7 +57,8 @@ Preprocess = Callable[[EngineCoreRequest], tuple[Request, int]]
 class InputThread(threading.Thread):
     """Reads the control socket and every client's DEALER. It owns `control` while it runs.
 
-    `stop`, to be called on one other thread, ends it. Clients may leave tensors in `tensor_dir`, if there is one.
+    `stop`, to be called on one other thread, ends it; `tell_host` is for the same thread. Clients may leave tensors in
+    `tensor_dir`, if there is one. Cores in lock step hear of waves at `wave_address`.
     """
 
     def __init__(
@@ -66,15 +71,19 @@ class InputThread(threading.Thread):
         aborts_queue: AbortsQueue,
         output_queue: OutputQueue,
         tensor_dir: str = "",
+        incarnation: int = 0,
+        wave_address: str = "",
     ) -> None:
         super().__init__(name="nbengine-input", daemon=True)
         self._context = context
         self._control = control
         self._rank = rank
+        self._announcement = encode_incarnation(incarnation)
         self._preprocess = preprocess
         self._input_queue = input_queue
         self._aborts_queue = aborts_queue
         self._output_queue = output_queue
+        self._waves = _subscribe_to_waves(context, wave_address) if wave_address else None
         self._stopper = make_socket(context, STOP_ADDRESS, zmq.PAIR, bind=True)
         self._poller = zmq.Poller()
         self._client_of: dict[zmq.Socket[bytes], int] = {}
@@ -84,6 +93,11 @@ class InputThread(threading.Thread):
         self._abort_decoder: MsgpackDecoder[list[str]] = MsgpackDecoder(list[str])
         self._utility_decoder: MsgpackDecoder[UtilityRequest] = MsgpackDecoder(UtilityRequest, tensors)
         self._any_decoder: MsgpackDecoder[Any] = MsgpackDecoder(Any, tensors)
+        self._wave_decoder: MsgpackDecoder[tuple[int, int]] = MsgpackDecoder(tuple[int, int])
+
+    def tell_host(self, message: CoreToHost) -> None:
+        """Send a message on the control socket, after `start`."""
+        self._stopper.send(encode_control(message))
 
     def stop(self) -> None:
         """End the thread and wait for it; the control socket is the caller's again."""
@@ -91,6 +105,8 @@ class InputThread(threading.Thread):
             self._stopper.send(b"")
             self.join()
         self._stopper.close()
+        if self._waves is not None:
+            self._waves.close()
 
     def run(self) -> None:
         """Read until `stop`."""
@@ -100,20 +116,27 @@ class InputThread(threading.Thread):
         except Exception as error:
             logger.exception("the input thread failed")
             self._input_queue.put(ThreadFailed(self.name, error))
-            stop.recv()
+            while stop.recv():
+                pass
         finally:
             for socket in (stop, *self._client_of):
                 socket.close()
 
     def _process_input_sockets(self, stop: zmq.Socket[bytes]) -> None:
-        for socket in (stop, self._control):
-            self._poller.register(socket, zmq.POLLIN)
+        for socket in (stop, self._control, self._waves):
+            if socket is not None:
+                self._poller.register(socket, zmq.POLLIN)
         while True:
             for socket, _ in cast("list[tuple[zmq.Socket[bytes], int]]", self._poller.poll()):
                 if socket is stop:
-                    return
-                if socket is self._control:
+                    message = stop.recv()
+                    if not message:
+                        return
+                    self._control.send(message)
+                elif socket is self._control:
                     self._on_control(socket.recv())
+                elif socket is self._waves:
+                    self._on_wave(socket.recv_multipart())
                 # A client may have been detached since the poll.
                 elif (client_index := self._client_of.get(socket)) is not None:
                     self._on_client(client_index, socket.recv_multipart(copy=False))
@@ -131,10 +154,19 @@ class InputThread(threading.Thread):
                 self._detach(client_index)
                 self._aborts_queue.put((client_index, None))
                 self._input_queue.put(message)
-            case WantKVEvents() | ShutdownEngine():
+            case WantKVEvents() | ShutdownEngine() | ChangeGroup():
                 self._input_queue.put(message)
             case _:
                 logger.warning("dropped a %s that came after the handshake", type(message).__name__)
+
+    def _on_wave(self, frames: list[bytes]) -> None:
+        try:
+            wave, exclude_rank = self._wave_decoder.decode(frames[1:])
+        except WireError as error:
+            logger.warning("dropped a message of the coordinator: %s", error)
+            return
+        if exclude_rank != self._rank:
+            self._input_queue.put(StartWave(wave))
 
     def _attach(self, client: AttachClient) -> None:
         try:
@@ -150,7 +182,7 @@ class InputThread(threading.Thread):
             return
         self._output_queue.put(client)
         # A ROUTER can send to a peer only after it has heard from it.
-        socket.send(b"")
+        socket.send(self._announcement)
         self._client_of[socket] = client.client_index
         self._poller.register(socket, zmq.POLLIN)
         logger.info("client %d attached", client.client_index)
@@ -222,6 +254,11 @@ class InputThread(threading.Thread):
         elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and isinstance(fields[1], int):
             answer = UtilityOutput(fields[1], failure_message=reason)
             self._output_queue.put((client_index, EngineCoreOutputs(utility_output=answer)))
+
+
+def _subscribe_to_waves(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    topic = EngineCoreRequestType.START_DP_WAVE.value
+    return make_socket(context, address, zmq.SUB, bind=False, options={zmq.SUBSCRIBE: topic})
 
 
 def _request_type(frame: zmq.Frame) -> EngineCoreRequestType:

@@ -28,7 +28,15 @@ from nbengine.engine.work import (
     ThreadFailed,
 )
 from nbengine.errors import NBEngineError
-from nbengine.ipc.messages import ENGINE_CORE_DEAD, KV_TOPIC, AttachClient, DetachClient, EngineCoreOutputs
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    KV_TOPIC,
+    AttachClient,
+    DetachClient,
+    EngineCoreOutputs,
+    encode_incarnation,
+    engine_identity,
+)
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
@@ -46,8 +54,8 @@ FIRST_RETRY = 0.0005
 """Seconds until the first look at a client that did not read: after a burst there is soon room again."""
 RETRY_INTERVAL = 0.01
 """Seconds between two looks at clients that go on not reading; the first ones follow at twice the interval before."""
-DEAD_LINGER_MS = 500
-"""How long the last messages may take to leave."""
+PATIENCE = 0.5
+"""Seconds that the last messages may take to leave."""
 
 
 class _Sink:
@@ -96,14 +104,23 @@ class OutputThread(threading.Thread):
         output_queue: OutputQueue,
         input_queue: InputQueue,
         backlog_limit: int = DEFAULT_CLIENT_BACKLOG_BYTES,
+        incarnation: int = 0,
     ) -> None:
         super().__init__(name="nbengine-output", daemon=True)
         self._context = context
         self._engine_index = engine_index
+        self._incarnation = incarnation
+        self._farewell = [
+            ENGINE_CORE_DEAD,
+            engine_identity(engine_index),
+            encode_incarnation(incarnation),
+        ]
         self._coordinator_output = coordinator_output
         self._output_queue = output_queue
         self._input_queue = input_queue
         self._backlog_limit = backlog_limit
+        self.patience = PATIENCE
+        """Seconds that the last messages may take to leave; to be set before the last item is put."""
         self._sinks: dict[int, _Sink] = {}
         self._behind: set[int] = set()
         self._retry_after = FIRST_RETRY
@@ -153,7 +170,7 @@ class OutputThread(threading.Thread):
         sink = self._sinks.get(client_index)
         if sink is None:
             return
-        outputs.engine_index = self._engine_index
+        self._sign(outputs)
         if client_index in self._behind:
             self._add_to_backlog(client_index, sink, outputs)
             return
@@ -163,6 +180,10 @@ class OutputThread(threading.Thread):
             self._retry_after = FIRST_RETRY
             self._retry_at = time.monotonic() + FIRST_RETRY
             self._add_to_backlog(client_index, sink, outputs)
+
+    def _sign(self, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self._engine_index
+        outputs.incarnation = self._incarnation
 
     def _send_now(self, sink: _Sink, outputs: EngineCoreOutputs) -> bool:
         frames, buffer = self._encode(outputs)
@@ -221,11 +242,15 @@ class OutputThread(threading.Thread):
             if not (sink.has_room() and sink.socket.poll(0, zmq.POLLOUT)):
                 return False
             item = sink.backlog.pop()
-            frames = item.frames if isinstance(item, EncodedAnswer) else self._encoder.encode(item)
+            frames = item.frames if isinstance(item, EncodedAnswer) else self._encode_merged(item)
             tracker = self._send_frames(sink, frames)
             if not tracker.done:
                 sink.hold(tracker, None, sum(len(frame) for frame in frames))
         return True
+
+    def _encode_merged(self, outputs: EngineCoreOutputs) -> list[Any]:
+        self._sign(outputs)
+        return list(self._encoder.encode(outputs))
 
     def _give_up(self, client_index: int, sink: _Sink) -> None:
         reason = (
@@ -234,7 +259,8 @@ class OutputThread(threading.Thread):
         )
         logger.warning("client %d is given up: %s", client_index, reason)
         for answer in sink.backlog.give_up(reason):
-            outputs = EngineCoreOutputs(engine_index=self._engine_index, utility_output=answer)
+            outputs = EngineCoreOutputs(utility_output=answer)
+            self._sign(outputs)
             sink.backlog.add_answer(answer.call_id, self._encoder.encode(outputs))
         if sink.backlog.num_bytes <= self._backlog_limit:
             self._input_queue.put(GiveUpClient(client_index, reason))
@@ -261,11 +287,12 @@ class OutputThread(threading.Thread):
             sink.socket.close()
 
     def _send_engine_dead(self) -> None:
-        end = time.monotonic() + DEAD_LINGER_MS / 1000
-        for client_index, sink in self._sinks.items():
+        end = time.monotonic() + self.patience
+        # Those that are behind last: the others need not wait for them.
+        for client_index, sink in sorted(self._sinks.items(), key=lambda item: item[0] in self._behind):
             if client_index != COORDINATOR_INDEX and not self._send_last(sink, end):
                 logger.warning("client %d cannot be told of the end", client_index)
-            sink.socket.close(linger=DEAD_LINGER_MS)
+            sink.socket.close(linger=int(1000 * self.patience))
 
     def _send_last(self, sink: _Sink, end: float) -> bool:
         """Send the backlog and ENGINE_CORE_DEAD to a client that reads; tells whether that was possible in time."""
@@ -274,7 +301,7 @@ class OutputThread(threading.Thread):
             if left_ms <= 0 or not sink.socket.poll(left_ms, zmq.POLLOUT):
                 return False
         try:
-            sink.socket.send(ENGINE_CORE_DEAD, flags=zmq.NOBLOCK)
+            sink.socket.send_multipart(self._farewell, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

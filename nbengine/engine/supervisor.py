@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -27,31 +29,36 @@ from nbengine.client.connection import (
     read_connection,
     remove_engine_files,
     write_connection,
+    write_engine_file,
 )
-from nbengine.engine.coordinator import DPCoordinatorProc
-from nbengine.engine.host_state import (
+from nbengine.engine.host_events import (
     Action,
     ClientSpoke,
     CoreExited,
+    CoreReady,
     CoreSpoke,
     End,
     Event,
-    HostState,
+    ForgetStats,
     RecordReady,
     RemoveSockets,
     RemoveTensors,
+    ResizeCoordinator,
     SignalCores,
+    StartCore,
+    StartFailed,
     StopAsked,
     TimePassed,
     ToClient,
     ToCore,
 )
+from nbengine.engine.host_sockets import HostSockets, handshake_of
+from nbengine.engine.host_state import HostState
 from nbengine.engine.launchers import core_launcher
 from nbengine.engine.logs import describe_exception, log_tail
 from nbengine.engine.processes import (
     PARENT_FD_VARIABLE,
     CoreHandle,
-    describe_status,
 )
 from nbengine.errors import EngineStartError, NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
@@ -59,13 +66,12 @@ from nbengine.ipc.messages import (
     ClientToHost,
     CoreToHost,
     EngineDead,
-    EngineHandshakeMetadata,
     EngineReady,
     WantKVEvents,
     engine_identity,
 )
 from nbengine.ipc.shm_tensors import remove_abandoned
-from nbengine.ipc.sockets import IPC_PREFIX, make_socket
+from nbengine.ipc.sockets import IPC_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -86,23 +92,16 @@ class Supervisor:
         self.info = info
         self._signal_input, self._signal_output = socket.socketpair()
         self._watch_signals()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._clients = make_socket(self._context, info.address("host.sock"), zmq.ROUTER, bind=True)
-        self._core_control = make_socket(self._context, info.address("core.sock"), zmq.ROUTER, bind=True)
-        handshake = EngineHandshakeMetadata(
-            info.address("back-pub.sock"), info.address("back-out.sock"), info.tensor_dir
-        )
-        self._coordinator = DPCoordinatorProc(
-            self._context,
-            info.config.parallel.data_parallel_size,
-            info.address("stats.sock"),
-            handshake.coordinator_output,
-            handshake.coordinator_input,
-        )
-        self._state = HostState(info.config, handshake, process_alive, time.monotonic())
+        sockets = HostSockets(info)
+        self._context = sockets.context
+        self._clients = sockets.clients
+        self._core_control = sockets.cores
+        self._coordinator = sockets.coordinator
+        self._state = HostState(info.config, handshake_of(info), process_alive, time.monotonic())
         self._launcher = core_launcher(info, self._wake)
         self._cores: dict[int, CoreHandle] = {}
-        self._reaped: set[int] = set()
+        self._listening: set[int] = set()
+        self._events: deque[Event] = deque()
         self._client_decoder: ControlDecoder[ClientToHost] = ControlDecoder(ClientToHost)
         self._core_decoder: ControlDecoder[CoreToHost] = ControlDecoder(CoreToHost)
         self._poller = zmq.Poller()
@@ -117,8 +116,7 @@ class Supervisor:
         self._poller.register(self._signal_input.fileno(), zmq.POLLIN)
         if self._parent_fd is not None:
             self._poller.register(self._parent_fd, zmq.POLLIN)
-        for rank in range(self.info.config.parallel.data_parallel_size):
-            self._cores[rank] = self._launcher.start(rank, 0)
+        self._perform_all(self._state.begin())
         while self._end is None:
             self._poll_once()
         return self._end.notice
@@ -128,7 +126,11 @@ class Supervisor:
         for core in self._cores.values():
             core.close()
         for core in self._cores.values():
-            core.wait(KILLED_WAIT)
+            try:
+                core.wait(KILLED_WAIT)
+            except TimeoutError as error:
+                # Its machine may be gone.
+                logger.warning("%s", error)
         self._launcher.close()
         remove_engine_files(self.info)
         audience = {lease.identity for lease in self._state.leases.leases}
@@ -173,8 +175,14 @@ class Supervisor:
         return None if deadline == math.inf else max(0, math.ceil((deadline - now) * 1000))
 
     def _feed(self, event: Event) -> None:
-        for action in self._state.handle(event, time.monotonic()):
+        self._perform_all(self._state.handle(event, time.monotonic()))
+
+    def _perform_all(self, actions: list[Action]) -> None:
+        """Carry out actions, and what follows from their failures."""
+        for action in actions:
             self._perform(action)
+        while self._events:
+            self._feed(self._events.popleft())
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -182,8 +190,10 @@ class Supervisor:
                 self._send(self._clients, identity, message)
             case ToCore(rank, message):
                 self._send(self._core_control, engine_identity(rank), message)
+            case StartCore(rank, incarnation):
+                self._start_core(rank, incarnation)
             case SignalCores(number, ranks):
-                for rank in ranks:
+                for rank in self._cores.keys() & set(ranks):
                     self._cores[rank].send_signal(number)
             case RemoveSockets(addresses):
                 for address in addresses:
@@ -191,8 +201,16 @@ class Supervisor:
             case RemoveTensors(live):
                 if self.info.tensor_dir:
                     remove_abandoned(self.info.tensor_dir, live)
-            case RecordReady(engines):
-                self._record_ready(engines)
+            case RecordReady(engines, size):
+                self._record_ready(engines, size)
+            case CoreReady(rank):
+                self._listening.add(rank)
+                if self._coordinator.wants_kv_events:
+                    self._send(self._core_control, engine_identity(rank), WantKVEvents(True))
+            case ForgetStats(rank):
+                self._coordinator.state.forget(rank)
+            case ResizeCoordinator(size):
+                self._coordinator.state.scale(size)
             case End():
                 self._end = action
 
@@ -203,7 +221,7 @@ class Supervisor:
         router.send_multipart([identity, encode_control(message)])
 
     def _tell_cores(self, message: msgspec.Struct) -> None:
-        for rank in self._cores:
+        for rank in self._listening:
             self._send(self._core_control, engine_identity(rank), message)
 
     def _read_all(self, router: zmq.Socket[bytes], read: Callable[[bytes, bytes], None]) -> None:
@@ -224,9 +242,6 @@ class Supervisor:
         rank = int.from_bytes(identity, "little")
         if rank not in self._cores:
             raise WireError("no engine core has this identity")
-        if isinstance(message, EngineDead) and not message.expected:
-            # Read now: what the core logs while it is torn down would bury the cause.
-            message.log_tail = log_tail(self.info.log_path)
         self._feed(CoreSpoke(rank, message))
 
     def _remove_socket(self, address: str) -> None:
@@ -234,25 +249,37 @@ class Supervisor:
         if address.startswith(IPC_PREFIX) and path.parent == Path(self.info.run_dir):
             path.unlink(missing_ok=True)
 
-    def _record_ready(self, engines: list[EngineReady]) -> None:
+    def _record_ready(self, engines: list[EngineReady], size: int) -> None:
+        config = self.info.config
+        parallel = dataclasses.replace(config.parallel, data_parallel_size=size)
+        self.info.config = dataclasses.replace(config, parallel=parallel)
         self.info.ready = engines
         write_connection(self.info)
-        if self._coordinator.wants_kv_events:
-            # They could not be told before.
-            self._tell_cores(WantKVEvents(True))
         logger.info("ready: %s", ", ".join(f"engine core {e.rank}: {e.num_blocks} blocks" for e in engines))
 
     # Processes.
 
+    def _start_core(self, rank: int, incarnation: int) -> None:
+        try:
+            self._cores[rank] = self._launcher.start(rank, incarnation)
+        except EngineStartError as error:
+            logger.error("%s", error.cause)
+            self._events.append(StartFailed(rank, error.cause))
+
     def _reap(self) -> None:
-        for rank, core in self._cores.items():
+        for rank, core in list(self._cores.items()):
             status = core.poll()
-            if status is None or rank in self._reaped:
+            if status is None:
                 continue
-            self._reaped.add(rank)
             while status != 0 and self._core_control.poll(LAST_WORDS_MS):
                 self._read_all(self._core_control, self._read_core)
-            self._feed(CoreExited(rank, core.pid, describe_status(status), clean=status == 0))
+            del self._cores[rank]
+            self._listening.discard(rank)
+            core.close()
+            how = core.describe_end()
+            logger.info("engine core %d (pid %d) %s", rank, core.pid, how)
+            tail = core.log_tail() if status != 0 else ""
+            self._feed(CoreExited(rank, core.pid, how, status == 0, tail))
 
     def _watch_signals(self) -> None:
         for end in (self._signal_input, self._signal_output):
@@ -300,6 +327,8 @@ def run_host(info: ConnectionInfo) -> int:
     try:
         supervisor = Supervisor(info)
         claim_name(info)
+        # Where its sockets are.
+        write_engine_file(info)
         notice = supervisor.run()
         if not notice.expected and not notice.log_tail:
             notice.log_tail = log_tail(info.log_path)

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from nbengine.errors import EngineDeadError
 from nbengine.ipc.messages import (
     AttachClient,
+    ChangeGroup,
     DetachClient,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -48,6 +49,13 @@ class GiveUpClient:
 
 
 @dataclass(frozen=True, slots=True)
+class StartWave:
+    """The coordinator says that a wave has begun, or is to."""
+
+    wave: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wakeup:
     """Ends the busy loop's wait: there is something to notice."""
 
@@ -75,6 +83,8 @@ InputItem = (
     | DetachClient
     | WantKVEvents
     | ShutdownEngine
+    | ChangeGroup
+    | StartWave
     | Wakeup
     | ThreadFailed
     | ExecutorFailed

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from nbengine.client.base import EngineCoreClient
 from nbengine.config import EngineConfig
@@ -15,7 +12,6 @@ from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
 from nbengine.ipc.messages import EngineReady, Progress
-from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.models.hf_config import load_hf_config
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.sharding import check_parallel
@@ -73,14 +69,3 @@ def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> Fro
     except BaseException:
         client.abandon()
         raise
-
-
-def engine_stats(answer: Any) -> EngineStats:
-    """The public statistics from an engine core's answer to the utility call `stats`."""
-    stats = answer if isinstance(answer, SchedulerStats) else msgspec.convert(answer, SchedulerStats)
-    return EngineStats(
-        engines=[stats],
-        current_wave=stats.current_wave,
-        engines_running=stats.num_running_reqs + stats.num_waiting_reqs > 0,
-        timestamp=time.time(),
-    )

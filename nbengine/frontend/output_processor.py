@@ -16,6 +16,7 @@ from nbengine.frontend.logprobs import LogprobsProcessor, TokenTexts
 from nbengine.frontend.output_collector import RequestOutputCollector, Waiter, wake
 from nbengine.frontend.parallel_sampling import ParentRequest, make_children
 from nbengine.frontend.pooling_state import PoolingStates
+from nbengine.frontend.request_errors import error_of
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -86,8 +87,9 @@ class RequestState:
         self._num_sent_tokens = 0
         self._queued_at: float | None = None
 
-    def update_from_output(self, output: EngineCoreOutput, now: float) -> str | None:
-        """Take in tokens, their logprobs and figures; return the stop string that the tokens completed, if any."""
+    def update_from_output(self, output: EngineCoreOutput, rank: int, now: float) -> str | None:
+        """Take in tokens, their logprobs and figures from the engine core of this rank; return the stop string that the
+        tokens completed, if any."""
         new_token_ids = output.new_token_ids
         stop_string = self.detokenizer.update(new_token_ids, output.finish_reason)
         metrics = self.metrics
@@ -102,7 +104,7 @@ class RequestState:
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
         if output.events is not None:
-            self._note_events(output.events)
+            self._note_events(output.events, rank)
         if self.logprobs is not None:
             if output.new_prompt_logprobs is not None:
                 self.logprobs.update_prompt(output.new_prompt_logprobs, self.prompt_token_ids)
@@ -145,7 +147,10 @@ class RequestState:
         )
         return delta if self.parent is None else self.parent.collect(delta)
 
-    def _note_events(self, events: list[EngineCoreEvent]) -> None:
+    def _note_events(self, events: list[EngineCoreEvent], rank: int) -> None:
+        # A request's first output has events, so that nothing need be noted with each token.
+        if rank not in self.metrics.data_parallel_ranks:
+            self.metrics.data_parallel_ranks += (rank,)
         for event in events:
             if event.type is EngineCoreEventType.QUEUED:
                 self._queued_at = event.timestamp
@@ -230,8 +235,11 @@ class OutputProcessor:
                 self._groups.setdefault(group, {})[state.request_id] = None
         return requests
 
-    def process_outputs(self, engine_core_outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
-        """Update metrics, detokenize, check for stop strings and hand out the outputs that are due.
+    def process_outputs(
+        self, engine_core_outputs: Iterable[EngineCoreOutput], rank: int = 0
+    ) -> OutputProcessorOutput:
+        """Update metrics, detokenize, check for stop strings and hand out the outputs that are due, which the engine core
+        of this rank has sent.
 
         Outputs of requests with a collector go there, the others are returned. Outputs of requests that are not
         known any more (aborted) are dropped.
@@ -239,7 +247,7 @@ class OutputProcessor:
         result = OutputProcessorOutput()
         waiters: list[Waiter] = []
         try:
-            self._process(engine_core_outputs, result, waiters)
+            self._process(engine_core_outputs, rank, result, waiters)
         finally:
             # Whoever has an output is woken, also if a later one cannot be processed.
             if waiters:
@@ -249,6 +257,7 @@ class OutputProcessor:
     def _process(
         self,
         engine_core_outputs: Iterable[EngineCoreOutput],
+        rank: int,
         result: OutputProcessorOutput,
         waiters: list[Waiter],
     ) -> None:
@@ -262,10 +271,10 @@ class OutputProcessor:
                 continue
             finish_reason = engine_core_output.finish_reason
             if finish_reason is FinishReason.ERROR:
-                self._fail(state, engine_core_output.error, result)
+                self._fail(state, engine_core_output, result)
                 continue
             stop_reason = engine_core_output.stop_reason
-            stop_string = state.update_from_output(engine_core_output, now)
+            stop_string = state.update_from_output(engine_core_output, rank, now)
             if stop_string is not None:
                 if finish_reason is None:
                     result.reqs_to_abort.append(state.request_id)
@@ -349,15 +358,14 @@ class OutputProcessor:
         if delta is not None:
             state.queue.put(delta)
 
-    def _fail(self, state: RequestState, reason: str | None, result: OutputProcessorOutput) -> None:
-        """End a request that the engine refused; with `n > 1` no completion comes without the others."""
+    def _fail(self, state: RequestState, output: EngineCoreOutput, result: OutputProcessorOutput) -> None:
+        """End a request that the engine refused or lost; with `n > 1` no completion comes without the others."""
         whole = state if state.parent is None else state.parent
         for request_id in self._internal_ids(whole.request_id):
             self._forget(self.request_states[request_id])
             if request_id != state.request_id:
                 result.reqs_to_abort.append(request_id)
-        reason = reason or "the engine refused it without a reason"
-        error = RequestError(f"request {state.external_req_id}: {reason}")
+        error = error_of(output, state.external_req_id)
         if state.is_polled:
             result.errors.append(error)
         else:

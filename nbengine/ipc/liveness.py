@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import platform
 import select
+import uuid
 
 import psutil
 
 START_TIME_TOLERANCE = 1.0
 """Seconds by which two readings of one process's start may differ: it is computed from the time of boot."""
+
+
+@functools.cache
+def machine_id() -> str:
+    """Something that two processes have in common if and only if a pid means the same to both."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        # Of the process's pid namespace: a container's are its own.
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{platform.node()}:{uuid.getnode():x}"
 
 
 def start_time() -> float:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,11 +19,13 @@ import zmq
 
 from nbengine.checks import require, require_int
 from nbengine.errors import NBEngineError
-from nbengine.ipc.overflow import CurveKeys, Publisher, Subscriber, make_curve_keys
+from nbengine.ipc.curve import CurveKeys, make_curve_keys
+from nbengine.ipc.overflow import Publisher, Subscriber
 from nbengine.ipc.private import check_private
 from nbengine.ipc.queue_ends import LocalReader, QueueReader, QueueWriter, RemoteReader, Shared
 from nbengine.ipc.shm_ring import MAX_CHUNK_BYTES, MAX_CHUNKS, RingHandle, RingReader, RingWriter
 from nbengine.ipc.sockets import IPC_PREFIX
+from nbengine.ipc.transport import EngineContext
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -41,7 +43,7 @@ class RemoteHandle:
     """What readers on other machines need."""
 
     address: str
-    keys: CurveKeys = field(repr=False)
+    keys: CurveKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,9 @@ class MessageQueue:
     ) -> None:
         num_local = num_readers if num_local_readers is None else num_local_readers
         _check_readers(num_readers, num_local, remote_address)
-        context: Context = zmq.Context()
+        has_remote = remote_address is not None and num_local < num_readers
+        keys = make_curve_keys() if has_remote else None
+        context: Context = EngineContext.with_keys(keys)
         local = remote = local_handle = remote_handle = None
         with contextlib.ExitStack() as undo:
             undo.callback(context.term)
@@ -106,10 +110,9 @@ class MessageQueue:
                 publisher = Publisher(context, address, range(num_local))
                 undo.callback(publisher.close)
                 local, local_handle = Shared(ring, publisher), LocalHandle(ring.handle, address)
-            if remote_address is not None and num_local < num_readers:
-                keys, secret = make_curve_keys()
-                remote = Publisher(context, remote_address, range(num_local, num_readers), secret)
-                remote_handle = RemoteHandle(remote.address, keys)
+            if remote_address is not None and keys is not None:
+                remote = Publisher(context, remote_address, range(num_local, num_readers))
+                remote_handle = RemoteHandle(remote.address, keys.for_clients())
             undo.pop_all()
         self._handle = Handle(num_readers, num_local, local_handle, remote_handle)
         self._set(context, QueueWriter(local, remote))
@@ -127,7 +130,7 @@ class MessageQueue:
         require("reader_rank", reader_rank, ok, f"from 0 to {handle.num_readers - 1}")
         queue = cls.__new__(cls)
         queue._handle = handle
-        context: Context = zmq.Context()
+        context: Context = EngineContext.with_keys(None if handle.remote is None else handle.remote.keys)
         with contextlib.ExitStack() as undo:
             undo.callback(context.term)
             queue._set(context, _make_reader(context, handle, reader_rank))
@@ -213,7 +216,7 @@ def _make_reader(context: Context, handle: Handle, rank: int) -> QueueReader:
             raise
     if handle.remote is None:
         raise NBEngineError(f"the handle of a message queue has nothing for reader {rank}")
-    return RemoteReader(Subscriber(context, handle.remote.address, rank, handle.remote.keys))
+    return RemoteReader(Subscriber(context, handle.remote.address, rank))
 
 
 def _check_readers(num_readers: int, num_local: int, remote_address: str | None) -> None:

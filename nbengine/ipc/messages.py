@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from nbengine.errors import WireError
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
@@ -23,7 +24,8 @@ FIRST_REQ = b"FIRST_REQ"
 """First frame of what a client writes to `stats.sock` when it has sent a request to an engine core that it believes to
 be paused; the second is a msgpack `(rank, wave)`, the rank being that of the core that has the request."""
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-"""The last frame that a dying engine core sends on every output socket."""
+"""First frame of the last message of an engine core on every output socket; its identity and its
+`encode_incarnation` follow."""
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -116,6 +118,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Of all prompt tokens but the first; comes once, when the prompt has been computed."""
     pooling_output: Any = None
     """Of a pooling request: a float32 array, which comes with its end."""
+    lost_rank: int | None = None
+    """With an error of the client's own making: the engine core that had the request and has ended."""
 
     @property
     def finished(self) -> bool:
@@ -248,8 +252,8 @@ class Progress(msgspec.Struct, tag="progress"):
     fraction: float | None = None
     seconds: float = 0.0
     """Since the start of the stage."""
-    rank: int = 0
-    """Of the engine core."""
+    rank: int | None = None
+    """Of the engine core; None: of none, but of whoever starts them."""
     worker: int | None = None
     """Rank of the worker that reports, where there are several."""
 
@@ -328,6 +332,10 @@ class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
     """Where clients leave large tensors (`ShmTensorReceiver`); empty: nowhere."""
     incarnation: int = 0
     """See `EngineCoreOutputs`."""
+    data_parallel_size: int = 1
+    """How many engine cores there are now, this one included."""
+    joins_later: bool = False
+    """The others are in lock step already: this one joins them with a `ChangeGroup`."""
 
 
 class AttachClient(msgspec.Struct, tag="attach_client"):
@@ -361,6 +369,25 @@ class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
     requeue: bool = False
 
 
+class ChangeGroup(msgspec.Struct, tag="change_group"):
+    """Host to engine cores in lock step: `after` of them are to step together instead of `before`.
+
+    All of them get it, those that come and those that leave too. They make the change between two waves when the last one
+    knows of it and those that leave have no requests any more. `init_method` is where their workers meet then.
+    """
+
+    before: int
+    after: int
+    init_method: str
+
+
+class GroupChanged(msgspec.Struct, tag="group_changed"):
+    """Engine core to host: it is one of `after` now. A core that leaves says nothing, and ends once it is told to."""
+
+    rank: int
+    after: int
+
+
 ClientToHost = Attach | Heartbeat | Detach | Shutdown | ScaleElasticEP
 HostToClient = (
     Attached
@@ -373,10 +400,28 @@ HostToClient = (
     | Scaled
     | EngineDead
 )
-CoreToHost = Hello | Progress | EngineReady | EngineDead
-HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine
+CoreToHost = Hello | Progress | EngineReady | EngineDead | GroupChanged
+HostToCore = (
+    EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine | ChangeGroup
+)
 
 
 def engine_identity(rank: int) -> bytes:
     """ZMQ identity of an engine core: its rank, 2 bytes little-endian."""
     return rank.to_bytes(2, "little")
+
+
+def encode_incarnation(incarnation: int) -> bytes:
+    """A core's incarnation, 4 bytes little-endian: its first message to a client, and the end of its last one."""
+    return incarnation.to_bytes(4, "little")
+
+
+def decode_home(identity: bytes, incarnation: bytes) -> tuple[int, int]:
+    """Rank and incarnation of a core from the two frames that name it.
+
+    Raises:
+        WireError: they do not.
+    """
+    if len(identity) != 2 or len(incarnation) != 4:
+        raise WireError(f"{identity!r}, {incarnation!r} is no rank and incarnation of an engine core")
+    return int.from_bytes(identity, "little"), int.from_bytes(incarnation, "little")

@@ -6,8 +6,7 @@ subscribes to, which no number begins with.
 
 On one machine the socket is a file in a private directory. Pickle travels to other machines only over
 connections with CURVE keys (RFC 26/CurveZMQ): a reader takes messages from nobody but who has the writer's
-secret key, and only who knows the writer's public key, which is never sent over the connection, can connect
-at all.
+secret key, and only who has the readers' can connect at all.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import queue
 import re
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import zmq
 
-from nbengine.errors import NBEngineError
+from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.frames import Part
-from nbengine.ipc.sockets import IPC_PREFIX, SocketOptions, make_socket
+from nbengine.ipc.sockets import IPC_PREFIX, make_socket
+from nbengine.ipc.transport import bound_address, is_tcp
 
 READY = 0
 """Number of the frame that says that all readers are connected; messages are numbered from 1."""
@@ -34,8 +33,6 @@ CLOSED = 2**64 - 1
 NUMBER_BYTES = 8
 LINGER = 1000
 """Milliseconds that closing leaves for messages on their way to readers that are still there."""
-HEARTBEAT = 5000
-"""Milliseconds between two signs of life on a connection to another machine; three missed ones end it."""
 NO_RECONNECTION = 10**9
 """Milliseconds until a connection is tried again: what was missed meanwhile would be lost. The value that
 means never, -1, makes ZeroMQ throw away what was received and not yet read."""
@@ -46,32 +43,8 @@ _ENDS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-_HEARTBEATS: SocketOptions = {zmq.HEARTBEAT_IVL: HEARTBEAT, zmq.HEARTBEAT_TIMEOUT: 3 * HEARTBEAT}
 _READER, _LEAVES = "reader", "leaves"
 _SIGN = re.compile(rb"([\0\1])(reader|leaves) ([0-9]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """Keys of the connections to readers on other machines. The secret keys are nobody else's business."""
-
-    server_public: bytes
-    client_public: bytes
-    client_secret: bytes = field(repr=False)
-
-
-def make_curve_keys() -> tuple[CurveKeys, bytes]:
-    """Keys for the readers, and the writer's secret key.
-
-    Raises:
-        NBEngineError: this ZeroMQ was built without CURVE.
-    """
-    if not zmq.has("curve"):
-        raise NBEngineError(
-            "readers on other machines need a ZeroMQ with CURVE; this one was built without it"
-        )
-    server_public, server_secret = zmq.curve_keypair()
-    return CurveKeys(server_public, *zmq.curve_keypair()), server_secret
 
 
 class Publisher:
@@ -82,13 +55,10 @@ class Publisher:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         ranks: Collection[int],
-        curve_secret: bytes | None = None,
     ) -> None:
         options: SocketOptions = {zmq.XPUB_VERBOSER: 1}
-        if curve_secret is not None:
-            options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: curve_secret, **_HEARTBEATS}
         self._socket = make_socket(context, address, zmq.XPUB, bind=True, linger=LINGER, options=options)
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.address = bound_address(self._socket)
         """Where the readers connect to, with the port that was chosen."""
         self.missing = set(ranks)
         """Readers that have not connected yet."""
@@ -152,16 +122,8 @@ class Subscriber:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         rank: int,
-        keys: CurveKeys | None = None,
     ) -> None:
-        options: SocketOptions = {zmq.RECONNECT_IVL: NO_RECONNECTION}
-        if keys is not None:
-            options |= {
-                zmq.CURVE_SERVERKEY: keys.server_public,
-                zmq.CURVE_PUBLICKEY: keys.client_public,
-                zmq.CURVE_SECRETKEY: keys.client_secret,
-                **_HEARTBEATS,
-            }
+        options: SocketOptions = {zmq.RECONNECT_IVL: NO_RECONNECTION, zmq.RECONNECT_IVL_MAX: 0}
         self.frames: list[bytes] = []
         """Received and not yet used, oldest first."""
         self._rank = rank
@@ -169,7 +131,7 @@ class Subscriber:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One when `_take_in_for_main` is done; one too many only ends a wait early."""
         self._socket = make_socket(context, address, zmq.SUB, bind=False, options=options)
-        self._monitor = self._socket.get_monitor_socket(_ENDS) if keys is not None else None
+        self._monitor = self._socket.get_monitor_socket(_ENDS) if is_tcp(address) else None
         self._socket.subscribe(b"")
         self._socket.subscribe(f"{_READER} {rank}".encode())
 

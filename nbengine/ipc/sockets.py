@@ -7,11 +7,10 @@ import os
 import zmq
 
 from nbengine.errors import NBEngineError
+from nbengine.ipc.curve import SocketOptions
+from nbengine.ipc.transport import EngineContext, is_tcp
 
 IPC_PREFIX = "ipc://"
-
-SocketOptions = dict[int, int | bytes]
-"""Values of `zmq.SocketOption`s."""
 
 
 def make_socket(
@@ -31,11 +30,16 @@ def make_socket(
     The queues are unbounded unless `send_hwm` or `receive_hwm` (messages) say otherwise: a ROUTER silently
     drops what exceeds its bound, and what a client may have outstanding is bounded by its lease. `linger` is
     how many milliseconds `close` leaves for unsent messages. `options` are set before the socket is used. The
-    file of a bound `ipc://` socket is its owner's alone.
+    file of a bound `ipc://` socket is its owner's alone; a `tcp://` one takes the keys of its `EngineContext`.
 
     Raises:
-        NBEngineError: the address cannot be bound or connected.
+        NBEngineError: the address cannot be bound or connected, or is on a network and there are no keys.
     """
+    options = options or {}
+    if is_tcp(address):
+        if not isinstance(context, EngineContext):
+            raise NBEngineError(f"{address!r} is on a network, and this context has no keys")
+        options = context.tcp_options(address, bind=bind) | options
     socket = context.socket(kind)
     try:
         socket.linger = linger
@@ -46,7 +50,7 @@ def make_socket(
             socket.rcvhwm = receive_hwm
         if identity is not None:
             socket.routing_id = identity
-        for option, value in (options or {}).items():
+        for option, value in options.items():
             socket.set(option, value)
         if bind:
             socket.bind(address)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -221,28 +220,18 @@ class DecoderForCausalLM:
         """Take part in the experts' computation for other engine cores' tokens with none of one's own; their workers
         of this stage run `forward` or this. Nothing is exchanged between stages."""
         nothing = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        for block in self._moe_blocks():
+        for block in self.moe_blocks:
             block(nothing)
 
     def warm_up(self) -> None:
         """Compile what the experts need, so that no step waits for it."""
-        for block in itertools.islice(self._moe_blocks(), 1):
+        for block in self.moe_blocks[:1]:
             block.warm_up()
 
-    def redivide_experts(self, parallel: ParallelState) -> dict[str, WeightSlot]:
-        """Divide the experts as `parallel` has it, whose data-parallel part alone may differ, and use its groups from
-        now on. All workers of the stage do so between two steps.
-
-        Gives what of its new part this worker did not have, which has to be loaded (`load_slots`) before the next
-        step.
-        """
-        self.layout = parallel.layout
-        missing: dict[str, WeightSlot] = {}
-        for index, layer in zip(self.shard.layers, self.layers, strict=True):
-            if isinstance(layer.mlp, SparseMoeBlock):
-                slots = layer.mlp.redivide(parallel)
-                missing.update((f"model.layers.{index}.mlp{name}", slot) for name, slot in slots.items())
-        return missing
+    @property
+    def moe_blocks(self) -> list[SparseMoeBlock]:
+        """The blocks of this stage's layers that have experts."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMoeBlock)]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """What to load, under the names of Hugging Face checkpoints; tied weights appear once."""
@@ -271,9 +260,6 @@ class DecoderForCausalLM:
     def weights_bytes(self) -> int:
         """Memory of the weights in bytes."""
         return sum(weight.nbytes for weight in self.parameters())
-
-    def _moe_blocks(self) -> Iterator[SparseMoeBlock]:
-        return (layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMoeBlock))
 
     def _mlps(self, parallel: ParallelState) -> Iterator[DecoderMLP | SparseMoeBlock]:
         config, dtype, device = self.config, self.dtype, self.device

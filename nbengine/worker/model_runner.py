@@ -213,6 +213,11 @@ class ModelRunner:
         return output
 
     @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """Compute this rank's share of the experts for the tokens that other engine cores have in a step."""
+        self._stage.forward_nothing()
+
+    @torch.inference_mode()
     def profile_run(self) -> None:
         """Run the largest step there can be on dummy data, for its memory use: forward pass, logits, sampling.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nbengine.distributed.communicator import SINGLE, ParallelState
+from nbengine.distributed.data_parallel import rehearsal
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.worker.attention_metadata import AttentionMetadata
 from nbengine.worker.step_inputs import StepInputs
@@ -23,11 +24,13 @@ class PipelineStage:
         self._model = model
         self._previous = parallel.previous
         self._next = parallel.next
+        self._parallel = parallel
         self.is_last = parallel.next is None
         """Whether this rank has the hidden states that logits and poolings are made of."""
 
     def forward(self, inputs: StepInputs, kv_caches: list[Tensor]) -> Tensor | None:
         """Hidden states [T, hidden] after the final norm; None where they have been sent on to the next stage."""
+        self._parallel.dp.begin_step(len(inputs.input_ids))
         hidden = self._model.forward(
             inputs.input_ids, inputs.positions, kv_caches, inputs.attention, self._embeds(inputs)
         )
@@ -36,15 +39,22 @@ class PipelineStage:
         self._next.send(hidden)
         return None
 
+    def forward_nothing(self) -> None:
+        """Take part in a step of the other engine cores without tokens; no other stage hears of it."""
+        self._parallel.dp.begin_step(0)
+        self._model.dummy_forward()
+
     def forward_alone(
         self, positions: Tensor, kv_caches: list[Tensor], attention: AttentionMetadata
     ) -> Tensor | None:
-        """`forward` of dummy data for the memory it takes, with the other ranks of the stage but no other stage."""
+        """`forward` of dummy data for the memory it takes, with the other ranks of the stage but no other stage and no other
+        engine core: those may be about something else."""
         embeds = None
         if self._previous is not None:
             shape = (len(positions), self._model.config.hidden_size)
             embeds = torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
-        hidden = self._model.forward(positions, positions, kv_caches, attention, embeds)
+        with rehearsal(self._parallel):
+            hidden = self._model.forward(positions, positions, kv_caches, attention, embeds)
         return hidden if self.is_last else None
 
     def _embeds(self, inputs: StepInputs) -> Tensor | None:

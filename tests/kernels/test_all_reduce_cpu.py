@@ -12,14 +12,10 @@ import pytest
 import torch
 
 from nbengine.kernels import cpu_flags
-from nbengine.kernels.all_reduce_cpu import (
-    SLOTS,
-    ExchangeArguments,
-    compile_all_gather,
-    compile_all_reduce,
-)
+from nbengine.kernels.all_reduce_cpu import compile_all_gather, compile_all_reduce
 from nbengine.kernels.cpu_backend import ELEMENTS
 from nbengine.kernels.cpu_flags import FLAG_BYTES, FlagArguments, Patience, compile_flags
+from nbengine.kernels.exchange_cpu import SLOTS, ExchangeArguments
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PATIENCES = {"looking": (1000, 0), "yielding": (0, 50), "sleeping": (0, 0)}

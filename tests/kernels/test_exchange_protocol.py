@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from nbengine.kernels.all_reduce_cpu import SLOTS
+from nbengine.kernels.exchange_cpu import SLOTS
 
 TORN = -1
 
@@ -22,7 +22,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Protocol:
-    """The steps of one phase, as written in `nbengine.kernels.all_reduce_cpu` unless changed."""
+    """The steps of one phase, as written in `nbengine.kernels.exchange_cpu` unless changed."""
 
     size: int
     slots: int = SLOTS

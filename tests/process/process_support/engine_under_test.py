@@ -10,13 +10,22 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import psutil
 from process_support.raw_client import DEADLINE, RawClient
 
-from nbengine.client.connection import ConnectionInfo, connection_file, log_dir, new_run_dir, read_connection
+from nbengine.client.connection import (
+    ConnectionInfo,
+    connection_file,
+    engine_file,
+    log_dir,
+    new_run_dir,
+    read_connection,
+    write_engine_file,
+)
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from nbengine.engine.processes import PARENT_FD_VARIABLE
+from nbengine.ipc.curve import make_curve_keys
+from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.shm_tensors import new_tensor_dir
 
 SUPPORT_PATH = os.pathsep.join(
@@ -30,14 +39,12 @@ ASYNC_FAKE_EXECUTOR = "process_support.fake_executor:AsyncFakeExecutor"
 def fake_config(knobs: dict | None = None, *, max_model_len: int | None = None, **engine) -> EngineConfig:
     """A configuration with the fake executor; unbound and quick to give clients up unless told otherwise."""
     defaults = {
+        "model": ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
         "bound": False,
         "cache": CacheConfig(num_gpu_blocks_override=64),
         "parallel": ParallelConfig(distributed_executor_backend=FAKE_EXECUTOR),
     }
-    return EngineConfig(
-        model=ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
-        **defaults | engine,
-    )
+    return EngineConfig(**defaults | engine)
 
 
 def wait_for(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
@@ -63,8 +70,10 @@ class EngineUnderTest:
             host_create_time=0.0,
             config=config,
             tensor_dir=str(new_tensor_dir(self.run_dir)),
+            machine=machine_id(),
+            keys=make_curve_keys() if config.parallel.networked else None,
         )
-        (self.run_dir / "engine.json").write_bytes(msgspec.json.encode(self.info))
+        write_engine_file(self.info)
         self.clients: list[RawClient] = []
         popen.setdefault("env", {})
         environment = os.environ | {"PYTHONPATH": SUPPORT_PATH} | popen.pop("env")
@@ -78,6 +87,14 @@ class EngineUnderTest:
                 env=environment,
                 **popen,
             )
+        if self.info.keys is not None:
+            self._wait_for_addresses()
+
+    def _wait_for_addresses(self) -> None:
+        """Wait until the host has said where on the network it listens."""
+        path = engine_file(self.run_dir)
+        wait_for(lambda: read_connection(path).addresses, "where the host listens", 3 * DEADLINE)
+        self.info = read_connection(path)
 
     @classmethod
     def with_parent_pipe(cls, config: EngineConfig) -> tuple[EngineUnderTest, int]:

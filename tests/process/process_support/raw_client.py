@@ -31,6 +31,8 @@ from nbengine.ipc.messages import (
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
+from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext, bound_address
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import SamplingParams
 
@@ -44,22 +46,20 @@ class RawClient:
         self.info = info
         self.session = session or uuid.uuid4().hex
         self.process = psutil.Process(pid or os.getpid())
-        self.context = zmq.Context()
+        self.context = EngineContext.with_keys(info.keys)
         self.sockets: list[zmq.Socket] = []
         self.client_index = -1
         self.ready: EngineReady | None = None
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.utility: dict[int, object] = {}
         self.dead_frames = 0
-        self.host = self._socket(zmq.DEALER)
-        self.host.connect(info.address("host.sock"))
+        self.host = self.open_socket(zmq.DEALER, info.address("host.sock"))
         name = f"c-{uuid.uuid4().hex[:8]}"
-        self.input_address, self.output_address = info.address(f"{name}.in"), info.address(f"{name}.out")
-        self.input = self._socket(zmq.ROUTER)
+        self.input = self.open_socket(zmq.ROUTER, info.client_bind_address(f"{name}.in"), bind=True)
         self.input.router_mandatory = True
-        self.input.bind(self.input_address)
-        self.output = self._socket(zmq.PULL)
-        self.output.bind(self.output_address)
+        self.output = self.open_socket(zmq.PULL, info.client_bind_address(f"{name}.out"), bind=True)
+        self.input_address = bound_address(self.input)
+        self.output_address = bound_address(self.output)
         self.encoder = MsgpackEncoder()
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.control_decoder = ControlDecoder(HostToClient)
@@ -68,6 +68,12 @@ class RawClient:
         socket = self.context.socket(kind)
         socket.linger = 0
         socket.set_hwm(0)
+        self.sockets.append(socket)
+        return socket
+
+    def open_socket(self, kind: int, address: str, *, bind: bool = False) -> zmq.Socket:
+        """One more socket at an address of the engine's, over which kind of transport ever."""
+        socket = make_socket(self.context, address, kind, bind=bind)
         self.sockets.append(socket)
         return socket
 
@@ -106,7 +112,7 @@ class RawClient:
             self.ready = self.hear(EngineReady, deadline)
         for _ in attached.engine_ranks:
             assert self.input.poll(int(deadline * 1000)), "the core did not announce itself"
-            assert self.input.recv_multipart()[1:] == [b""]
+            assert len(self.input.recv_multipart()) == 2
         return self
 
     def attach_message(self) -> Attach:
@@ -130,24 +136,31 @@ class RawClient:
 
     # The core.
 
-    def send(self, request_type: EngineCoreRequestType, payload) -> None:
-        self.send_frames(request_type.value, *self.encoder.encode(payload))
+    def send(self, request_type: EngineCoreRequestType, payload, rank: int = 0) -> None:
+        self.send_frames(request_type.value, *self.encoder.encode(payload), rank=rank)
 
-    def send_frames(self, *frames) -> None:
-        self.input.send_multipart([engine_identity(0), *frames])
+    def send_frames(self, *frames, rank: int = 0) -> None:
+        self.input.send_multipart([engine_identity(rank), *frames])
 
-    def add(self, request_id: str, prompt: list[int], **params) -> None:
+    def add(self, request_id: str, prompt: list[int], *, rank: int = 0, wave: int = 0, **params) -> None:
         params = {"max_tokens": 8, "temperature": 0.0} | params
-        request = EngineCoreRequest(request_id, prompt, SamplingParams(**params))
-        self.send(EngineCoreRequestType.ADD, request)
+        request = EngineCoreRequest(request_id, prompt, SamplingParams(**params), current_wave=wave)
+        self.send(EngineCoreRequestType.ADD, request, rank)
 
-    def abort(self, *request_ids: str) -> None:
-        self.send(EngineCoreRequestType.ABORT, list(request_ids))
+    def abort(self, *request_ids: str, rank: int = 0) -> None:
+        self.send(EngineCoreRequestType.ABORT, list(request_ids), rank)
 
-    def call(self, method: str, *args, call_id: int = 1):
+    def call(self, method: str, *args, call_id: int = 1, rank: int = 0, deadline: float = DEADLINE):
         """The answer to a utility call, as (failure message, result)."""
-        self.send(EngineCoreRequestType.UTILITY, UtilityRequest(0, call_id, method, list(args)))
-        self.read_until(lambda: call_id in self.utility)
+        self.start_call(method, *args, call_id=call_id, rank=rank)
+        return self.wait_answer(call_id, deadline)
+
+    def start_call(self, method: str, *args, call_id: int, rank: int = 0) -> None:
+        call = UtilityRequest(0, call_id, method, list(args))
+        self.send(EngineCoreRequestType.UTILITY, call, rank)
+
+    def wait_answer(self, call_id: int, deadline: float = DEADLINE):
+        self.read_until(lambda: call_id in self.utility, deadline)
         answer = self.utility.pop(call_id)
         return answer.failure_message, answer.result
 
@@ -162,7 +175,7 @@ class RawClient:
 
     def read_one(self) -> None:
         frames = self.output.recv_multipart()
-        if frames == [ENGINE_CORE_DEAD]:
+        if frames[0] == ENGINE_CORE_DEAD:
             self.dead_frames += 1
             return
         outputs = self.decoder.decode(frames)
@@ -189,9 +202,8 @@ class RawClient:
     # The coordinator.
 
     def subscribe(self) -> zmq.Socket:
-        socket = self._socket(zmq.SUB)
+        socket = self.open_socket(zmq.SUB, self.info.address("stats.sock"))
         socket.subscribe(STATS_TOPIC)
-        socket.connect(self.info.address("stats.sock"))
         return socket
 
     @staticmethod

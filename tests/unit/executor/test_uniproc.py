@@ -16,16 +16,16 @@ from nbengine.errors import (
     EngineStartError,
     InvalidArgumentError,
     NBEngineError,
-    NotSupportedError,
 )
 from nbengine.executor.base import Executor
 from nbengine.executor.multiproc import MultiprocExecutor
+from nbengine.executor.ray import RayExecutor
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import Progress
 from nbengine.models.tiny import random_tiny
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker import worker as worker_module
+from nbengine.worker import budget as budget_module
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,9 @@ def test_several_workers_or_the_mp_backend_have_processes_of_their_own(
     assert Executor.get_class(replace(config, parallel=parallel)) is MultiprocExecutor
 
 
-def test_a_backend_that_is_missing_is_named(config: EngineConfig) -> None:
+def test_the_ray_backend_has_its_own(config: EngineConfig) -> None:
     parallel = ParallelConfig(distributed_executor_backend="ray")
-    with pytest.raises(NotSupportedError, match="distributed_executor_backend='ray'"):
-        Executor.get_class(replace(config, parallel=parallel))
+    assert Executor.get_class(replace(config, parallel=parallel)) is RayExecutor
 
 
 def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> None:
@@ -103,7 +102,7 @@ def test_calls_workers_by_name(executor: UniProcExecutor) -> None:
     assert executor.collective_rpc("model_info") == [executor.model_info()]
     future = executor.collective_rpc("model_info", non_block=True)
     assert future.result() == [executor.model_info()]
-    for name in ("no_such_method", "_free_memory", "device"):
+    for name in ("no_such_method", "_max_model_len", "device"):
         with pytest.raises(NBEngineError, match=f"no method '{name}'"):
             executor.collective_rpc(name)
 
@@ -140,7 +139,7 @@ def test_shutdown_frees_model_and_cache_and_may_be_repeated(config: EngineConfig
 def test_a_model_that_does_not_fit_is_an_error_of_the_start(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "available_host_memory", lambda: 1000)
+    monkeypatch.setattr(budget_module, "available_host_memory", lambda: 1000)
     with pytest.raises(EngineStartError, match="does not fit"):
         UniProcExecutor(config)
 

@@ -253,3 +253,14 @@ def test_an_internal_id_is_not_given_twice(harness: Harness) -> None:
     harness.processor.add_request(request, None)
     with pytest.raises(InvalidArgumentError, match="request_id"):
         harness.processor.add_request(request, None)
+
+
+def test_metrics_tell_the_ranks_that_computed_a_request(harness: Harness) -> None:
+    request_id, _ = harness.add(params=SamplingParams(n=2))
+    queued = EngineCoreEvent(EngineCoreEventType.QUEUED, 1.0)
+    for rank, name in ((3, f"1_{request_id}"), (1, f"0_{request_id}")):
+        first = EngineCoreOutput(name, harness.ids[:1], events=[queued])
+        harness.processor.process_outputs([first], rank)
+        last = EngineCoreOutput(name, harness.ids[1:2], finish_reason=FinishReason.LENGTH)
+        (output,) = harness.processor.process_outputs([last], rank).request_outputs
+    assert output.metrics.data_parallel_ranks == (3, 1)

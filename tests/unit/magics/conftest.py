@@ -34,24 +34,30 @@ from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestO
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 
+def make_ready(rank: int) -> EngineReady:
+    """What an engine core says when it is ready."""
+    return EngineReady(
+        rank=rank,
+        num_blocks=64,
+        block_size=16,
+        max_model_len=1024,
+        kv_cache_bytes=1 << 20,
+        weights_bytes=1 << 20,
+        device="cpu",
+        dtype="float32",
+        supported_tasks=["generate"],
+        pid=os.getpid(),
+    )
+
+
 class FakeClient:
     """An engine in this process: each request is answered by `words`, or by hand through `collectors`."""
 
     def __init__(self, name: str, config: EngineConfig, session: str) -> None:
         log = log_dir() / f"{name}.log"
         log.write_text("line one\nline two\nline three\n")
-        self.ready = EngineReady(
-            rank=0,
-            num_blocks=64,
-            block_size=16,
-            max_model_len=1024,
-            kv_cache_bytes=1 << 20,
-            weights_bytes=1 << 20,
-            device="cpu",
-            dtype="float32",
-            supported_tasks=["generate"],
-            pid=os.getpid(),
-        )
+        cores = [make_ready(rank) for rank in range(config.parallel.data_parallel_size)]
+        self.ready = cores[0]
         self.connection = ConnectionInfo(
             name=name,
             run_dir=str(runtime_dir() / f"run-{name}"),
@@ -59,7 +65,7 @@ class FakeClient:
             host_pid=os.getpid(),
             host_create_time=psutil.Process().create_time(),
             config=config,
-            ready=[self.ready],
+            ready=cores,
         )
         Path(self.connection.run_dir).mkdir(exist_ok=True)
         write_connection(self.connection)
@@ -67,6 +73,7 @@ class FakeClient:
         self.config = config
         self.session = session
         self.has_chat_template = True
+        self.engine_ranks = list(range(config.parallel.data_parallel_size))
         self.words: list[str] | None = ["Hello", " wor", "ld"]
         self.defaults: dict[str, Any] = {"temperature": 0.5}
         self.refusal: NBEngineError | None = None
@@ -76,21 +83,21 @@ class FakeClient:
         self.calls: list[str] = []
         self.utilities: list[tuple[Any, ...]] = []
         self.answers: dict[str, Any] = {}
-        self.stats = SchedulerStats(
-            num_running_reqs=2,
-            num_waiting_reqs=1,
-            num_blocks=64,
-            num_free_blocks=48,
-            num_cached_blocks=7,
-            prefix_cache_queries=200,
-            prefix_cache_hits=50,
-            step_counter=1234,
-        )
+        self.engine_stats = [make_stats(rank) for rank in self.engine_ranks]
+        self.asked_ranks: list[int | None] = []
 
-    def submit(self, prompt: Any, sampling_params: SamplingParams) -> RequestOutputCollector:
+    @property
+    def stats(self) -> SchedulerStats:
+        """Those of the first engine core."""
+        return self.engine_stats[0]
+
+    def submit(
+        self, prompt: Any, sampling_params: SamplingParams, *, data_parallel_rank: int | None = None
+    ) -> RequestOutputCollector:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append((prompt, sampling_params))
+        self.asked_ranks.append(data_parallel_rank)
         request_id = f"{self.name}-{len(self.requests)}"
         collector = RequestOutputCollector(RequestOutputKind.DELTA, request_id, request_id)
         self.collectors.append(collector)
@@ -106,7 +113,7 @@ class FakeClient:
     ) -> None:
         """Let a request produce one token; it ends with its last completion."""
         now = time.monotonic()
-        metrics = RequestMetrics(now - 1, None, now - 0.5, now, None, 0, 3)
+        metrics = RequestMetrics(now - 1, None, now - 0.5, now, None, 0, 3, (self.asked_ranks[index] or 0,))
         params = self.requests[index][1]
         logprobs = None if params.logprobs is None else [{len(word): Logprob(-0.5, 1, word)}]
         delta = CompletionOutput(completion, word, [len(word)], None, logprobs, finish_reason)
@@ -134,7 +141,7 @@ class FakeClient:
         return dict(self.defaults)
 
     def stats_blocking(self) -> EngineStats:
-        return EngineStats(engines=[self.stats])
+        return EngineStats(engines=list(self.engine_stats))
 
     @property
     def control(self) -> Control:
@@ -159,6 +166,21 @@ class FakeClient:
         """Make the engine look dead."""
         self.connection.host_create_time -= 1000
         write_connection(self.connection)
+
+
+def make_stats(rank: int) -> SchedulerStats:
+    """The state of a busy engine core."""
+    return SchedulerStats(
+        engine_index=rank,
+        num_running_reqs=2,
+        num_waiting_reqs=1,
+        num_blocks=64,
+        num_free_blocks=48,
+        num_cached_blocks=7,
+        prefix_cache_queries=200,
+        prefix_cache_hits=50,
+        step_counter=1234,
+    )
 
 
 class FakeBackend:

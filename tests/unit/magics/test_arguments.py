@@ -187,7 +187,7 @@ def test_the_line_wins_over_the_notebook_and_that_over_the_model() -> None:
         ("--regex a --choice a,b", "argument --choice: not allowed with argument --regex"),
         ("--regex", "argument --regex: expected one argument"),
         ("--set structured_outputs=3", "--set structured_outputs: use --json, --regex or --choice"),
-        ("-t 0", "-t is not available yet"),
+        ("-t first", "argument -t: invalid int value: 'first'"),
         ("-n many", "invalid int value: 'many'"),
         ("--logprobs x", "invalid int value: 'x'"),
         ("--set temprature=2", "no sampling parameter 'temprature'; did you mean temperature?"),

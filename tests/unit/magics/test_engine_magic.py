@@ -9,7 +9,7 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import log_dir
+from nbengine.client.connection import log_dir, write_connection
 from nbengine.client.directory import ReapReport
 from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineDeadError, EngineStartError
@@ -217,6 +217,7 @@ def test_status_has_a_row_for_each_of_several_workers(
         )
         for rank in range(3)
     ]
+    write_connection(engine.connection)
     engine.stats.workers = [WorkerStats(rank, rank << 30, 1000, 0.25 * rank) for rank in range(4)]
     kernel_shell.run_cell("%engine status").raise_error()
     (shown,) = publisher.outputs()
@@ -244,12 +245,97 @@ def test_status_has_a_row_for_each_of_several_workers(
     assert '<td style="text-align:left">cuda:1</td>' in shown["text/html"]
 
 
+def test_status_has_a_row_for_each_of_several_engine_cores(
+    shell: InteractiveShell, backend: FakeBackend, capsys: Capture
+) -> None:
+    shell.run_cell("%engine start random-tiny --dp 3").raise_error()
+    engine = backend.clients["random-tiny"]
+    engine.connection.ready[1].pid = 4711
+    engine.connection.ready[1].incarnation = 2
+    write_connection(engine.connection)
+    for stats in engine.engine_stats:
+        stats.workers = [WorkerStats(0, 3 << 20, 9, 0.00321)]
+    engine.engine_stats[0].num_running_reqs = engine.engine_stats[0].num_waiting_reqs = 0
+    engine.engine_stats[1].is_paused = True
+    del engine.engine_stats[2]
+    capsys.readouterr()
+    shell.run_cell("%engine status").raise_error()
+    own, of_cores = capsys.readouterr().out.strip().split("\n\n")
+    rows = dict(re.split("  +", line, maxsplit=1) for line in own.splitlines())
+    assert rows["topology"].startswith("TP 1 × PP 1 × DP 3, 3 workers, ")
+    assert rows["requests"] == "2 running, 1 waiting"
+    assert "last step" not in rows
+    assert [re.split("  +", line) for line in of_cores.splitlines()] == [
+        [
+            *["CORE", "PID", "STATE", "RUNNING", "WAITING", "KV BLOCKS", "CACHED", "REUSED", "STEPS"],
+            *["PREEMPTED", "MEMORY", "LAST STEP", "RESTARTS"],
+        ],
+        [
+            "0",
+            str(os.getpid()),
+            "idle",
+            "0",
+            "0",
+            "16 of 64 in use (25%)",
+            "7",
+            "25%",
+            "1,234",
+            "0",
+            "3 MiB",
+            "3.2 ms",
+            "0",
+        ],
+        [
+            *[
+                "1",
+                "4711",
+                "paused: `%engine resume` goes on",
+                "2",
+                "1",
+                "16 of 64 in use (25%)",
+                "7",
+                "25%",
+                "1,234",
+            ],
+            *["0", "3 MiB", "3.2 ms", "2"],
+        ],
+        ["2", "gone"],
+    ]
+
+
+def test_status_of_workers_of_several_engine_cores_says_whose_they_are(
+    shell: InteractiveShell, backend: FakeBackend, capsys: Capture
+) -> None:
+    shell.run_cell("%engine start random-tiny --dp 2 --tp 2").raise_error()
+    for stats in backend.clients["random-tiny"].engine_stats:
+        stats.workers = [WorkerStats(rank, 1 << 20, 9, 0.25) for rank in range(2)]
+    capsys.readouterr()
+    shell.run_cell("%engine status").raise_error()
+    _, of_cores, of_workers = capsys.readouterr().out.strip().split("\n\n")
+    assert "2 MiB" in of_cores
+    assert [line.split()[1:3] for line in of_workers.splitlines()[1:]] == [
+        ["DP0", "TP0"],
+        ["DP0", "TP1"],
+        ["DP1", "TP0"],
+        ["DP1", "TP1"],
+    ]
+
+
+def test_a_start_of_several_engine_cores_says_what_they_hold_together(
+    shell: InteractiveShell, capsys: Capture
+) -> None:
+    shell.run_cell("%engine start random-tiny --dp 2").raise_error()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "2 engine cores on cpu float32, KV cache 128 blocks of 16 tokens (2 MiB), context 1,024" in last
+
+
 def test_what_a_worker_says_of_itself_is_dead_html(
     kernel_shell: InteractiveShell, engine: FakeClient
 ) -> None:
     publisher = kernel_shell.display_pub
     assert isinstance(publisher, RecordingPublisher)
     engine.ready.workers = [WorkerInfo(rank, rank, 0, 5, "<script>", 1, 1, 0, 0) for rank in range(2)]
+    write_connection(engine.connection)
     engine.stats.workers = [WorkerStats(0), WorkerStats(1)]
     kernel_shell.run_cell("%engine status").raise_error()
     (shown,) = publisher.outputs()

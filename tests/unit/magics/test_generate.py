@@ -154,8 +154,8 @@ def test_a_request_refused_by_the_engine_is_one_line_too(
     engine.words = None
     submit = engine.submit
 
-    def refusing(*args: Any) -> Any:
-        collector = submit(*args)
+    def refusing(*args: Any, **options: Any) -> Any:
+        collector = submit(*args, **options)
         collector.put_error(RequestError("unknown token id 9"))
         return collector
 
@@ -170,8 +170,8 @@ def test_a_dead_engine_raises_keeps_the_text_and_leaves_the_session(
     engine.words = None
     submit = engine.submit
 
-    def dying(*args: Any) -> Any:
-        collector = submit(*args)
+    def dying(*args: Any, **options: Any) -> Any:
+        collector = submit(*args, **options)
         engine.emit("partial")
         collector.put_error(EngineDeadError("core 0 was killed", "log line"))
         return collector
@@ -194,8 +194,8 @@ def test_an_interrupt_keeps_the_text_and_aborts_the_request(
     engine.words = None
     submit = engine.submit
 
-    def interrupted(*args: Any) -> Any:
-        collector = submit(*args)
+    def interrupted(*args: Any, **options: Any) -> Any:
+        collector = submit(*args, **options)
         engine.emit("some ")
         engine.emit("text")
         blocking = collector.get_blocking
@@ -310,3 +310,37 @@ def test_help_prints(shell: InteractiveShell, capsys: Capture) -> None:
     for code in ("%%generate -h", "%generate --help", "%%generate -h\nbody\n"):
         assert shell.run_cell(code).success
         assert "--max-tokens N" in capsys.readouterr().out
+
+
+def test_a_prompt_goes_to_the_rank_that_is_named_and_the_cell_says_who_answered(
+    shell: InteractiveShell, backend: FakeBackend, capsys: Capture
+) -> None:
+    shell.run_cell("%engine start random-tiny --dp 2").raise_error()
+    shell.user_ns["where"] = 1
+    for line in ("%%generate -o answer -t {where}\nhi\n", "%%generate\nhi\n"):
+        capsys.readouterr()
+        shell.run_cell(line).raise_error()
+        assert f"rank {0 if '-t' not in line else 1}]" in capsys.readouterr().out
+    assert backend.clients["random-tiny"].asked_ranks == [1, None]
+    assert shell.user_ns["answer"].metrics.data_parallel_ranks == (1,)
+
+
+def test_one_engine_core_is_not_worth_a_word(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%%generate\nhi\n").raise_error()
+    assert "rank" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, "ranks 0"), (3, "ranks 0, 1, 2")])
+def test_a_rank_that_there_is_not_is_one_line_with_those_there_are(
+    shell: InteractiveShell, backend: FakeBackend, capsys: Capture, size: int, ranks: str
+) -> None:
+    shell.run_cell(f"%engine start random-tiny --dp {size}").raise_error()
+    capsys.readouterr()
+    for rank in ("9", "-1"):
+        shell.run_cell(f"%%generate -t {rank}\nhi\n")
+        assert capsys.readouterr().err == (
+            f"UsageError: -t {rank}: the engine cores of engine 'random-tiny' have the {ranks}\n"
+        )
+    assert backend.clients["random-tiny"].requests == []

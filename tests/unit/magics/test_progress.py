@@ -58,9 +58,9 @@ def test_workers_have_a_line_each_in_a_notebook(kernel_shell: InteractiveShell) 
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     with StartProgress(kernel_shell, "starting", parallel) as progress:
         for worker in range(4):
-            progress.update(Progress("load", "<b>weights", 0.42, worker=worker))
+            progress.update(Progress("load", "<b>weights", 0.42, rank=0, worker=worker))
         publisher.wait_for("TP1 PP1")
-        progress.update(Progress("load", "", 1.0, worker=3))
+        progress.update(Progress("load", "", 1.0, rank=0, worker=3))
         publisher.wait_for("1 of 4 workers")
     (_, shown, _) = next(message for message in publisher.messages if "1 of 4" in message[1]["text/plain"])
     lines = shown["text/plain"].splitlines()
@@ -79,10 +79,10 @@ def test_a_terminal_gets_a_line_for_each_worker_that_is_done(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with StartProgress(shell, "starting", ParallelConfig(tensor_parallel_size=2)) as progress:
-        progress.update(Progress("load", "weights", 0.4, worker=0))
-        progress.update(Progress("load", "weights", 1.0, seconds=1.0, worker=1))
+        progress.update(Progress("load", "weights", 0.4, rank=0, worker=0))
+        progress.update(Progress("load", "weights", 1.0, seconds=1.0, rank=0, worker=1))
         assert capsys.readouterr().out == "starting\n  ✓ load        1.0 s  TP1\n"
-        progress.update(Progress("load", "weights", 1.0, seconds=2.0, worker=0))
+        progress.update(Progress("load", "weights", 1.0, seconds=2.0, rank=0, worker=0))
         progress.update(Progress("ready"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "  ✓ load        2.0 s  TP0"

@@ -16,8 +16,10 @@ FOUR = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 LABELS = ["TP0 PP0", "TP1 PP0", "TP0 PP1", "TP1 PP1"]
 
 
-def load(worker: int, fraction: float | None, seconds: float = 0.0, stage: str = "load") -> Progress:
-    return Progress(stage, "the weights", fraction, seconds, worker=worker)
+def load(
+    worker: int | None, fraction: float | None, seconds: float = 0.0, stage: str = "load", rank: int = 0
+) -> Progress:
+    return Progress(stage, "the weights", fraction, seconds, rank, worker)
 
 
 @pytest.fixture
@@ -92,6 +94,66 @@ def test_a_workers_last_word_on_a_stage_that_is_over_opens_none_anew() -> None:
         assert stages.take(load(0, 1.0, stage=stage)) == []
     assert stages.lines() == before
     assert before[-1].startswith("  ▸ profile")
+
+
+TWO_CORES = ParallelConfig(data_parallel_size=2)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_each_engine_core_has_a_line_and_a_stage_is_over_when_all_have_left_it() -> None:
+    stages = StartStages(TWO_CORES)
+    stages.take(Progress("fetch", "here", 1.0, 0.5))
+    assert stages.take(Progress("load", "starting the engine's processes")) == ["  ✓ fetch       0.5 s  here"]
+    assert stages.take(load(None, 0.5, 1.0, rank=1)) == []
+    assert stages.take(load(None, 1.0, 2.0, rank=0)) == ["  ✓ load        2.0 s  DP0"]
+    assert stages.take(Progress("profile", rank=0)) == []
+    assert stages.lines() == [
+        "  ✓ fetch       0.5 s  here",
+        "  ▸ load        0.0 s   75%  1 of 2 engine cores",
+        "    ✓ DP0       2.0 s",
+        "    ▸ DP1       1.0 s   50%  the weights",
+        "  ▸ profile     0.0 s    0%  0 of 2 engine cores",
+        "    ▸ DP0       0.0 s",
+    ]
+    assert stages.take(Progress("profile", rank=1)) == [
+        "  ✓ load        1.0 s  DP1",
+        "  ✓ load        0.0 s  2 of 2 engine cores",
+    ]
+    assert stages.take(Progress("ready")) == [
+        "  ✓ profile     0.0 s  DP0",
+        "  ✓ profile     0.0 s  DP1",
+        "  ✓ profile     0.0 s  2 of 2 engine cores",
+    ]
+
+
+@pytest.mark.usefixtures("frozen")
+def test_workers_of_several_cores_have_a_line_each_and_a_core_speaks_for_its_own() -> None:
+    stages = StartStages(ParallelConfig(tensor_parallel_size=2, data_parallel_size=2))
+    for rank in (1, 0):
+        for worker in range(2):
+            stages.take(load(worker, 0.5, 1.0, rank=rank))
+    assert stages.lines() == [
+        "  ▸ load        0.0 s   50%  0 of 4 workers",
+        "    ▸ DP0 TP0   1.0 s   50%  the weights",
+        "    ▸ DP0 TP1   1.0 s   50%  the weights",
+        "    ▸ DP1 TP0   1.0 s   50%  the weights",
+        "    ▸ DP1 TP1   1.0 s   50%  the weights",
+    ]
+    assert stages.take(Progress("profile", rank=1)) == [
+        "  ✓ load        1.0 s  DP1 TP0",
+        "  ✓ load        1.0 s  DP1 TP1",
+    ]
+    assert stages.lines()[0] == "  ▸ load        0.0 s   75%  2 of 4 workers"
+    assert stages.take(load(1, 1.0, 1.5, rank=1)) == []
+    assert stages.take(Progress("profile", rank=0))[-1] == "  ✓ load        1.0 s  4 of 4 workers"
+
+
+def test_of_engine_cores_that_join_only_these_have_a_line() -> None:
+    stages = StartStages(TWO_CORES, ranks=[1])
+    stages.take(load(None, 0.5, rank=1))
+    assert [line.split()[1] for line in stages.lines()] == ["load", "DP1"]
+    assert stages.take(load(None, 1.0, rank=1))[0].endswith("DP1")
+    assert stages.lines()[0].endswith("1 of 1 engine cores")
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ import torch
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, ModelLoadError
 from nbengine.scheduler.output import CachedRequestData, SchedulerOutput
-from nbengine.worker import worker as worker_module
+from nbengine.worker import budget as budget_module
 from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.worker import Worker
 
@@ -68,7 +68,7 @@ def test_memory_that_others_have_taken_is_an_error_and_can_be_tried_again(
     before = contents(worker)
     worker.sleep(2)
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "available_host_memory", lambda: 100)
+        patch.setattr(budget_module, "available_host_memory", lambda: 100)
         with pytest.raises(EngineStartError, match=f"{what} .*does not fit"):
             worker.check_wake_up(tag)
     worker.wake_up("weights")

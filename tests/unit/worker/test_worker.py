@@ -15,6 +15,7 @@ from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.messages import Progress
+from nbengine.worker import budget as budget_module
 from nbengine.worker import model_runner as model_runner_module
 from nbengine.worker import worker as worker_module
 from nbengine.worker.cgroup import ControlGroup
@@ -27,7 +28,7 @@ from nbengine.worker.worker import Worker
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Free bytes of the host as the worker sees them: change element 0."""
     free = [8 * GIB]
-    monkeypatch.setattr(worker_module, "available_host_memory", lambda: free[0])
+    monkeypatch.setattr(budget_module, "available_host_memory", lambda: free[0])
     return free
 
 

@@ -14,6 +14,7 @@ from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.models.registry import weights_bytes_of
+from nbengine.worker import budget as budget_module
 from nbengine.worker import joining
 from nbengine.worker import worker as worker_module
 from nbengine.worker.memory import CPU_CAP_BYTES, GIB
@@ -50,7 +51,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Free bytes of the host as the workers see them: change element 0."""
     free = [8 * GIB]
-    monkeypatch.setattr(worker_module, "available_host_memory", lambda: free[0])
+    monkeypatch.setattr(budget_module, "available_host_memory", lambda: free[0])
     return free
 
 
@@ -82,7 +83,7 @@ def test_a_worker_joins_the_others_before_it_looks_at_memory(
         joined_when_looked.append(len(joins))
         return 8 * GIB
 
-    monkeypatch.setattr(worker_module, "available_host_memory", look)
+    monkeypatch.setattr(budget_module, "available_host_memory", look)
     config = among_others(tiny_config, 2, 1)
     worker, other = started(config)
     assert joined_when_looked == [1, 2]

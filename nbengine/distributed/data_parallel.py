@@ -1,0 +1,210 @@
+"""How the workers that have one place in all engine cores become a group, and can become another one later."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import msgspec
+import torch
+from torch import Tensor
+
+from nbengine.distributed.communicator import DataParallelGroup, ParallelState, SingleGroup
+from nbengine.distributed.init import START_SECONDS, STEP_SECONDS
+from nbengine.distributed.layout import RankLayout
+from nbengine.distributed.rendezvous import Party, Rendezvous
+from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, num_cores, patience, unlink
+from nbengine.errors import EngineStartError
+from nbengine.ipc.liveness import ProcessWatch, start_time
+from nbengine.kernels.dispatch import shares_memory
+
+
+class DataParallelEnd:
+    """A worker's end of the data-parallel group that it is in at present, `SingleGroup` at first.
+
+    The model keeps this one; the group behind it is exchanged between two steps.
+    """
+
+    def __init__(self, group: DataParallelGroup | None = None) -> None:
+        self._group = group or SingleGroup()
+
+    @property
+    def rank(self) -> int:
+        """See `DataParallelGroup.rank`."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """See `DataParallelGroup.size`."""
+        return self._group.size
+
+    def switch(self, group: DataParallelGroup) -> None:
+        """Leave the present group for another one."""
+        self._group.close()
+        self._group = group
+
+    @contextmanager
+    def replaced_by(self, group: DataParallelGroup) -> Iterator[None]:
+        """Use another group for a while."""
+        own, self._group = self._group, group
+        try:
+            yield
+        finally:
+            self._group = own
+
+    def begin_step(self, num_tokens: int) -> None:
+        """See `DataParallelGroup.begin_step`."""
+        self._group.begin_step(num_tokens)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `DataParallelGroup.gather`."""
+        return self._group.gather(x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """See `DataParallelGroup.reduce_scatter`."""
+        return self._group.reduce_scatter(x)
+
+    def any(self, flag: bool) -> bool:
+        """See `DataParallelGroup.any`."""
+        return self._group.any(flag)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """See `DataParallelGroup.broadcast`."""
+        self._group.broadcast(x, source)
+
+    def close(self) -> None:
+        """See `DataParallelGroup.close`."""
+        self._group.close()
+
+
+class RehearsalGroup(SingleGroup):
+    """In the place of a group of `size` ranks while one tries out how much memory a step takes: as many rows as with all
+    others having as many, and nobody is waited for."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x` once for every rank."""
+        return x.repeat(self.size, *(1,) * (x.dim() - 1))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The first rank's rows."""
+        return x[: len(x) // self.size].clone()
+
+
+@contextmanager
+def rehearsal(parallel: ParallelState) -> Iterator[None]:
+    """Compute without the other engine cores, and need as much memory as with them."""
+    if not isinstance(parallel.dp, DataParallelEnd):
+        yield
+        return
+    with parallel.dp.replaced_by(RehearsalGroup(parallel.layout.dp_size)):
+        yield
+
+
+class _Member(msgspec.Struct):
+    """What a rank tells the others: whether it can share memory, and its process."""
+
+    shares: bool
+    pid: int
+    created: float
+
+
+def join_data_parallel(
+    layout: RankLayout,
+    device: torch.device,
+    *,
+    init_method: str,
+    engine: str,
+    directory: str,
+    max_tensor_bytes: int,
+    dtype: torch.dtype,
+    timeout: float = START_SECONDS,
+) -> DataParallelGroup:
+    """Join the workers of this place in the other engine cores; returns when all have come.
+
+    `init_method` is where all workers of all engine cores meet, "file://PATH" on one machine; a later group of the same
+    engine needs another one. Of "tcp://HOST:PORT" HOST is the machine of engine core 0. `engine` is the name that they have
+    in common, `directory` this machine's private one, and no rank has tensors of more than `max_tensor_bytes` in a step.
+
+    Raises:
+        InvalidArgumentError: `init_method` is no place.
+        EngineStartError: it is taken or cannot be reached, there is no room, or not all have come within `timeout` seconds.
+    """
+    party = Party.of_engine_cores(layout)
+    if init_method.startswith("file://"):
+        init_method = f"{init_method}-{party.place}"
+    rendezvous = Rendezvous(init_method, party, engine, timeout)
+    group: DataParallelGroup | None = None
+    if device.type == "cpu":
+        group = _share_memory(layout, rendezvous, directory, max_tensor_bytes, dtype)
+    if group is None:
+        group = _over_torch(layout, device, rendezvous)
+    rendezvous.leave()
+    return group
+
+
+def _share_memory(
+    layout: RankLayout, rendezvous: Rendezvous, directory: str, max_tensor_bytes: int, dtype: torch.dtype
+) -> DataParallelGroup | None:
+    """The group over shared memory; None if one of the ranks cannot reach it. Its file goes when all have mapped it."""
+    from nbengine.distributed.shm_data_parallel import ShmDataParallelGroup
+
+    can_share = rendezvous.is_local and shares_memory()
+    me = _Member(can_share, os.getpid(), start_time())
+    members = [
+        msgspec.json.decode(other, type=_Member)
+        for other in rendezvous.share("members", msgspec.json.encode(me).decode())
+    ]
+    if not all(member.shares for member in members):
+        return None
+    made = None
+    if layout.dp_rank == 0:
+        made = ShmDataParallelGroup.reserve(directory, layout.dp_size, max_tensor_bytes)
+    try:
+        answers = rendezvous.share("memory", msgspec.json.encode(made).decode())
+        memory = SharedMemory(msgspec.json.decode(answers[0], type=MemoryHandle))
+        watches = {
+            f"{layout.rank} of engine core {rank}": ProcessWatch(member.pid, member.created)
+            for rank, member in enumerate(members)
+            if rank != layout.dp_rank
+        }
+        looks = layout.dp_size * layout.world_size <= num_cores()
+        group = ShmDataParallelGroup(
+            memory, layout.dp_rank, layout.dp_size, patience(memory, short=looks), Peers(watches)
+        )
+        group.warm_up(dtype)
+        rendezvous.meet("mapped")
+    finally:
+        if made is not None:
+            unlink(made)
+    return group
+
+
+def _over_torch(layout: RankLayout, device: torch.device, rendezvous: Rendezvous) -> DataParallelGroup:
+    from nbengine.distributed.torch_data_parallel import TorchDataParallelGroup
+
+    address = "127.0.0.1" if rendezvous.is_local else _address_towards(rendezvous.host or "")
+    try:
+        group = TorchDataParallelGroup(
+            rendezvous.store, layout.dp_rank, layout.dp_size, device, address, timedelta(seconds=STEP_SECONDS)
+        )
+        # Connections are made when they are first used, and need the store for it.
+        group.begin_step(1)
+        group.reduce_scatter(group.gather(torch.zeros(1, 1, device=device)))
+    except RuntimeError as error:
+        raise EngineStartError(f"engine core {layout.dp_rank} could not join the others: {error}") from error
+    return group
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address by which it reaches `host`."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it only looks up the route.
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,56 @@
+"""The sockets that an engine's host binds, for clients, engine cores and whoever follows the engine."""
+
+from __future__ import annotations
+
+import zmq
+
+from nbengine.client.connection import ConnectionInfo
+from nbengine.engine.coordinator import DPCoordinatorProc
+from nbengine.ipc.curve import SocketOptions
+from nbengine.ipc.messages import EngineHandshakeMetadata
+from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import EngineContext, bound_address
+
+COORDINATOR_SOCKETS = ("stats.sock", "back-out.sock", "back-pub.sock")
+MAX_CONTROL_BYTES = 16 << 20
+"""Of one frame from a client or an engine core."""
+
+
+class HostSockets:
+    """Binds everything at once; where on a network that is, it notes in `info`."""
+
+    def __init__(self, info: ConnectionInfo) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+        bound: dict[str, zmq.Socket[bytes]] = {}
+        try:
+            for name in ("host.sock", "core.sock"):
+                bound[name] = self._bind_router(info.host_bind_address(name))
+            self.coordinator = DPCoordinatorProc(
+                self.context,
+                info.config.parallel.data_parallel_size,
+                info.host_bind_address("stats.sock"),
+                info.host_bind_address("back-out.sock"),
+                info.host_bind_address("back-pub.sock"),
+                lock_step=info.config.lock_step,
+            )
+        except BaseException:
+            self.context.destroy(linger=0)
+            raise
+        self.clients, self.cores = bound["host.sock"], bound["core.sock"]
+        coordinator = self.coordinator
+        ends = (coordinator.publish_front, coordinator.output_back, coordinator.publish_back)
+        bound |= zip(COORDINATOR_SOCKETS, ends, strict=True)
+        if info.keys is not None:
+            info.addresses = {name: bound_address(socket) for name, socket in bound.items()}
+
+    def _bind_router(self, address: str) -> zmq.Socket[bytes]:
+        # A peer that comes back after its connection broke takes its place, though the old one is not gone yet.
+        options: SocketOptions = {zmq.ROUTER_HANDOVER: 1, zmq.MAXMSGSIZE: MAX_CONTROL_BYTES}
+        return make_socket(self.context, address, zmq.ROUTER, bind=True, options=options)
+
+
+def handshake_of(info: ConnectionInfo) -> EngineHandshakeMetadata:
+    """What the host tells every engine core."""
+    # A client or a core on another machine has no such directory.
+    tensor_dir = info.tensor_dir if info.keys is None else ""
+    return EngineHandshakeMetadata(info.address("back-pub.sock"), info.address("back-out.sock"), tensor_dir)
