@@ -20,7 +20,9 @@ from nbengine.client.processes import create_time_of, kill_session, wait_for_hos
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, WireError
+from nbengine.ipc.connection_watch import ConnectionWatch
 from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import (
     Attach,
     Attached,
@@ -35,7 +37,7 @@ from nbengine.ipc.messages import (
     Shutdown,
 )
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext
+from nbengine.ipc.transport import is_tcp
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,9 @@ class HostLink:
     than the host's notice: after an end that was asked for, the listener is told when every core has said good-bye
     there, so that streams get their last outputs first.
 
+    Over a network, a connection that breaks ends the lease, because what was on its way may be lost; when none can be
+    made for half the time of a lease, the engine is out of reach. Nothing but this tells of a host elsewhere.
+
     A lost lease (this process did not run for too long) is replaced by a new one under a new session name: if the
     old name was taken over by another process, that one keeps it.
     """
@@ -100,16 +105,21 @@ class HostLink:
         self._listener = listener
         self._wake = WakePipe()
         self._outbox: deque[ClientToHost | None] = deque()
-        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
-        self._socket = make_socket(
-            self._context, info.address("host.sock"), zmq.DEALER, bind=False, linger=int(EXIT_TIMEOUT * 1000)
-        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
+        self._poller = zmq.Poller()
+        self._is_connected = False
+        self._patience = info.config.lease / 2
+        self._unreachable_at = time.monotonic() + self._patience if info.keys is not None else float("inf")
+        self._num_connections = 0
+        self._watch: ConnectionWatch | None = None
+        self._socket = self._connect()
         self._decoder: ControlDecoder[HostToClient] = ControlDecoder(HostToClient)
         self._heartbeat_interval = min(info.config.lease / 4, LONGEST_HEARTBEAT_INTERVAL)
         self._next_heartbeat = float("inf")
         self._next_look = 0.0
         self._verdict_at = float("inf")
         self._attached = False
+        self._client_index = 0
         self._notice: EngineDead | None = None
         self._num_cores = 0
         self._farewells = 0
@@ -163,34 +173,52 @@ class HostLink:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         try:
             self._attach()
             while not self._closed:
-                poller.poll(self._patience_ms())
+                self._poller.poll(self._patience_ms())
                 self._wake.drain()
                 self._send_outbox()
                 self._receive()
+                self._look_at_connection(time.monotonic())
                 self._look_at_clock(time.monotonic())
         except Exception as error:
             logger.exception("the link to the host of engine %s failed", self.info.name)
             self._listener.on_dead(EngineDeadError(f"the link to the engine's host failed: {error!r}"))
         finally:
+            if self._watch is not None:
+                self._watch.close()
             self._socket.close()
             self._context.term()
             self._wake.close()
             self._gone.set()
 
+    def _connect(self) -> zmq.Socket[bytes]:
+        address = self.info.address("host.sock")
+        socket = make_socket(self._context, address, zmq.DEALER, bind=False, linger=int(EXIT_TIMEOUT * 1000))
+        if is_tcp(address):
+            self._num_connections += 1
+            self._is_connected = False
+            if self._watch is not None:
+                self._poller.unregister(self._watch.socket)
+                self._watch.close()
+            name = f"host-{self._num_connections}"
+            ConnectionWatch.announce(socket, name)
+            self._watch = ConnectionWatch(self._context, name)
+            self._poller.register(self._watch.socket, zmq.POLLIN)
+        return socket
+
     def _patience_ms(self) -> int:
-        due = min(self._next_heartbeat, self._next_look, self._verdict_at)
+        due = min(self._next_heartbeat, self._next_look, self._verdict_at, self._unreachable_at)
         return max(0, int((due - time.monotonic()) * 1000) + 1)
 
     def _attach(self) -> None:
         input_address, output_address = self._addresses
         created = create_time_of(os.getpid())
-        attach = Attach(self._session, os.getpid(), created or 0.0, input_address, output_address)
+        pid = os.getpid() if self.info.is_here else 0
+        attach = Attach(self._session, pid, created or 0.0, input_address, output_address, self._client_index)
         self._socket.send(encode_control(attach))
 
     def _send_outbox(self) -> None:
@@ -216,12 +244,13 @@ class HostLink:
         match message:
             case Attached(client_index, engine_ranks, tensor_dir):
                 self._attached = True
+                self._client_index = client_index
                 self._num_cores = len(engine_ranks)
                 self._next_heartbeat = time.monotonic() + self._heartbeat_interval
                 self._listener.on_attached(client_index, engine_ranks, tensor_dir)
-            case EngineReady(pid=pid):
+            case EngineReady(pid=pid, machine=machine):
                 self._started = True
-                created = create_time_of(pid)
+                created = create_time_of(pid) if machine in ("", machine_id()) else None
                 if created is not None:
                     self._cores[pid] = created
                 self._listener.on_news(message)
@@ -250,6 +279,30 @@ class HostLink:
         )
         self._attach()
 
+    def _look_at_connection(self, now: float) -> None:
+        if self._watch is None or self._closed:
+            return
+        for stands in self._watch.read():
+            self._unreachable_at = float("inf") if stands else min(self._unreachable_at, now + self._patience)
+            if not stands and self._is_connected:
+                # Its last message may have come since the last look.
+                self._receive()
+                if self._notice is None:
+                    self._reconnect()
+                return
+            self._is_connected = stands
+
+    def _reconnect(self) -> None:
+        """Start anew: what was on its way on a connection that broke may be lost, in both directions."""
+        self._poller.unregister(self._socket)
+        self._socket.close(linger=0)
+        self._socket = self._connect()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if self._attached:
+            self._on_lease_lost("the connection to its host broke")
+        else:
+            self._attach()
+
     def _look_at_clock(self, now: float) -> None:
         if self._closed:
             return
@@ -264,6 +317,8 @@ class HostLink:
                 self._die(self._notice.cause, self._notice.log_tail, started=self._notice.started)
         elif not self._closed and now >= self._verdict_at:
             self._die("an engine core ended, and the host does not say why")
+        elif not self._closed and now >= self._unreachable_at:
+            self._on_unreachable()
 
     def _look_at_processes(self, now: float) -> None:
         if not self.info.host_alive:
@@ -275,16 +330,25 @@ class HostLink:
         elif not all(process_alive(*core) for core in self._cores.items()):
             self._expect_last_words(now)
 
+    def _on_unreachable(self) -> None:
+        hint = "" if self._started else "; does it run, and is this its connection file?"
+        address = self.info.address("host.sock")
+        self._die(f"the engine's host is out of reach at {address}{hint}", remains=False)
+
     def _expect_last_words(self, now: float) -> None:
         # When everything is being ended, cores end first, and the host takes its time to see to it.
         if self._verdict_at == float("inf") and not self._shutting_down:
             self._verdict_at = now + LAST_WORDS_TIMEOUT
 
-    def _die(self, cause: str, tail: str = "", *, started: bool | None = None) -> None:
+    def _die(self, cause: str, tail: str = "", *, started: bool | None = None, remains: bool = True) -> None:
+        """End the link. `remains`: the engine is at its end, and nothing may be left of it on this machine."""
         self._closed = True
         started = self._started if started is None else started
         kind = EngineDeadError if started else EngineStartError
         self._listener.on_dead(kind(cause, tail or log_tail(self.info.log_path)))
+        if not (remains and self.info.is_here):
+            self._gone.set()
+            return
         wait_for_host(self.info, HOST_EXIT_TIMEOUT)
         self._remove_remains(grace=CORE_EXIT_GRACE)
 

@@ -42,7 +42,7 @@ from nbengine.ipc.messages import (
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext, bound_address
+from nbengine.ipc.transport import bound_address
 from nbengine.models.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class MPClient(EngineCoreClient):
         self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
         self._pending_messages: list[tuple[zmq.MessageTracker, object]] = []
         client_id = secrets.token_hex(4)
-        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         try:
             input_address = info.client_bind_address(f"c-{client_id}.in")
             output_address = info.client_bind_address(f"c-{client_id}.out")

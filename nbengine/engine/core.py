@@ -19,6 +19,7 @@ from nbengine.engine.kv_cache_start import initialize_kv_cache
 from nbengine.engine.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import RequestError, UtilityError
+from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -347,6 +348,7 @@ class EngineCore:
             supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
             workers=self.workers,
+            machine=machine_id(),
         )
 
     def shutdown(self) -> None:

@@ -56,7 +56,6 @@ from nbengine.ipc.messages import (
     engine_identity,
 )
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -304,7 +303,7 @@ class EngineCoreProc(EngineCore):
 def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     """Run an engine core from its handshake to its end, and return the process's exit status."""
     name = f"engine core {rank} (pid {os.getpid()})"
-    context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+    context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
     control = make_socket(
         context,
         info.address("core.sock"),

@@ -18,6 +18,7 @@ from nbengine.ipc.messages import (
     Attach,
     AttachClient,
     Attached,
+    ClientLost,
     ClientToHost,
     CoreToHost,
     Detach,
@@ -241,6 +242,9 @@ class HostState:
                 return self._to_all_clients(message)
             case EngineReady():
                 return self._on_ready(rank, message)
+            case ClientLost(client_index):
+                lost = self.leases.drop(client_index, f"the connection to engine core {rank} broke")
+                return [] if lost is None else self._after_leases([lost], now)
             case EngineDead():
                 return self._on_core_dying(rank, message, now)
 

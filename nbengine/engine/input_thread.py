@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import zmq
 
+from nbengine.engine.connections import Connections
 from nbengine.engine.logs import describe_exception
 from nbengine.engine.work import (
     AbortRequests,
@@ -24,9 +25,10 @@ from nbengine.engine.work import (
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc.handshake import ControlDecoder
+from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     AttachClient,
+    ClientLost,
     DetachClient,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -78,6 +80,7 @@ class InputThread(threading.Thread):
         self._stopper = make_socket(context, STOP_ADDRESS, zmq.PAIR, bind=True)
         self._poller = zmq.Poller()
         self._client_of: dict[zmq.Socket[bytes], int] = {}
+        self._connections = Connections(context, self._poller)
         self._control_decoder: ControlDecoder[HostToCore] = ControlDecoder(HostToCore)
         tensors = ShmTensorReceiver(tensor_dir) if tensor_dir else None
         self._add_decoder: MsgpackDecoder[EngineCoreRequest] = MsgpackDecoder(EngineCoreRequest, tensors)
@@ -104,10 +107,12 @@ class InputThread(threading.Thread):
         finally:
             for socket in (stop, *self._client_of):
                 socket.close()
+            self._connections.close()
 
     def _process_input_sockets(self, stop: zmq.Socket[bytes]) -> None:
         for socket in (stop, self._control):
             self._poller.register(socket, zmq.POLLIN)
+        self._connections.watch_control(self._control)
         while True:
             for socket, _ in cast("list[tuple[zmq.Socket[bytes], int]]", self._poller.poll()):
                 if socket is stop:
@@ -117,6 +122,9 @@ class InputThread(threading.Thread):
                 # A client may have been detached since the poll.
                 elif (client_index := self._client_of.get(socket)) is not None:
                     self._on_client(client_index, socket.recv_multipart(copy=False))
+                elif (lost := self._connections.look(socket)) is not None:
+                    logger.warning("a connection to client %d broke", lost)
+                    self._control.send(encode_control(ClientLost(lost)))
 
     def _on_control(self, frame: bytes) -> None:
         try:
@@ -153,9 +161,11 @@ class InputThread(threading.Thread):
         socket.send(b"")
         self._client_of[socket] = client.client_index
         self._poller.register(socket, zmq.POLLIN)
+        self._connections.watch_client(client, socket)
         logger.info("client %d attached", client.client_index)
 
     def _detach(self, client_index: int) -> None:
+        self._connections.forget(client_index)
         for socket, index in list(self._client_of.items()):
             if index == client_index:
                 self._poller.unregister(socket)

@@ -18,6 +18,7 @@ import zmq
 
 from nbengine.config.engine import DEFAULT_CLIENT_BACKLOG_BYTES
 from nbengine.engine.backlog import Backlog, EncodedAnswer
+from nbengine.engine.connections import output_watch_name
 from nbengine.engine.work import (
     COORDINATOR_INDEX,
     AbortRequests,
@@ -28,9 +29,11 @@ from nbengine.engine.work import (
     ThreadFailed,
 )
 from nbengine.errors import NBEngineError
+from nbengine.ipc.connection_watch import ConnectionWatch
 from nbengine.ipc.messages import ENGINE_CORE_DEAD, KV_TOPIC, AttachClient, DetachClient, EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import is_tcp
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
 from nbengine.units import size
 
@@ -250,7 +253,10 @@ class OutputThread(threading.Thread):
 
     def _attach(self, client: AttachClient) -> None:
         try:
-            self._sinks[client.client_index] = self._connect(client.output_address)
+            sink = self._connect(client.output_address)
+            if is_tcp(client.output_address):
+                ConnectionWatch.announce(sink.socket, output_watch_name(client.client_index))
+            self._sinks[client.client_index] = sink
         except NBEngineError as error:
             logger.warning("no outputs for client %d: %s", client.client_index, error)
 
