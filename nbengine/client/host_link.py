@@ -173,7 +173,6 @@ class HostLink:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         try:
             self._attach()
@@ -188,9 +187,7 @@ class HostLink:
             logger.exception("the link to the host of engine %s failed", self.info.name)
             self._listener.on_dead(EngineDeadError(f"the link to the engine's host failed: {error!r}"))
         finally:
-            if self._watch is not None:
-                self._watch.close()
-            self._socket.close()
+            self._disconnect()
             self._context.term()
             self._wake.close()
             self._gone.set()
@@ -201,14 +198,20 @@ class HostLink:
         if is_tcp(address):
             self._num_connections += 1
             self._is_connected = False
-            if self._watch is not None:
-                self._poller.unregister(self._watch.socket)
-                self._watch.close()
             name = f"host-{self._num_connections}"
-            ConnectionWatch.announce(socket, name)
             self._watch = ConnectionWatch(self._context, name)
+            ConnectionWatch.announce(socket, name)
             self._poller.register(self._watch.socket, zmq.POLLIN)
+        self._poller.register(socket, zmq.POLLIN)
         return socket
+
+    def _disconnect(self) -> None:
+        self._poller.unregister(self._socket)
+        if self._watch is not None:
+            ConnectionWatch.withdraw(self._socket)
+            self._poller.unregister(self._watch.socket)
+            self._watch.close()
+        self._socket.close()
 
     def _patience_ms(self) -> int:
         due = min(self._next_heartbeat, self._next_look, self._verdict_at, self._unreachable_at)
@@ -294,10 +297,9 @@ class HostLink:
 
     def _reconnect(self) -> None:
         """Start anew: what was on its way on a connection that broke may be lost, in both directions."""
-        self._poller.unregister(self._socket)
-        self._socket.close(linger=0)
+        self._socket.linger = 0
+        self._disconnect()
         self._socket = self._connect()
-        self._poller.register(self._socket, zmq.POLLIN)
         if self._attached:
             self._on_lease_lost("the connection to its host broke")
         else:

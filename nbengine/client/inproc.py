@@ -31,7 +31,7 @@ class InprocClient(BlockingClient):
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         from nbengine.engine.core import EngineCore
-        from nbengine.engine.core_proc import executor_class
+        from nbengine.engine.core_main import executor_class
 
         self.config = config
         self.engine_core = EngineCore(config, executor_class(config), progress)

@@ -60,7 +60,7 @@ def _core(run_dir: str, rank: int) -> NoReturn:
     lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))
     lifeline.start()
     # Only now what takes seconds: it imports torch.
-    from nbengine.engine.core_proc import run_engine_core
+    from nbengine.engine.core_main import run_engine_core
 
     _exit(run_engine_core(info, rank, lifeline))
 

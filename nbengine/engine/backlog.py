@@ -63,7 +63,7 @@ class Backlog:
         """Merge outputs, which carry no utility answer, with what there is; they are not kept themselves."""
         last = self._segments[-1] if self._segments else None
         if not isinstance(last, _Merged):
-            last = _Merged(EngineCoreOutputs(engine_index=outputs.engine_index, outputs=[]))
+            last = _Merged(EngineCoreOutputs(outputs=[]))
             self._segments.append(last)
         before = last.num_bytes
         merged = last.outputs

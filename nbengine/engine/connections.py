@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import zmq
 
 from nbengine.errors import NBEngineError
@@ -9,7 +11,15 @@ from nbengine.ipc.connection_watch import ConnectionWatch
 from nbengine.ipc.messages import AttachClient
 from nbengine.ipc.transport import bound_address, is_tcp
 
-_CONTROL = "control"
+
+@dataclass(slots=True)
+class _Watched:
+    watch: ConnectionWatch
+    client_index: int | None
+    """None: it is a connection to the host."""
+    socket: zmq.Socket[bytes] | None
+    """What is watched; None: a socket of the output thread's."""
+    matters: bool = True
 
 
 class Connections:
@@ -18,22 +28,24 @@ class Connections:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> None:
         self._context = context
         self._poller = poller
-        self._watches: dict[zmq.Socket[bytes], tuple[ConnectionWatch, int | None]] = {}
-        """By their sockets, with the client's index; None: the host's."""
+        self._watched: dict[zmq.Socket[bytes], _Watched] = {}
+        """By the watches' sockets."""
 
-    def watch_control(self, control: zmq.Socket[bytes]) -> None:
-        """Watch the connection to the host."""
-        if is_tcp(bound_address(control)):
-            ConnectionWatch.announce(control, _CONTROL)
-            self._watch(_CONTROL, None)
+    def watch_host(self, control: zmq.Socket[bytes], waves: zmq.Socket[bytes] | None) -> None:
+        """Watch the connection to the host, and in lock step the one by which waves begin."""
+        for name, socket in (("control", control), ("waves", waves)):
+            if socket is not None and is_tcp(bound_address(socket)):
+                self._watch(name, None, socket)
 
-    def watch_client(self, client: AttachClient, input_socket: zmq.Socket[bytes]) -> None:
-        """Watch the connections to a client; that of the output thread is announced by that thread."""
+    def watch_outputs(self, client: AttachClient) -> None:
+        """Watch the output thread's connection to a client, before that thread makes it."""
+        if is_tcp(client.output_address):
+            self._watch(output_watch_name(client.client_index), client.client_index, None)
+
+    def watch_inputs(self, client: AttachClient, socket: zmq.Socket[bytes]) -> None:
+        """Watch this thread's connection to a client."""
         if is_tcp(client.input_address):
-            name = f"input-{client.client_index}"
-            ConnectionWatch.announce(input_socket, name)
-            self._watch(name, client.client_index)
-            self._watch(output_watch_name(client.client_index), client.client_index)
+            self._watch(f"input-{client.client_index}", client.client_index, socket)
 
     def look(self, socket: zmq.Socket[bytes]) -> int | None:
         """Look at a watch whose socket became readable; returns the client to which a connection broke, if so.
@@ -41,8 +53,14 @@ class Connections:
         Raises:
             NBEngineError: the connection to the host broke.
         """
-        watch, client_index = self._watches.get(socket, (None, None))
-        if watch is None or not watch.broke():
+        watched = self._watched.get(socket)
+        if watched is None:
+            return None
+        stood = all(watched.watch.read())
+        matters, client_index = watched.matters, watched.client_index
+        if watched.watch.ended:
+            self._end(watched)
+        if stood or not matters:
             return None
         if client_index is None:
             raise NBEngineError("the connection to the engine's host broke")
@@ -51,22 +69,39 @@ class Connections:
 
     def forget(self, client_index: int) -> None:
         """Watch a client no longer."""
-        for watch, index in list(self._watches.values()):
-            if index == client_index:
-                self._poller.unregister(watch.socket)
-                del self._watches[watch.socket]
-                watch.close()
+        for watched in list(self._watched.values()):
+            if watched.client_index == client_index:
+                watched.matters = False
+                self._withdraw(watched)
+
+    def stop(self) -> None:
+        """Watch this thread's sockets no longer."""
+        for watched in list(self._watched.values()):
+            self._withdraw(watched)
 
     def close(self) -> None:
-        """Watch nothing any more."""
-        for watch, _ in self._watches.values():
-            watch.close()
-        self._watches.clear()
+        """Close what is left; the output thread has ended."""
+        for watched in self._watched.values():
+            watched.watch.close()
+        self._watched.clear()
 
-    def _watch(self, name: str, client_index: int | None) -> None:
+    def _watch(self, name: str, client_index: int | None, socket: zmq.Socket[bytes] | None) -> None:
         watch = ConnectionWatch(self._context, name)
-        self._watches[watch.socket] = (watch, client_index)
+        self._watched[watch.socket] = _Watched(watch, client_index, socket)
         self._poller.register(watch.socket, zmq.POLLIN)
+        if socket is not None:
+            ConnectionWatch.announce(socket, name)
+
+    def _withdraw(self, watched: _Watched) -> None:
+        if watched.socket is not None:
+            ConnectionWatch.withdraw(watched.socket)
+            self._end(watched)
+
+    def _end(self, watched: _Watched) -> None:
+        socket = watched.watch.socket
+        if self._watched.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+            watched.watch.close()
 
 
 def output_watch_name(client_index: int) -> str:

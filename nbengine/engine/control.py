@@ -27,6 +27,8 @@ class _Change:
     hold: PauseState = PauseState.PAUSED_ALL
     until_resumed: bool = False
     """A resumption calls it off."""
+    ends_computing: bool = False
+    """It waits until no other engine core needs this one."""
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -54,13 +56,15 @@ class EngineControl:
         self._sleep_level = 0
         self._given_back: set[str] = set()
         self._changes: deque[_Change] = deque()
+        self.is_needed: Callable[[], bool] = lambda: False
+        """Whether other engine cores need this one's weights, requests or not."""
         self.utilities: dict[str, Callable[..., Any]] = {
             "pause_generation": self.pause,
             "resume_generation": self.resume,
             "is_paused": lambda: self._pause is not PauseState.UNPAUSED,
             "sleep": self.sleep,
             "wake_up": self.wake_up,
-            "is_sleeping": lambda: self._sleep_level > 0,
+            "is_sleeping": lambda: self.is_asleep,
             "reset_prefix_cache": self.reset_prefix_cache,
             "start_profile": self.start_profile,
             "stop_profile": self.stop_profile,
@@ -70,6 +74,11 @@ class EngineControl:
     def holds_requests(self) -> bool:
         """Whether unfinished requests may have to wait for someone to resume or wake the engine."""
         return self._pause is not PauseState.UNPAUSED or self._sleep_level > 0 or bool(self._changes)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the model cannot compute."""
+        return self._sleep_level > 0
 
     def describe(self, stats: SchedulerStats) -> SchedulerStats:
         """Add to the statistics what only this class knows."""
@@ -146,7 +155,7 @@ class EngineControl:
         if mode == "abort":
             self._abort_all()
         hold = PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL
-        return self._submit(_Change(lambda: self._fall_asleep(level), hold))
+        return self._submit(_Change(lambda: self._fall_asleep(level), hold, ends_computing=True))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Any:
         """Restore what `sleep` gave back, or only what `tags` (of `SLEEP_TAGS`) name; the rest follows later.
@@ -207,7 +216,7 @@ class EngineControl:
         return change.future.result() if change.future.done() else change.future
 
     def _is_quiet(self, change: _Change) -> bool:
-        if self._num_steps_in_flight():
+        if self._num_steps_in_flight() or (change.ends_computing and self.is_needed()):
             return False
         return change.hold is PauseState.PAUSED_ALL or not self._scheduler.has_requests()
 

@@ -1,6 +1,6 @@
-"""The coordinator: collects the engines' statistics and publishes them to every frontend.
+"""The coordinator: collects the engines' statistics and publishes them to every frontend, and starts their waves.
 
-It lives in the host process and is driven by the host's poll loop. `CoordinatorState` decides, without I/O;
+It lives in the host process and is driven by the host's poll loop. `DPCoordinator` decides, without I/O;
 `DPCoordinatorProc` owns the sockets.
 """
 
@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 import zmq
 
 from nbengine.errors import WireError
-from nbengine.ipc.messages import KV_TOPIC, STATS_TOPIC, EngineCoreOutputs
+from nbengine.ipc.messages import (
+    FIRST_REQ,
+    KV_TOPIC,
+    STATS_TOPIC,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+)
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -23,71 +30,171 @@ PUBLISH_INTERVAL = 0.1
 """Seconds between two publications while the engines are busy."""
 FRONT_HWM = 1000
 """Snapshots kept for a subscriber that does not read, then dropped."""
+NOBODY = -1
+"""Excluded rank of a START_DP_WAVE that is for all."""
 
-_SUBSCRIBE = b"\x01"
+_UNSUBSCRIBE, _SUBSCRIBE = b"\x00", b"\x01"
 
 
-class CoordinatorState:
-    """The freshest statistics of each rank, and when they are due to be published.
+class WaveStart(NamedTuple):
+    """What a START_DP_WAVE says: all but `exclude_rank`, which runs already, are to begin this wave."""
 
-    A snapshot is due `PUBLISH_INTERVAL` after the previous one, and at once when an engine goes idle, so that
-    the last thing that a frontend sees of an idle engine is that it is idle.
+    wave: int
+    exclude_rank: int = NOBODY
+
+
+class DPCoordinator:
+    """The freshest statistics of each rank, when they are due to be published, and how far the waves have come.
+
+    A snapshot is due `PUBLISH_INTERVAL` after the previous one. It is due at once when a wave begins or ends, and when
+    an engine among independent ones goes idle, so that the last thing that a frontend sees of an idle engine is that
+    it is idle.
+
+    Cores in lock step count their turns alike. A snapshot of them holds nothing of a turn that some may not have
+    reported yet: it shows how things stood before the first report of the newest turn, and another one follows.
+
+    Waves are started and ended by the engines (see `nbengine.engine.waves`). What is known here is the greatest
+    (wave, running) heard of, so that no order of messages can lead it back. Every wave is announced once.
     """
 
-    def __init__(self, num_engines: int) -> None:
-        self._engines = [SchedulerStats(engine_index=rank) for rank in range(num_engines)]
-        self._current_wave = 0
+    def __init__(self, num_engines: int, lock_step: bool = False) -> None:
+        self.current_wave = 0
+        self.running = False
+        """In lock step: whether a wave runs."""
+        self._lock_step = lock_step
+        self._engines: list[SchedulerStats] = []
+        self._incarnations: list[int] = []
+        self._before: list[SchedulerStats] | None = None
+        """In lock step: the engines before the first report of the newest turn, unless that was published."""
+        self._newest = (0, 0)
         self._published_at = -PUBLISH_INTERVAL
         self._due: float | None = None
+        self.scale(num_engines)
 
     @property
     def due(self) -> float | None:
         """When to publish next, on the clock of `observe`; None when nothing has changed."""
         return self._due
 
-    def observe(self, outputs: EngineCoreOutputs, now: float) -> None:
-        """Take in what an engine pushed; statistics older than what is known are dropped.
+    # The engines.
+
+    def scale(self, num_engines: int) -> None:
+        """Have so many engines from now on; the last ones come or go."""
+        del self._engines[num_engines:], self._incarnations[num_engines:]
+        for rank in range(len(self._engines), num_engines):
+            self._engines.append(SchedulerStats(engine_index=rank))
+            self._incarnations.append(0)
+        self._before = None
+
+    def forget(self, rank: int) -> None:
+        """Start anew with an engine whose process is gone; its successor has the next incarnation."""
+        if rank < len(self._engines):
+            self._engines[rank] = SchedulerStats(engine_index=rank)
+            self._incarnations[rank] += 1
+            self._before = None
+
+    def observe(self, outputs: EngineCoreOutputs, now: float) -> WaveStart | None:
+        """Take in what an engine pushed, and return what its peers have to be told.
+
+        Statistics older than what is known are dropped.
 
         Raises:
             WireError: no such engine.
         """
-        stats = outputs.scheduler_stats
-        if stats is None:
-            return
         rank = outputs.engine_index
+        self._check_rank(rank)
+        if outputs.scheduler_stats is not None:
+            self._observe_stats(outputs.scheduler_stats, rank, outputs.incarnation, now)
+        if not self._lock_step:
+            return None
+        # One message may carry both, merged: the numbers say which is the later.
+        if outputs.wave_complete is not None:
+            self._move_to(outputs.wave_complete + 1, False, now)
+        if outputs.start_wave is not None and self._move_to(outputs.start_wave, True, now):
+            return WaveStart(outputs.start_wave, rank)
+        return None
+
+    def first_request(self, rank: int, wave: int, now: float) -> WaveStart | None:
+        """A client has sent a request to an engine that it believes to be paused at `wave`; see `observe`.
+
+        The engine is not left out of the announcement, and the client's idea of the wave changes nothing.
+
+        Raises:
+            WireError: no such engine, or no such wave.
+        """
+        self._check_rank(rank)
+        if wave < 0:
+            raise WireError(f"no wave has the number {wave}")
+        if self._lock_step and self._move_to(self.current_wave, True, now):
+            return WaveStart(self.current_wave)
+        return None
+
+    def joined(self) -> WaveStart | None:
+        """An engine has subscribed: what it may have missed."""
+        return WaveStart(self.current_wave) if self.running else None
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < len(self._engines):
-            raise WireError(f"statistics of engine {rank}, there are {len(self._engines)} engines")
+            raise WireError(f"a message of engine {rank}, there are {len(self._engines)} engines")
+
+    def _observe_stats(self, stats: SchedulerStats, rank: int, incarnation: int, now: float) -> None:
         known = self._engines[rank]
-        if (stats.current_wave, stats.step_counter) < (known.current_wave, known.step_counter):
-            return
+        progress = (stats.current_wave, stats.step_counter)
+        if incarnation <= self._incarnations[rank]:
+            is_stale = progress < (known.current_wave, known.step_counter)
+            if is_stale or incarnation < self._incarnations[rank]:
+                return
+        self._incarnations[rank] = incarnation
+        if self._lock_step and progress > self._newest:
+            self._newest = progress
+            if self._due is not None:
+                self._before = self._engines.copy()
         self._engines[rank] = stats
-        self._current_wave = max(self._current_wave, stats.current_wave)
-        went_idle = _unfinished(known) and not _unfinished(stats)
-        due = now if went_idle else max(now, self._published_at + PUBLISH_INTERVAL)
-        self._due = due if self._due is None else min(self._due, due)
+        went_idle = not self._lock_step and _unfinished(known) and not _unfinished(stats)
+        self._publish_by(now if went_idle else max(now, self._published_at + PUBLISH_INTERVAL))
+
+    def _move_to(self, wave: int, running: bool, now: float) -> bool:
+        """Tells whether that is news."""
+        if (wave, running) <= (self.current_wave, self.running):
+            return False
+        self.current_wave, self.running = wave, running
+        self._publish_by(now)
+        return True
+
+    # The frontends.
 
     def publish(self, now: float, wall_clock: float) -> EngineStats:
         """Return the snapshot to publish and start the next interval."""
-        self._published_at, self._due = now, None
-        return self.snapshot(wall_clock)
+        snapshot = self.snapshot(wall_clock)
+        self._published_at = now
+        self._due = None if self._before is None else now + PUBLISH_INTERVAL
+        self._before = None
+        return snapshot
 
     def snapshot(self, wall_clock: float) -> EngineStats:
         """Return the current state of all engines."""
+        engines = self._engines if self._before is None else self._before
         return EngineStats(
-            engines=list(self._engines),
-            current_wave=self._current_wave,
-            engines_running=any(map(_unfinished, self._engines)),
+            engines=engines.copy(),
+            current_wave=self.current_wave,
+            engines_running=self.running if self._lock_step else any(map(_unfinished, engines)),
             timestamp=wall_clock,
         )
 
+    def _publish_by(self, due: float) -> None:
+        self._due = due if self._due is None else min(self._due, due)
+
 
 class DPCoordinatorProc:
-    """The coordinator's sockets: `output_back` (PULL, from the engines), `publish_back` (XPUB, which
-    data-parallel engines subscribe to) and `publish_front` (XPUB, to the frontends).
+    """The coordinator's sockets: `output_back` (PULL, from the engines), `publish_back` (XPUB, which engines in lock
+    step subscribe to) and `publish_front` (XPUB, to the frontends, who may write `FIRST_REQ` to it).
 
-    What is published has a topic and a msgpack frame: `STATS_TOPIC`, which each new subscriber gets at once, and
-    `KV_TOPIC`, which is passed on as the engines send it. These do so while there are subscribers:
-    `take_kv_wishes` has what to tell them.
+    What is published to the frontends has a topic and a msgpack frame: `STATS_TOPIC`, which each new subscriber gets at
+    once, and `KV_TOPIC`, which is passed on as the engines send it. These do so while there are subscribers:
+    `take_kv_wishes` has what to tell them. Who does not read loses messages, and is never waited for.
+
+    What is published to the engines is START_DP_WAVE and a msgpack `WaveStart`. Nothing of that is ever lost: it is
+    little, waits without bound, and is repeated to whoever subscribes while the wave runs.
     """
 
     def __init__(
@@ -97,32 +204,47 @@ class DPCoordinatorProc:
         front_publish_address: str,
         back_output_address: str,
         back_publish_address: str,
+        lock_step: bool = False,
     ) -> None:
-        self.state = CoordinatorState(num_engines)
+        self.state = DPCoordinator(num_engines, lock_step)
         self.publish_front = make_socket(
             context, front_publish_address, zmq.XPUB, bind=True, send_hwm=FRONT_HWM
         )
-        self.publish_front.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.output_back = make_socket(context, back_output_address, zmq.PULL, bind=True)
         self.publish_back = make_socket(context, back_publish_address, zmq.XPUB, bind=True)
+        for socket in (self.publish_front, self.publish_back):
+            socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
+        self._first_decoder: MsgpackDecoder[tuple[int, int]] = MsgpackDecoder(tuple[int, int])
         self._encoder = MsgpackEncoder()
         self._topics: set[bytes] = set()
         self._kv_wishes: list[bool] = []
+        self._readers = {
+            self.publish_front: self._read_front,
+            self.output_back: self._read_back,
+            self.publish_back: self._read_engine,
+        }
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """The sockets that the host polls for input."""
-        return [self.publish_front, self.output_back, self.publish_back]
+        return list(self._readers)
 
     def process_input_socket(self, socket: zmq.Socket[bytes], now: float) -> None:
-        """Read everything that one of `sockets` holds."""
-        while socket.poll(0):
-            frames = socket.recv_multipart()
-            if socket is self.output_back:
-                self._observe(frames, now)
-            elif socket is self.publish_front:
-                self._on_subscription(frames[0][:1] == _SUBSCRIBE, frames[0][1:])
+        """Read everything that one of `sockets` holds. A message that is none is dropped, and logged."""
+        read = self._readers[socket]
+        try:
+            while True:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    start = read(frames, now)
+                except WireError as error:
+                    logger.warning("dropped a message to the coordinator: %s", error)
+                else:
+                    if start is not None:
+                        self._start_wave(start)
+        except zmq.Again:
+            return
 
     def publish_if_due(self, now: float) -> None:
         """Send a snapshot to the frontends if one is due."""
@@ -144,6 +266,25 @@ class DPCoordinatorProc:
         for socket in self.sockets:
             socket.close()
 
+    def _read_front(self, frames: list[bytes], now: float) -> WaveStart | None:
+        if frames[0] == FIRST_REQ:
+            rank, wave = self._first_decoder.decode(frames[1:])
+            return self.state.first_request(rank, wave, now)
+        kind, topic = frames[0][:1], frames[0][1:]
+        if len(frames) > 1 or kind not in (_SUBSCRIBE, _UNSUBSCRIBE):
+            raise WireError(f"no message of a subscriber: {frames[0][:16]!r}")
+        self._on_subscription(kind == _SUBSCRIBE, topic)
+        return None
+
+    def _read_engine(self, frames: list[bytes], now: float) -> WaveStart | None:  # noqa: ARG002
+        return self.state.joined() if frames[0][:1] == _SUBSCRIBE else None
+
+    def _read_back(self, frames: list[bytes], now: float) -> WaveStart | None:
+        if frames[0] == KV_TOPIC:
+            self.publish_front.send_multipart(frames)
+            return None
+        return self.state.observe(self._decoder.decode(frames), now)
+
     def _on_subscription(self, begins: bool, topic: bytes) -> None:
         # The socket tells of every new subscription, and of the end of a topic's last one.
         if begins:
@@ -155,14 +296,9 @@ class DPCoordinatorProc:
         if KV_TOPIC.startswith(topic) and (begins or not self.wants_kv_events):
             self._kv_wishes.append(begins)
 
-    def _observe(self, frames: list[bytes], now: float) -> None:
-        if frames[0] == KV_TOPIC:
-            self.publish_front.send_multipart(frames)
-            return
-        try:
-            self.state.observe(self._decoder.decode(frames), now)
-        except WireError as error:
-            logger.warning("dropped a message to the coordinator: %s", error)
+    def _start_wave(self, start: WaveStart) -> None:
+        frames = [EngineCoreRequestType.START_DP_WAVE.value, *self._encoder.encode(start)]
+        self.publish_back.send_multipart(frames)
 
     def _send(self, stats: EngineStats) -> None:
         self.publish_front.send_multipart([STATS_TOPIC, *self._encoder.encode(stats)])

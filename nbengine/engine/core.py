@@ -278,9 +278,11 @@ class EngineCore:
                 self._sample(step)
                 if started and len(queue) < self.batch_queue_size and not queue[0].is_done:
                     return {}, True
-        if not queue:
-            return {}, False
-        oldest = queue.popleft()
+        return (self._finish_oldest() if queue else {}), started
+
+    def _finish_oldest(self) -> dict[int, EngineCoreOutputs]:
+        """Wait for the oldest step in flight, and return its outputs by client index."""
+        oldest = self.batch_queue.popleft()
         try:
             model_output = oldest.result()
         except Exception:
@@ -288,9 +290,9 @@ class EngineCore:
             raise
         self._process_aborts_queue()
         outputs = self.scheduler.update_from_output(oldest.plan, model_output)
-        if len(queue) == 1:
-            self._sample(queue[0])
-        return outputs, started
+        if len(self.batch_queue) == 1:
+            self._sample(self.batch_queue[0])
+        return outputs
 
     def _start(self, plan: SchedulerOutput) -> StepInFlight:
         # With pipeline parallelism there is often nothing to plan until a step in flight has ended.

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import enum
 import gc
-import importlib
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from nbengine.client.connection import ConnectionInfo, remove_engine_files
 from nbengine.config import EngineConfig
 from nbengine.engine.core import EngineCore
 from nbengine.engine.input_thread import InputThread
-from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import describe_exception
 from nbengine.engine.output_thread import OutputThread
 from nbengine.engine.work import (
@@ -38,31 +33,26 @@ from nbengine.engine.work import (
     failure,
     refusal,
 )
-from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError, RequestError
+from nbengine.errors import NBEngineError, RequestError
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
-from nbengine.ipc.handshake import encode_control, say_hello
+from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     DetachClient,
     EngineCoreOutputs,
-    EngineDead,
     EngineHandshakeMetadata,
     Progress,
     ShutdownEngine,
     UtilityOutput,
     UtilityRequest,
     WantKVEvents,
-    engine_identity,
 )
-from nbengine.ipc.sockets import make_socket
 
 if TYPE_CHECKING:
     from types import FrameType
 
 logger = logging.getLogger(__name__)
-
-CONTROL_LINGER_MS = 1000
 
 
 class EngineShutdownState(enum.Enum):
@@ -93,6 +83,7 @@ class EngineCoreProc(EngineCore):
         self._control = control
         self._control_lock = threading.Lock()
         super().__init__(config, executor_class, self._send_progress, engine_index=rank, files=files)
+        self._incarnation = handshake.incarnation
         self.shutdown_state = EngineShutdownState.RUNNING
         self.terminated = False
         """SIGTERM has asked for the end."""
@@ -107,6 +98,7 @@ class EngineCoreProc(EngineCore):
             self.output_queue,
             self.input_queue,
             config.client_backlog_bytes,
+            handshake.incarnation,
         )
         self._input_thread = InputThread(
             context,
@@ -117,6 +109,7 @@ class EngineCoreProc(EngineCore):
             self.aborts_queue,
             self.output_queue,
             handshake.tensor_dir,
+            handshake.coordinator_input if config.lock_step else "",
         )
         self._handlers: dict[type, Callable[..., None]] = {
             AddRequest: self._add,
@@ -140,7 +133,9 @@ class EngineCoreProc(EngineCore):
         # What was loaded stays: the collector need not look at it again in the middle of a step.
         gc.freeze()
         self._output_thread.start()
-        self._control.send(encode_control(self.ready_message(self.engine_index)))
+        ready = self.ready_message(self.engine_index)
+        ready.incarnation = self._incarnation
+        self._control.send(encode_control(ready))
         self._input_thread.start()
 
     # The busy loop.
@@ -175,13 +170,20 @@ class EngineCoreProc(EngineCore):
             return
 
     def _process_engine_step(self) -> None:
-        outputs, model_executed = self.step_fn()
-        for item in outputs.items():
-            self.output_queue.put(item)
-        self.post_step(model_executed)
-        if not (model_executed or outputs) and self.has_work():
+        if not self._step() and self.has_work():
             # Leave the interpreter to the other threads instead of spinning.
             time.sleep(0.001)
+
+    def _step(self) -> bool:
+        """Step, and pass on what came of it; tells whether there was anything to compute or to say."""
+        outputs, model_executed = self.step_fn()
+        self._send_outputs(outputs)
+        self.post_step(model_executed)
+        return model_executed or bool(outputs)
+
+    def _send_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for item in outputs.items():
+            self.output_queue.put(item)
 
     def post_step(self, model_executed: bool) -> None:
         """Push the statistics, and the events of the prefix cache, to the coordinator."""
@@ -298,70 +300,4 @@ class EngineCoreProc(EngineCore):
         self.output_queue.put(ENGINE_CORE_DEAD)
         if self._output_thread.ident is not None:
             self._output_thread.join()
-
-
-def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
-    """Run an engine core from its handshake to its end, and return the process's exit status."""
-    name = f"engine core {rank} (pid {os.getpid()})"
-    context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
-    control = make_socket(
-        context,
-        info.address("core.sock"),
-        zmq.DEALER,
-        bind=False,
-        identity=engine_identity(rank),
-        linger=CONTROL_LINGER_MS,
-    )
-    last_words: EngineDead | None = None
-    engine: EngineCoreProc | None = None
-    try:
-        handshake = say_hello(control, rank, os.getpid())
-        files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path, engine=info.name)
-        engine = EngineCoreProc(
-            info.config, executor_class(info.config), rank, context, control, handshake, files
-        )
-        signal.signal(signal.SIGTERM, engine.on_sigterm)
-        lifeline.notify(engine.on_host_gone)
-        engine.start()
-        engine.run_busy_loop()
-        if engine.terminated:
-            last_words = EngineDead(f"{name} was ended by SIGTERM", expected=True)
-    except Exception as error:
-        how = "did not start" if engine is None else "failed"
-        last_words = EngineDead(f"{name} {how}: {describe_exception(error)}", started=engine is not None)
-        if isinstance(error, NBEngineError if engine is None else EngineDeadError):
-            # Raised on purpose: the message says it all to whoever starts an engine.
-            logger.error("%s", last_words.cause)
-            logger.debug("raised here", exc_info=True)
-        else:
-            logger.exception("%s failed", name)
-    if engine is not None:
-        engine.stop_io()
-    # The host is told before the executor is torn down: after a failure that may hang.
-    if last_words is not None:
-        control.send(encode_control(last_words))
-    control.close(linger=0 if lifeline.parent_gone else CONTROL_LINGER_MS)
-    context.term()
-    if lifeline.parent_gone:
-        remove_engine_files(info)
-    if engine is not None:
-        engine.shutdown()
-    return 1 if last_words is not None and not last_words.expected else 0
-
-
-def executor_class(config: EngineConfig) -> type[Executor]:
-    """Return the executor that the configuration names, which may be one of the user's own.
-
-    Raises:
-        EngineStartError: there is no such class.
-    """
-    module, separator, name = (config.parallel.distributed_executor_backend or "").partition(":")
-    if not separator:
-        return Executor.get_class(config)
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise EngineStartError(f"no executor {module}:{name}") from error
-    if not (isinstance(found, type) and issubclass(found, Executor)):
-        raise EngineStartError(f"{module}:{name} is not an Executor")
-    return found
+        self._input_thread.connections.close()

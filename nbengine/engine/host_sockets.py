@@ -28,7 +28,10 @@ class HostSockets:
             self.coordinator = DPCoordinatorProc(
                 self.context,
                 info.config.parallel.data_parallel_size,
-                *(info.host_bind_address(name) for name in COORDINATOR_SOCKETS),
+                info.host_bind_address("stats.sock"),
+                info.host_bind_address("back-out.sock"),
+                info.host_bind_address("back-pub.sock"),
+                lock_step=info.config.lock_step,
             )
         except BaseException:
             self.context.destroy(linger=0)

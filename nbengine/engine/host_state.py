@@ -2,6 +2,8 @@
 
 STARTING ── every core READY ──► READY ── asked to end, or a core died ──► STOPPING ── all cores gone ──► ENDED
     └──────────────────────────── the same ─────────────────────────────────►┘
+
+A core among independent ones that dies while another takes requests is started again instead; see `RankTable`.
 """
 
 from __future__ import annotations
@@ -10,10 +12,34 @@ import enum
 import math
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from nbengine.config import EngineConfig
+from nbengine.engine.host_events import (
+    Action,
+    ClientSpoke,
+    CoreExited,
+    CoreReady,
+    CoreSpoke,
+    End,
+    Event,
+    ForgetStats,
+    RecordReady,
+    RemoveSockets,
+    RemoveTensors,
+    ResizeCoordinator,
+    SignalCores,
+    StartCore,
+    StartFailed,
+    StopAsked,
+    TimePassed,
+    ToClient,
+    ToCore,
+)
 from nbengine.engine.leases import EndedLease, Lease, LeaseTable
+from nbengine.engine.rank_table import RankLife, RankPhase, RankTable
+from nbengine.engine.scaling import Scaling, refusal_to_scale
 from nbengine.ipc.messages import (
     Attach,
     AttachClient,
@@ -25,14 +51,15 @@ from nbengine.ipc.messages import (
     DetachClient,
     EngineDead,
     EngineHandshakeMetadata,
+    EngineLost,
     EngineReady,
     Heartbeat,
     HeartbeatAck,
     Hello,
     HostToClient,
-    HostToCore,
     LeaseLost,
     Progress,
+    RanksChanged,
     Scaled,
     ScaleElasticEP,
     Shutdown,
@@ -54,103 +81,6 @@ class HostPhase(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class ClientSpoke:
-    """Event: a message came on the clients' socket."""
-
-    identity: bytes
-    message: ClientToHost
-
-
-@dataclass(frozen=True, slots=True)
-class CoreSpoke:
-    """Event: a message came from an engine core."""
-
-    rank: int
-    message: CoreToHost
-
-
-@dataclass(frozen=True, slots=True)
-class CoreExited:
-    """Event: an engine core's process is gone. `how` completes "engine core 0 (pid 1) …"; `clean`: status 0."""
-
-    rank: int
-    pid: int
-    how: str
-    clean: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """Event: somebody other than a client wants the engine to end now; `cause` says who or why."""
-
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """Event: `HostState.next_deadline` may have come."""
-
-
-Event = ClientSpoke | CoreSpoke | CoreExited | StopAsked | TimePassed
-
-
-@dataclass(frozen=True, slots=True)
-class ToClient:
-    """Action: send a message to a client."""
-
-    identity: bytes
-    message: HostToClient
-
-
-@dataclass(frozen=True, slots=True)
-class ToCore:
-    """Action: send a message to an engine core."""
-
-    rank: int
-    message: HostToCore
-
-
-@dataclass(frozen=True, slots=True)
-class SignalCores:
-    """Action: send a signal to engine cores."""
-
-    signal: signal.Signals
-    ranks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveSockets:
-    """Action: remove the socket files of a client that has left; ZMQ does not."""
-
-    addresses: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveTensors:
-    """Action: remove the tensors on their way to an engine core, but those of the clients in `live`."""
-
-    live: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordReady:
-    """Action: note in the connection file that the engines take requests."""
-
-    engines: list[EngineReady]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Action, the last one: remove everything, tell the audience, exit."""
-
-    notice: EngineDead
-    audience: list[bytes]
-
-
-Action = ToClient | ToCore | SignalCores | RemoveSockets | RemoveTensors | RecordReady | End
-
-
 class HostState:
     """The host as a state machine. `alive(pid, create_time)` tells whether a client's process runs."""
 
@@ -163,19 +93,20 @@ class HostState:
     ) -> None:
         self.phase = HostPhase.STARTING
         self.leases = LeaseTable(config.lease, alive)
-        self._ranks = list(range(config.parallel.data_parallel_size))
+        self._table = RankTable(config.parallel.data_parallel_size)
+        self._lock_step = config.lock_step
         self._keep_alive = None if config.bound else config.keep_alive
         self._handshake = handshake
-        self._running = set(self._ranks)
-        self._greeted: set[int] = set()
-        self._leaving: set[int] = set()
-        self._ready: dict[int, EngineReady] = {}
-        self._progress: dict[int, Progress] = {}
         self._idle_deadline = self._idle_from(now, max(config.keep_alive, FIRST_ATTACH_GRACE))
         self._kill_at = math.inf
         self._draining = False
         self._notice: EngineDead | None = None
         self._askers: list[bytes] = []
+        self._scaling: Scaling | None = None
+
+    def begin(self) -> list[Action]:
+        """Return what to do before any event."""
+        return [StartCore(life.rank, life.incarnation) for life in self._table.all()]
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event at time `now` (any monotonic clock) and return what to do."""
@@ -183,9 +114,12 @@ class HostState:
             case ClientSpoke(identity, message):
                 return self._on_client(identity, message, now)
             case CoreSpoke(rank, message):
-                return self._on_core(rank, message, now)
-            case CoreExited(rank, pid, how, clean):
-                return self._on_core_exit(rank, f"engine core {rank} (pid {pid}) {how}", clean, now)
+                return self._on_core(self._table[rank], message, now)
+            case CoreExited(rank, pid, how, clean, tail):
+                cause = f"engine core {rank} (pid {pid}) {how}"
+                return self._on_core_exit(self._table[rank], EngineDead(cause, tail), clean, now)
+            case StartFailed(rank, cause):
+                return self._on_core_exit(self._table[rank], EngineDead(cause), clean=False, now=now)
             case StopAsked(cause):
                 return self._stop(EngineDead(cause=cause, expected=True), drain=False, now=now)
             case TimePassed():
@@ -194,7 +128,10 @@ class HostState:
     def next_deadline(self) -> float:
         """When `TimePassed` is due, infinity if only another event can change anything."""
         lease = self.leases.next_deadline()
-        return min(math.inf if lease is None else lease, self._idle_deadline, self._kill_at)
+        due = min(self._idle_deadline, self._kill_at, self._table.next_deadline())
+        return due if lease is None else min(lease, due)
+
+    # Clients.
 
     def _on_client(self, identity: bytes, message: ClientToHost, now: float) -> list[Action]:
         match message:
@@ -210,9 +147,8 @@ class HostState:
                 self._askers.append(identity)
                 notice = EngineDead(cause="the engine was shut down", expected=True)
                 return self._stop(notice, drain=drain, now=now)
-            case ScaleElasticEP():
-                refusal = Scaled(len(self._ranks), "the number of engine cores cannot be changed yet")
-                return [ToClient(identity, refusal)]
+            case ScaleElasticEP(size):
+                return self._scale(identity, size, now)
 
     def _attach(self, identity: bytes, attach: Attach, now: float) -> list[Action]:
         if self._notice is not None:
@@ -220,92 +156,21 @@ class HostState:
         lease, superseded = self.leases.grant(attach, identity, now)
         self._idle_deadline = math.inf
         actions = self._after_leases(superseded, now)
-        actions.append(
-            ToClient(identity, Attached(lease.client_index, self._ranks, self._handshake.tensor_dir))
-        )
-        news: Iterable[Progress | EngineReady] = self._progress.values()
-        if self.phase is HostPhase.READY:
-            news = self._ready.values()
+        starting = self.phase is HostPhase.STARTING
+        ranks = self._table.running if starting else self._table.ready
+        actions.append(ToClient(identity, Attached(lease.client_index, ranks, self._handshake.tensor_dir)))
+        news: Iterable[Progress | EngineReady] = self._table.ready_messages()
+        if starting:
+            news = [life.progress for life in self._table.all() if life.progress is not None]
         actions += [ToClient(identity, item) for item in news]
-        return actions + [
-            ToCore(rank, _introduction(lease)) for rank in sorted(self._greeted & self._running)
-        ]
-
-    def _on_core(self, rank: int, message: CoreToHost, now: float) -> list[Action]:
-        match message:
-            case Hello():
-                self._greeted.add(rank)
-                clients = [ToCore(rank, _introduction(lease)) for lease in self.leases.leases]
-                return [ToCore(rank, self._handshake), *clients]
-            case Progress():
-                self._progress[rank] = message
-                return self._to_all_clients(message)
-            case EngineReady():
-                return self._on_ready(rank, message)
-            case ClientLost(client_index):
-                lost = self.leases.drop(client_index, f"the connection to engine core {rank} broke")
-                return [] if lost is None else self._after_leases([lost], now)
-            case EngineDead():
-                return self._on_core_dying(rank, message, now)
-
-    def _on_ready(self, rank: int, message: EngineReady) -> list[Action]:
-        self._ready[rank] = message
-        if self.phase is not HostPhase.STARTING or len(self._ready) < len(self._ranks):
-            return []
-        self.phase = HostPhase.READY
-        engines = [self._ready[rank] for rank in self._ranks]
-        actions: list[Action] = [RecordReady(engines)]
-        for engine in engines:
-            actions += self._to_all_clients(engine)
-        return actions
-
-    def _on_core_dying(self, rank: int, notice: EngineDead, now: float) -> list[Action]:
-        self._leaving.add(rank)
-        if notice.expected and self._notice is not None:
-            return []
-        return self._stop(notice, drain=False, now=now)
-
-    def _on_core_exit(self, rank: int, description: str, clean: bool, now: float) -> list[Action]:
-        self._running.discard(rank)
-        actions: list[Action] = []
-        if self._notice is None or (self._draining and not clean):
-            actions = self._stop(EngineDead(cause=description), drain=False, now=now)
-        return actions + self._end_if_all_gone()
-
-    def _stop(self, notice: EngineDead, *, drain: bool, now: float) -> list[Action]:
-        cuts_drain_short = self._draining and not drain
-        if self._notice is not None and not cuts_drain_short:
-            return []
-        started = self.phase is not HostPhase.STARTING
-        if self._notice is None or not notice.expected:
-            self._notice = notice
-            notice.started = started
-        orderly = started and notice.expected
-        self.phase = HostPhase.STOPPING
-        self._draining = drain and orderly
-        self._idle_deadline = math.inf
-        self._kill_at = math.inf if self._draining else now + STOP_GRACE
-        ranks = sorted(self._running - self._leaving)
-        if orderly:
-            return [ToCore(rank, ShutdownEngine(drain)) for rank in ranks]
-        return [SignalCores(signal.SIGTERM, ranks)] if ranks else []
-
-    def _on_time(self, now: float) -> list[Action]:
-        actions = self._after_leases(self.leases.expire(now), now)
-        if self._idle_deadline <= now:
-            cause = f"no client was attached for {self._keep_alive:g} s (keep_alive)"
-            actions += self._stop(EngineDead(cause=cause, expected=True), drain=False, now=now)
-        if self._kill_at <= now:
-            self._kill_at = math.inf
-            actions.append(SignalCores(signal.SIGKILL, sorted(self._running)))
-        return actions
+        return actions + [ToCore(rank, _introduction(lease)) for rank in self._table.welcoming]
 
     def _after_leases(self, ended: list[EndedLease], now: float) -> list[Action]:
         actions: list[Action] = []
         for item in ended:
             actions.append(ToClient(item.lease.identity, LeaseLost(item.reason)))
             farewell = DetachClient(item.lease.client_index)
-            actions += [ToCore(rank, farewell) for rank in sorted(self._greeted & self._running)]
+            actions += [ToCore(rank, farewell) for rank in self._table.hearing]
             if item.final:
                 actions.append(RemoveSockets([item.lease.input_address, item.lease.output_address]))
         if ended:
@@ -320,8 +185,191 @@ class HostState:
     def _to_all_clients(self, message: HostToClient) -> list[Action]:
         return [ToClient(lease.identity, message) for lease in self.leases.leases]
 
+    # Engine cores.
+
+    def _on_core(self, life: RankLife, message: CoreToHost, now: float) -> list[Action]:
+        if isinstance(message, Hello):
+            return self._greet(life)
+        if isinstance(message, ClientLost):
+            reason = f"the connection to engine core {life.rank} broke"
+            lost = self.leases.drop(message.client_index, reason)
+            return [] if lost is None else self._after_leases([lost], now)
+        if not (life.greeted and life.is_unaware):
+            # Of a process that is gone, or told to go.
+            return []
+        match message:
+            case Progress():
+                life.progress = message
+                return self._to_all_clients(message)
+            case EngineReady():
+                return self._on_ready(life, message, now)
+            case EngineDead():
+                return self._on_core_dying(life, message, now)
+
+    def _greet(self, life: RankLife) -> list[Action]:
+        if life.phase is not RankPhase.STARTING:
+            return []
+        life.greeted = True
+        handshake = msgspec.structs.replace(
+            self._handshake, incarnation=life.incarnation, data_parallel_size=self._table.size
+        )
+        clients = [ToCore(life.rank, _introduction(lease)) for lease in self.leases.leases]
+        return [ToCore(life.rank, handshake), *clients]
+
+    def _on_ready(self, life: RankLife, message: EngineReady, now: float) -> list[Action]:
+        if message.incarnation != life.incarnation or life.phase is not RankPhase.STARTING:
+            return []
+        life.become_ready(message, now)
+        if self.phase is HostPhase.READY:
+            news = [CoreReady(life.rank), *self._to_all_clients(message), *self._announce_ranks()]
+            return news + self._advance_scaling(arrived=life.rank)
+        if self._table.ready != self._table.running:
+            return []
+        self.phase = HostPhase.READY
+        engines = self._table.ready_messages()
+        actions: list[Action] = [RecordReady(engines, self._table.size)]
+        for engine in engines:
+            actions += [CoreReady(engine.rank), *self._to_all_clients(engine)]
+        return actions
+
+    def _announce_ranks(self) -> list[Action]:
+        record = RecordReady(self._table.ready_messages(), self._table.size)
+        return [record, *self._to_all_clients(RanksChanged(self._table.ready))]
+
+    def _on_core_dying(self, life: RankLife, notice: EngineDead, now: float) -> list[Action]:
+        if self._notice is None:
+            return self._lose(life, notice, now)
+        life.die(math.inf)
+        return [] if notice.expected else self._stop(notice, drain=False, now=now)
+
+    def _on_core_exit(self, life: RankLife, notice: EngineDead, clean: bool, now: float) -> list[Action]:
+        actions: list[Action] = []
+        is_surprise = life.phase is not RankPhase.DYING
+        has_left = life.phase is RankPhase.LEAVING and clean
+        if self._notice is None and is_surprise and not has_left:
+            actions = self._lose(life, notice, now)
+            life.end(now)
+        else:
+            life.end(now)
+            if self._draining and is_surprise and not clean:
+                actions = self._stop(notice, drain=False, now=now)
+        actions.append(ForgetStats(life.rank))
+        return actions + self._advance_scaling(left=life.rank) + self._end_if_all_gone()
+
+    def _lose(self, life: RankLife, notice: EngineDead, now: float) -> list[Action]:
+        """A core dies: the engine with it, or it alone."""
+        is_last = self._table.ready == [life.rank]
+        if self.phase is HostPhase.STARTING or self._lock_step or is_last:
+            life.die(math.inf)
+            return self._stop(notice, drain=False, now=now)
+        was_ready = life.phase is RankPhase.READY
+        life.count_death(now)
+        life.die(now + STOP_GRACE)
+        if self._scaling is not None and self._scaling.note_failure(life.rank, notice.cause):
+            # No client has heard of it.
+            life.dismiss()
+            return []
+        lost = EngineLost(life.rank, life.incarnation, notice.cause, notice.log_tail, life.wanted)
+        return (self._announce_ranks() if was_ready else []) + self._to_all_clients(lost)
+
+    # Scaling.
+
+    def _scale(self, identity: bytes, size: int, now: float) -> list[Action]:
+        table = self._table
+        error = self._refusal_to_scale(size)
+        if error is not None:
+            return [ToClient(identity, Scaled(len(table.members), error))]
+        leaving = [rank for rank in table.ready if rank >= size]
+        starting = [life for life in table.all() if life.phase is RankPhase.STARTING and life.rank >= size]
+        table.size = max(size, table.size)
+        self._scaling = Scaling(identity, size, table.recall(size), table.dismiss_from(size))
+        actions: list[Action] = [ResizeCoordinator(table.size)]
+        if leaving:
+            actions += self._announce_ranks()
+            actions += [ToCore(rank, ShutdownEngine(drain=True, requeue=True)) for rank in leaving]
+        for life in starting:
+            life.die(now + STOP_GRACE)
+            actions.append(SignalCores(signal.SIGTERM, [life.rank]))
+        for rank in sorted(self._scaling.coming):
+            if table[rank].phase is RankPhase.GONE:
+                table[rank].start()
+                actions.append(StartCore(rank, table[rank].incarnation))
+        return actions + self._advance_scaling()
+
+    def _refusal_to_scale(self, size: int) -> str | None:
+        if self.phase is HostPhase.STARTING:
+            return "the engine is being started"
+        if self._notice is not None:
+            return f"the engine is ending: {self._notice.cause}"
+        if self._lock_step:
+            return "the engine cores of this model work in lock step, and their number cannot be changed yet"
+        return refusal_to_scale(self._table, size, self._scaling)
+
+    def _advance_scaling(self, *, arrived: int | None = None, left: int | None = None) -> list[Action]:
+        scaling = self._scaling
+        if scaling is None:
+            return []
+        scaling.coming.discard(arrived)
+        scaling.going.discard(left)
+        if not scaling.is_done:
+            return []
+        self._scaling = None
+        members = self._table.members
+        self._table.size = max(members) + 1
+        return [
+            ResizeCoordinator(self._table.size),
+            RecordReady(self._table.ready_messages(), self._table.size),
+            ToClient(scaling.asker, Scaled(len(members), scaling.error)),
+        ]
+
+    # Time and the end.
+
+    def _on_time(self, now: float) -> list[Action]:
+        actions = self._after_leases(self.leases.expire(now), now)
+        if self._idle_deadline <= now:
+            cause = f"no client was attached for {self._keep_alive:g} s (keep_alive)"
+            actions += self._stop(EngineDead(cause=cause, expected=True), drain=False, now=now)
+        for life in self._table.due_restarts(now):
+            life.start()
+            actions.append(StartCore(life.rank, life.incarnation))
+        late = self._table.take_due_kills(now)
+        if self._kill_at <= now:
+            self._kill_at = math.inf
+            late = self._table.running
+        if late:
+            actions.append(SignalCores(signal.SIGKILL, late))
+        return actions
+
+    def _stop(self, notice: EngineDead, *, drain: bool, now: float) -> list[Action]:
+        cuts_drain_short = self._draining and not drain
+        if self._notice is not None and not cuts_drain_short:
+            return []
+        started = self.phase is not HostPhase.STARTING
+        if self._notice is None or not notice.expected:
+            self._notice = notice
+            notice.started = started
+        orderly = started and notice.expected
+        self.phase = HostPhase.STOPPING
+        self._draining = drain and orderly
+        self._idle_deadline = math.inf
+        self._kill_at = math.inf if self._draining else now + STOP_GRACE
+        if self._scaling is not None:
+            self._askers.append(self._scaling.asker)
+            self._scaling = None
+        return self._end_cores(ShutdownEngine(drain) if orderly else None, now)
+
+    def _end_cores(self, farewell: ShutdownEngine | None, now: float) -> list[Action]:
+        """Ask the cores to end; those that cannot be asked, or all without a `farewell`, get a signal."""
+        self._table.dismiss_from(0)
+        asked = [] if farewell is None else self._table.ranks(RankPhase.LEAVING)
+        signalled = [rank for rank in self._table.unaware if rank not in asked]
+        for rank in signalled:
+            self._table[rank].die(now + STOP_GRACE)
+        actions: list[Action] = [ToCore(rank, farewell) for rank in asked if farewell is not None]
+        return actions + ([SignalCores(signal.SIGTERM, signalled)] if signalled else [])
+
     def _end_if_all_gone(self) -> list[Action]:
-        if self._running or self._notice is None or self.phase is HostPhase.ENDED:
+        if self._table.running or self._notice is None or self.phase is HostPhase.ENDED:
             return []
         self.phase = HostPhase.ENDED
         attached = [lease.identity for lease in self.leases.leases]

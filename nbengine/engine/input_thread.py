@@ -21,10 +21,12 @@ from nbengine.engine.work import (
     AddRequest,
     InputQueue,
     OutputQueue,
+    StartWave,
     ThreadFailed,
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
+from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     AttachClient,
@@ -56,6 +58,7 @@ class InputThread(threading.Thread):
     """Reads the control socket and every client's DEALER. It owns `control` while it runs.
 
     `stop`, to be called on one other thread, ends it. Clients may leave tensors in `tensor_dir`, if there is one.
+    Cores in lock step hear of waves at `wave_address`.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class InputThread(threading.Thread):
         aborts_queue: AbortsQueue,
         output_queue: OutputQueue,
         tensor_dir: str = "",
+        wave_address: str = "",
     ) -> None:
         super().__init__(name="nbengine-input", daemon=True)
         self._context = context
@@ -77,16 +81,18 @@ class InputThread(threading.Thread):
         self._input_queue = input_queue
         self._aborts_queue = aborts_queue
         self._output_queue = output_queue
+        self._waves = _subscribe_to_waves(context, wave_address) if wave_address else None
         self._stopper = make_socket(context, STOP_ADDRESS, zmq.PAIR, bind=True)
         self._poller = zmq.Poller()
         self._client_of: dict[zmq.Socket[bytes], int] = {}
-        self._connections = Connections(context, self._poller)
+        self.connections = Connections(context, self._poller)
         self._control_decoder: ControlDecoder[HostToCore] = ControlDecoder(HostToCore)
         tensors = ShmTensorReceiver(tensor_dir) if tensor_dir else None
         self._add_decoder: MsgpackDecoder[EngineCoreRequest] = MsgpackDecoder(EngineCoreRequest, tensors)
         self._abort_decoder: MsgpackDecoder[list[str]] = MsgpackDecoder(list[str])
         self._utility_decoder: MsgpackDecoder[UtilityRequest] = MsgpackDecoder(UtilityRequest, tensors)
         self._any_decoder: MsgpackDecoder[Any] = MsgpackDecoder(Any, tensors)
+        self._wave_decoder: MsgpackDecoder[tuple[int, int]] = MsgpackDecoder(tuple[int, int])
 
     def stop(self) -> None:
         """End the thread and wait for it; the control socket is the caller's again."""
@@ -94,6 +100,8 @@ class InputThread(threading.Thread):
             self._stopper.send(b"")
             self.join()
         self._stopper.close()
+        if self._waves is not None:
+            self._waves.close()
 
     def run(self) -> None:
         """Read until `stop`."""
@@ -105,24 +113,27 @@ class InputThread(threading.Thread):
             self._input_queue.put(ThreadFailed(self.name, error))
             stop.recv()
         finally:
+            self.connections.stop()
             for socket in (stop, *self._client_of):
                 socket.close()
-            self._connections.close()
 
     def _process_input_sockets(self, stop: zmq.Socket[bytes]) -> None:
-        for socket in (stop, self._control):
-            self._poller.register(socket, zmq.POLLIN)
-        self._connections.watch_control(self._control)
+        for socket in (stop, self._control, self._waves):
+            if socket is not None:
+                self._poller.register(socket, zmq.POLLIN)
+        self.connections.watch_host(self._control, self._waves)
         while True:
             for socket, _ in cast("list[tuple[zmq.Socket[bytes], int]]", self._poller.poll()):
                 if socket is stop:
                     return
                 if socket is self._control:
                     self._on_control(socket.recv())
+                elif socket is self._waves:
+                    self._on_wave(socket.recv_multipart())
                 # A client may have been detached since the poll.
                 elif (client_index := self._client_of.get(socket)) is not None:
                     self._on_client(client_index, socket.recv_multipart(copy=False))
-                elif (lost := self._connections.look(socket)) is not None:
+                elif (lost := self.connections.look(socket)) is not None:
                     logger.warning("a connection to client %d broke", lost)
                     self._control.send(encode_control(ClientLost(lost)))
 
@@ -144,6 +155,15 @@ class InputThread(threading.Thread):
             case _:
                 logger.warning("dropped a %s that came after the handshake", type(message).__name__)
 
+    def _on_wave(self, frames: list[bytes]) -> None:
+        try:
+            wave, exclude_rank = self._wave_decoder.decode(frames[1:])
+        except WireError as error:
+            logger.warning("dropped a message of the coordinator: %s", error)
+            return
+        if exclude_rank != self._rank:
+            self._input_queue.put(StartWave(wave))
+
     def _attach(self, client: AttachClient) -> None:
         try:
             socket = make_socket(
@@ -156,16 +176,17 @@ class InputThread(threading.Thread):
         except NBEngineError as error:
             logger.warning("client %d cannot be attached: %s", client.client_index, error)
             return
+        self.connections.watch_outputs(client)
         self._output_queue.put(client)
         # A ROUTER can send to a peer only after it has heard from it.
         socket.send(b"")
         self._client_of[socket] = client.client_index
         self._poller.register(socket, zmq.POLLIN)
-        self._connections.watch_client(client, socket)
+        self.connections.watch_inputs(client, socket)
         logger.info("client %d attached", client.client_index)
 
     def _detach(self, client_index: int) -> None:
-        self._connections.forget(client_index)
+        self.connections.forget(client_index)
         for socket, index in list(self._client_of.items()):
             if index == client_index:
                 self._poller.unregister(socket)
@@ -232,6 +253,11 @@ class InputThread(threading.Thread):
         elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and isinstance(fields[1], int):
             answer = UtilityOutput(fields[1], failure_message=reason)
             self._output_queue.put((client_index, EngineCoreOutputs(utility_output=answer)))
+
+
+def _subscribe_to_waves(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    options: SocketOptions = {zmq.SUBSCRIBE: EngineCoreRequestType.START_DP_WAVE.value}
+    return make_socket(context, address, zmq.SUB, bind=False, options=options)
 
 
 def _request_type(frame: zmq.Frame) -> EngineCoreRequestType:

@@ -99,10 +99,12 @@ class OutputThread(threading.Thread):
         output_queue: OutputQueue,
         input_queue: InputQueue,
         backlog_limit: int = DEFAULT_CLIENT_BACKLOG_BYTES,
+        incarnation: int = 0,
     ) -> None:
         super().__init__(name="nbengine-output", daemon=True)
         self._context = context
         self._engine_index = engine_index
+        self._incarnation = incarnation
         self._coordinator_output = coordinator_output
         self._output_queue = output_queue
         self._input_queue = input_queue
@@ -156,7 +158,7 @@ class OutputThread(threading.Thread):
         sink = self._sinks.get(client_index)
         if sink is None:
             return
-        outputs.engine_index = self._engine_index
+        self._sign(outputs)
         if client_index in self._behind:
             self._add_to_backlog(client_index, sink, outputs)
             return
@@ -166,6 +168,10 @@ class OutputThread(threading.Thread):
             self._retry_after = FIRST_RETRY
             self._retry_at = time.monotonic() + FIRST_RETRY
             self._add_to_backlog(client_index, sink, outputs)
+
+    def _sign(self, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self._engine_index
+        outputs.incarnation = self._incarnation
 
     def _send_now(self, sink: _Sink, outputs: EngineCoreOutputs) -> bool:
         frames, buffer = self._encode(outputs)
@@ -224,11 +230,15 @@ class OutputThread(threading.Thread):
             if not (sink.has_room() and sink.socket.poll(0, zmq.POLLOUT)):
                 return False
             item = sink.backlog.pop()
-            frames = item.frames if isinstance(item, EncodedAnswer) else self._encoder.encode(item)
+            frames = item.frames if isinstance(item, EncodedAnswer) else self._encode_merged(item)
             tracker = self._send_frames(sink, frames)
             if not tracker.done:
                 sink.hold(tracker, None, sum(len(frame) for frame in frames))
         return True
+
+    def _encode_merged(self, outputs: EngineCoreOutputs) -> list[Any]:
+        self._sign(outputs)
+        return list(self._encoder.encode(outputs))
 
     def _give_up(self, client_index: int, sink: _Sink) -> None:
         reason = (
@@ -237,7 +247,8 @@ class OutputThread(threading.Thread):
         )
         logger.warning("client %d is given up: %s", client_index, reason)
         for answer in sink.backlog.give_up(reason):
-            outputs = EngineCoreOutputs(engine_index=self._engine_index, utility_output=answer)
+            outputs = EngineCoreOutputs(utility_output=answer)
+            self._sign(outputs)
             sink.backlog.add_answer(answer.call_id, self._encoder.encode(outputs))
         if sink.backlog.num_bytes <= self._backlog_limit:
             self._input_queue.put(GiveUpClient(client_index, reason))
@@ -254,16 +265,18 @@ class OutputThread(threading.Thread):
     def _attach(self, client: AttachClient) -> None:
         try:
             sink = self._connect(client.output_address)
-            if is_tcp(client.output_address):
-                ConnectionWatch.announce(sink.socket, output_watch_name(client.client_index))
-            self._sinks[client.client_index] = sink
         except NBEngineError as error:
             logger.warning("no outputs for client %d: %s", client.client_index, error)
+            return
+        self._sinks[client.client_index] = sink
+        if is_tcp(client.output_address):
+            ConnectionWatch.announce(sink.socket, output_watch_name(client.client_index))
 
     def _detach(self, client_index: int) -> None:
         self._behind.discard(client_index)
         sink = self._sinks.pop(client_index, None)
         if sink is not None:
+            ConnectionWatch.withdraw(sink.socket)
             sink.socket.close()
 
     def _send_engine_dead(self) -> None:
@@ -271,6 +284,7 @@ class OutputThread(threading.Thread):
         for client_index, sink in self._sinks.items():
             if client_index != COORDINATOR_INDEX and not self._send_last(sink, end):
                 logger.warning("client %d cannot be told of the end", client_index)
+            ConnectionWatch.withdraw(sink.socket)
             sink.socket.close(linger=DEAD_LINGER_MS)
 
     def _send_last(self, sink: _Sink, end: float) -> bool:

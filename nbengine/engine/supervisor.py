@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -29,24 +31,29 @@ from nbengine.client.connection import (
     write_connection,
     write_engine_file,
 )
-from nbengine.engine.host_sockets import HostSockets, handshake_of
-from nbengine.engine.host_state import (
+from nbengine.engine.host_events import (
     Action,
     ClientSpoke,
     CoreExited,
+    CoreReady,
     CoreSpoke,
     End,
     Event,
-    HostState,
+    ForgetStats,
     RecordReady,
     RemoveSockets,
     RemoveTensors,
+    ResizeCoordinator,
     SignalCores,
+    StartCore,
+    StartFailed,
     StopAsked,
     TimePassed,
     ToClient,
     ToCore,
 )
+from nbengine.engine.host_sockets import HostSockets, handshake_of
+from nbengine.engine.host_state import HostState
 from nbengine.engine.launchers import core_launcher
 from nbengine.engine.logs import describe_exception, log_tail
 from nbengine.engine.processes import (
@@ -94,7 +101,8 @@ class Supervisor:
         self._state = HostState(info.config, handshake_of(info), process_alive, time.monotonic())
         self._launcher = core_launcher(info, self._wake)
         self._cores: dict[int, CoreHandle] = {}
-        self._reaped: set[int] = set()
+        self._listening: set[int] = set()
+        self._events: deque[Event] = deque()
         self._client_decoder: ControlDecoder[ClientToHost] = ControlDecoder(ClientToHost)
         self._core_decoder: ControlDecoder[CoreToHost] = ControlDecoder(CoreToHost)
         self._poller = zmq.Poller()
@@ -109,8 +117,7 @@ class Supervisor:
         self._poller.register(self._signal_input.fileno(), zmq.POLLIN)
         if self._parent_fd is not None:
             self._poller.register(self._parent_fd, zmq.POLLIN)
-        for rank in range(self.info.config.parallel.data_parallel_size):
-            self._cores[rank] = self._launcher.start(rank, 0)
+        self._perform_all(self._state.begin())
         while self._end is None:
             self._poll_once()
         return self._end.notice
@@ -165,8 +172,14 @@ class Supervisor:
         return None if deadline == math.inf else max(0, math.ceil((deadline - now) * 1000))
 
     def _feed(self, event: Event) -> None:
-        for action in self._state.handle(event, time.monotonic()):
+        self._perform_all(self._state.handle(event, time.monotonic()))
+
+    def _perform_all(self, actions: list[Action]) -> None:
+        """Carry out actions, and what follows from their failures."""
+        for action in actions:
             self._perform(action)
+        while self._events:
+            self._feed(self._events.popleft())
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -174,8 +187,10 @@ class Supervisor:
                 self._send(self._clients, identity, message)
             case ToCore(rank, message):
                 self._send(self._core_control, engine_identity(rank), message)
+            case StartCore(rank, incarnation):
+                self._start_core(rank, incarnation)
             case SignalCores(number, ranks):
-                for rank in ranks:
+                for rank in self._cores.keys() & set(ranks):
                     self._cores[rank].send_signal(number)
             case RemoveSockets(addresses):
                 for address in addresses:
@@ -183,8 +198,16 @@ class Supervisor:
             case RemoveTensors(live):
                 if self.info.tensor_dir:
                     remove_abandoned(self.info.tensor_dir, live)
-            case RecordReady(engines):
-                self._record_ready(engines)
+            case RecordReady(engines, size):
+                self._record_ready(engines, size)
+            case CoreReady(rank):
+                self._listening.add(rank)
+                if self._coordinator.wants_kv_events:
+                    self._send(self._core_control, engine_identity(rank), WantKVEvents(True))
+            case ForgetStats(rank):
+                self._coordinator.state.forget(rank)
+            case ResizeCoordinator(size):
+                self._coordinator.state.scale(size)
             case End():
                 self._end = action
 
@@ -195,7 +218,7 @@ class Supervisor:
         router.send_multipart([identity, encode_control(message)])
 
     def _tell_cores(self, message: msgspec.Struct) -> None:
-        for rank in self._cores:
+        for rank in self._listening:
             self._send(self._core_control, engine_identity(rank), message)
 
     def _read_all(self, router: zmq.Socket[bytes], read: Callable[[bytes, bytes], None]) -> None:
@@ -226,25 +249,37 @@ class Supervisor:
         if address.startswith(IPC_PREFIX) and path.parent == Path(self.info.run_dir):
             path.unlink(missing_ok=True)
 
-    def _record_ready(self, engines: list[EngineReady]) -> None:
+    def _record_ready(self, engines: list[EngineReady], size: int) -> None:
+        config = self.info.config
+        parallel = dataclasses.replace(config.parallel, data_parallel_size=size)
+        self.info.config = dataclasses.replace(config, parallel=parallel)
         self.info.ready = engines
         write_connection(self.info)
-        if self._coordinator.wants_kv_events:
-            # They could not be told before.
-            self._tell_cores(WantKVEvents(True))
         logger.info("ready: %s", ", ".join(f"engine core {e.rank}: {e.num_blocks} blocks" for e in engines))
 
     # Processes.
 
+    def _start_core(self, rank: int, incarnation: int) -> None:
+        try:
+            self._cores[rank] = self._launcher.start(rank, incarnation)
+        except EngineStartError as error:
+            logger.error("%s", error.cause)
+            self._events.append(StartFailed(rank, error.cause))
+
     def _reap(self) -> None:
-        for rank, core in self._cores.items():
+        for rank, core in list(self._cores.items()):
             status = core.poll()
-            if status is None or rank in self._reaped:
+            if status is None:
                 continue
-            self._reaped.add(rank)
             while status != 0 and self._core_control.poll(LAST_WORDS_MS):
                 self._read_all(self._core_control, self._read_core)
-            self._feed(CoreExited(rank, core.pid, describe_status(status), clean=status == 0))
+            del self._cores[rank]
+            self._listening.discard(rank)
+            core.close()
+            how = describe_status(status)
+            logger.info("engine core %d (pid %d) %s", rank, core.pid, how)
+            tail = log_tail(self.info.log_path) if status != 0 else ""
+            self._feed(CoreExited(rank, core.pid, how, status == 0, tail))
 
     def _watch_signals(self) -> None:
         for end in (self._signal_input, self._signal_output):

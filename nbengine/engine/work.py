@@ -48,6 +48,13 @@ class GiveUpClient:
 
 
 @dataclass(frozen=True, slots=True)
+class StartWave:
+    """The coordinator says that a wave has begun, or is to."""
+
+    wave: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wakeup:
     """Ends the busy loop's wait: there is something to notice."""
 
@@ -75,6 +82,7 @@ InputItem = (
     | DetachClient
     | WantKVEvents
     | ShutdownEngine
+    | StartWave
     | Wakeup
     | ThreadFailed
     | ExecutorFailed

@@ -158,9 +158,13 @@ class Executor(ABC):
         """Whether a step may need tokens that a step in flight has yet to sample: the workers fill them in."""
         return False
 
-    def execute_dummy_batch(self) -> None:
-        """Take part in a step of the other engine cores without having work: compute this one's share of the experts."""
-        self.collective_rpc("execute_dummy_batch")
+    def execute_dummy_batch(self) -> Future[Any]:
+        """Take part in a step of the other engine cores without having work: compute this one's share of the experts.
+
+        It takes its place among the steps that the workers have been given, and is not waited for.
+        """
+        done: Future[Any] = self.collective_rpc("execute_dummy_batch", non_block=True)
+        return done
 
     def all_reduce_unfinished(self, unfinished: bool) -> bool:
         """Whether any engine core has unfinished requests; all of them ask, after the same number of steps.

@@ -333,6 +333,8 @@ class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
     """Where clients leave large tensors (`ShmTensorReceiver`); empty: nowhere."""
     incarnation: int = 0
     """See `EngineCoreOutputs`."""
+    data_parallel_size: int = 1
+    """How many engine cores there are now, this one included."""
 
 
 class AttachClient(msgspec.Struct, tag="attach_client"):

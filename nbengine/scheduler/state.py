@@ -165,8 +165,10 @@ class SchedulerState:
 
     def has_requests(self) -> bool:
         """Whether a step is due: there is something to schedule, or the workers must be told of something."""
-        if self.finished_req_ids or self._preempted_req_ids:
-            return True
+        return bool(self.finished_req_ids or self._preempted_req_ids) or self.has_runnable_requests()
+
+    def has_runnable_requests(self) -> bool:
+        """Whether there is something to schedule, or will be when what is in flight has ended."""
         if self.pause_state is PauseState.UNPAUSED:
             return bool(self.requests)
         if self.pause_state is PauseState.PAUSED_ALL:

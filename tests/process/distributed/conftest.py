@@ -145,21 +145,24 @@ StartWorld = Callable[..., World]
 
 @pytest.fixture
 def start_world(living_ranks: RankPool, tmp_path: Path) -> StartWorld:
-    """Tell processes to join a world of `tp` x `pp` ranks; of `only`, if given."""
+    """Tell processes to join a world of `tp` x `pp` ranks in each of `dp` engine cores; of `only`, if given."""
 
-    def start(tp: int, pp: int = 1, *, only: Sequence[int] | None = None, **command: Any) -> World:
+    def start(
+        tp: int, pp: int = 1, *, dp: int = 1, only: Sequence[int] | None = None, **command: Any
+    ) -> World:
         defaults = {
             "over": "memory",
             "init_method": f"file://{tmp_path}/rendezvous",
+            "cores_meet_at": f"file://{tmp_path}/cores",
             "directory": str(tmp_path),
             "seed": 1,
             "num_calls": 60,
             "timeout": 30.0,
         }
-        numbers = range(tp * pp) if only is None else only
+        numbers = range(dp * tp * pp) if only is None else only
         ranks = living_ranks.take(len(numbers))
         for number, rank in zip(numbers, ranks, strict=True):
-            layout = [number % tp, tp, number // tp, pp]
+            layout = [number % tp, tp, number // tp % pp, pp, number // (tp * pp), dp]
             rank.tell({**defaults, **command, "layout": layout})
         return World(ranks)
 

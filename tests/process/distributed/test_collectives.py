@@ -20,7 +20,7 @@ def check_results(world, tp):
 def test_random_calls_give_the_reference_in_the_same_bits_on_all_ranks(start_world, tmp_path, tp, pp):
     world = start_world(tp, pp, seed=10 * tp + pp, num_calls=150)
     for answer in world.each():
-        assert set(answer["joined"]) <= {"ShmCommunicator", "SingleRank", "ShmLink"}, answer
+        assert set(answer["joined"]) <= {"ShmCommunicator", "SingleRank", "ShmLink", "SingleGroup"}, answer
     check_results(world, tp)
     assert list(tmp_path.iterdir()) == [tmp_path / "rendezvous"]
     assert world.listening_addresses() <= {"127.0.0.1"}
@@ -32,7 +32,7 @@ def test_random_calls_give_the_reference_in_the_same_bits_on_all_ranks(start_wor
 def test_gloo_takes_over_where_memory_cannot_be_shared(start_world):
     world = start_world(2, 2, over="gloo", num_calls=60)
     for answer in world.each():
-        assert set(answer["joined"]) == {"TorchCommunicator", "TorchLink"}
+        assert set(answer["joined"]) == {"TorchCommunicator", "TorchLink", "SingleGroup"}
     check_results(world, 2)
     assert world.listening_addresses() == {"127.0.0.1"}
     world.leave()
@@ -40,7 +40,7 @@ def test_gloo_takes_over_where_memory_cannot_be_shared(start_world):
 
 def test_a_world_of_one_can_be_joined(start_world):
     world = start_world(1)
-    assert world.each() == [{"joined": ["SingleRank"]}]
+    assert world.each() == [{"joined": ["SingleRank", "SingleGroup"]}]
     check_results(world, 1)
     world.leave()
 

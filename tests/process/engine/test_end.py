@@ -18,6 +18,7 @@ from nbengine.ipc.messages import (
     Detach,
     EngineDead,
     FinishReason,
+    HeartbeatAck,
     LeaseLost,
     Progress,
     Shutdown,
@@ -48,6 +49,9 @@ def test_a_draining_shutdown_finishes_what_runs_and_takes_nothing_new(start_engi
     client.add("r", [1], max_tokens=30)
     wait_for(lambda: "a step is held" in engine.log(), "the step")
     client.tell(Shutdown(drain=True))
+    # When this is answered the host has read what came before it.
+    client.heartbeat()
+    client.hear(HeartbeatAck)
     late = engine.client()
     late.tell(late.attach_message())
     assert late.hear(EngineDead).expected

@@ -12,14 +12,17 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nbengine.distributed import init
+from nbengine.distributed import data_parallel, init
 from nbengine.distributed.communicator import ParallelState
+from nbengine.distributed.data_parallel import DataParallelEnd, join_data_parallel
 from nbengine.distributed.layout import RankLayout
+from nbengine.kernels.dispatch import shares_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 5, 64, 576, 1000)
@@ -35,14 +38,21 @@ def data(seed: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Script:
-    """Random calls: which, comes from the seed alone and is the same on all ranks; when, differs from rank to rank."""
+    """Random calls: which, comes from the seed alone and is the same on all ranks; when, differs from rank to rank.
+
+    How many rows an engine core has in a step comes from the seed, too: every rank knows what it must get.
+    """
 
     def __init__(self, state: ParallelState, seed: int, exact: bool) -> None:
         self._state = state
         self._seed = seed
         self._exact = exact
         self._plan = random.Random(seed)
-        self._delays = random.Random(seed * 1000 + state.layout.rank)
+        layout = state.layout
+        self._delays = random.Random(seed * 1000 + layout.rank + 100 * layout.dp_rank)
+        self._kinds = ["all_reduce", "all_reduce", "all_gather", "barrier", "stages"]
+        if layout.dp_size > 1:
+            self._kinds += ["step", "step", "step", "flags", "broadcast"]
         self._digest = hashlib.blake2b()
 
     def run(self, num_calls: int) -> str:
@@ -50,7 +60,7 @@ class Script:
         for index in range(num_calls):
             if self._delays.random() < 0.05:
                 time.sleep(self._delays.random() * 0.02)
-            name = self._plan.choice(("all_reduce", "all_reduce", "all_gather", "barrier", "stages"))
+            name = self._plan.choice(self._kinds)
             shape = (self._plan.choice(ROWS), self._plan.choice(WIDTHS))
             dtype = self._plan.choice(DTYPES)
             getattr(self, name)(index, shape, dtype)
@@ -86,6 +96,39 @@ class Script:
             self._state.next.send(sent)
             sent.zero_()
 
+    def step(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Rows of all engine cores, and a share of their sum, as in a layer with experts."""
+        dp, layout = self._state.dp, self._state.layout
+        counts = [self._plan.choice((0, *ROWS)) for _ in range(layout.dp_size)]
+        dp.begin_step(counts[layout.dp_rank])
+        for layer in range(2):
+            seeds = [(self._seed, index, layer, layout.rank, core) for core in range(layout.dp_size)]
+            rows = [data(seed, (count, shape[1]), dtype) for seed, count in zip(seeds, counts, strict=True)]
+            # Now and then not contiguous.
+            mine = rows[layout.dp_rank].t().contiguous().t() if layer else rows[layout.dp_rank]
+            if not torch.equal(dp.gather(mine), torch.cat(rows)):
+                raise AssertionError(f"gather {index} of {counts} rows of {shape[1]} {dtype} is wrong")
+            parts = [data((*seed, "sum"), (sum(counts), shape[1]), dtype) for seed in seeds]
+            own = [part.split(counts)[layout.dp_rank] for part in parts]
+            total = own[0].float()
+            for part in own[1:]:
+                total = total + part.float()
+            self._check(dp.reduce_scatter(parts[layout.dp_rank]), total.to(dtype), own)
+
+    def flags(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        dp = self._state.dp
+        setter = self._plan.randrange(2 * dp.size)
+        if dp.any(dp.rank == setter) != (setter < dp.size):
+            raise AssertionError(f"any {index} of the flag of rank {setter} is wrong")
+
+    def broadcast(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        dp = self._state.dp
+        source = self._plan.randrange(dp.size)
+        x = data((self._seed, index, self._state.layout.rank, dp.rank), shape, dtype)
+        dp.broadcast(x, source)
+        if not torch.equal(x, data((self._seed, index, self._state.layout.rank, source), shape, dtype)):
+            raise AssertionError(f"broadcast {index} of {shape} {dtype} is wrong")
+
     def _parts(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         layout = self._state.layout
         first = layout.rank - layout.tp_rank
@@ -95,40 +138,62 @@ class Script:
         return (mine if index % 5 else mine.t().contiguous().t()), parts
 
     def _compare(self, actual: Tensor, expected: Tensor, parts: list[Tensor]) -> None:
+        self._check(actual, expected, parts)
+        self._add(actual)
+
+    def _check(self, actual: Tensor, expected: Tensor, parts: list[Tensor]) -> None:
         if self._exact:
             if not torch.equal(actual, expected):
-                raise AssertionError(f"all_reduce of {tuple(actual.shape)} {actual.dtype} is wrong")
+                raise AssertionError(f"the sum of {tuple(actual.shape)} {actual.dtype} is wrong")
         else:
             size = torch.stack([part.float().abs() for part in parts]).sum(0)
             precision = torch.finfo(actual.dtype).eps * len(parts)
             if not ((actual.float() - expected.float()).abs() <= precision * size).all():
-                raise AssertionError(f"all_reduce of {tuple(actual.shape)} {actual.dtype} is too far off")
-        self._add(actual)
+                raise AssertionError(f"the sum of {tuple(actual.shape)} {actual.dtype} is too far off")
 
     def _add(self, result: Tensor) -> None:
         self._digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def join(command: dict[str, Any], layout: RankLayout) -> ParallelState:
+    """Join the workers of the engine core, then those of the others."""
+    cpu, directory, timeout = torch.device("cpu"), command["directory"], command["timeout"]
+    state = init.init_parallel(
+        layout,
+        cpu,
+        init_method=f"{command['init_method']}{layout.dp_rank or ''}",
+        directory=directory,
+        max_tensor_bytes=MAX_TENSOR_BYTES,
+        timeout=timeout,
+    )
+    if layout.dp_size == 1:
+        return state
+    group = join_data_parallel(
+        layout,
+        cpu,
+        init_method=command["cores_meet_at"],
+        engine="ranks",
+        directory=directory,
+        max_tensor_bytes=MAX_TENSOR_BYTES,
+        dtype=torch.float32,
+        timeout=timeout,
+    )
+    return replace(state, dp=DataParallelEnd(group))
 
 
 def run(command: dict[str, Any]) -> dict[str, Any]:
     """Join the world of a command, make its calls, leave."""
     layout = RankLayout(*command["layout"])
     torch.set_num_threads(1)
-    shares_memory = init.shares_memory
     if command["over"] == "gloo":
-        init.shares_memory = lambda: False
+        init.shares_memory = data_parallel.shares_memory = lambda: False
     try:
-        state = init.init_parallel(
-            layout,
-            torch.device("cpu"),
-            init_method=command["init_method"],
-            directory=command["directory"],
-            max_tensor_bytes=MAX_TENSOR_BYTES,
-            timeout=command["timeout"],
-        )
+        state = join(command, layout)
     finally:
-        init.shares_memory = shares_memory
+        init.shares_memory = data_parallel.shares_memory = shares_memory
     with contextlib.closing(state):
-        kinds = [type(end).__name__ for end in (state.tp, state.previous, state.next) if end is not None]
+        ends = (state.tp, state.previous, state.next, state.dp)
+        kinds = [type(end).__name__ for end in ends if end is not None]
         print(json.dumps({"joined": kinds}), flush=True)
         digest = Script(state, command["seed"], command["over"] == "memory").run(command["num_calls"])
         # Nobody may leave while others still wait for what is on its way.

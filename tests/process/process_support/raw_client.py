@@ -136,24 +136,31 @@ class RawClient:
 
     # The core.
 
-    def send(self, request_type: EngineCoreRequestType, payload) -> None:
-        self.send_frames(request_type.value, *self.encoder.encode(payload))
+    def send(self, request_type: EngineCoreRequestType, payload, rank: int = 0) -> None:
+        self.send_frames(request_type.value, *self.encoder.encode(payload), rank=rank)
 
-    def send_frames(self, *frames) -> None:
-        self.input.send_multipart([engine_identity(0), *frames])
+    def send_frames(self, *frames, rank: int = 0) -> None:
+        self.input.send_multipart([engine_identity(rank), *frames])
 
-    def add(self, request_id: str, prompt: list[int], **params) -> None:
+    def add(self, request_id: str, prompt: list[int], *, rank: int = 0, wave: int = 0, **params) -> None:
         params = {"max_tokens": 8, "temperature": 0.0} | params
-        request = EngineCoreRequest(request_id, prompt, SamplingParams(**params))
-        self.send(EngineCoreRequestType.ADD, request)
+        request = EngineCoreRequest(request_id, prompt, SamplingParams(**params), current_wave=wave)
+        self.send(EngineCoreRequestType.ADD, request, rank)
 
-    def abort(self, *request_ids: str) -> None:
-        self.send(EngineCoreRequestType.ABORT, list(request_ids))
+    def abort(self, *request_ids: str, rank: int = 0) -> None:
+        self.send(EngineCoreRequestType.ABORT, list(request_ids), rank)
 
-    def call(self, method: str, *args, call_id: int = 1):
+    def call(self, method: str, *args, call_id: int = 1, rank: int = 0, deadline: float = DEADLINE):
         """The answer to a utility call, as (failure message, result)."""
-        self.send(EngineCoreRequestType.UTILITY, UtilityRequest(0, call_id, method, list(args)))
-        self.read_until(lambda: call_id in self.utility)
+        self.start_call(method, *args, call_id=call_id, rank=rank)
+        return self.wait_answer(call_id, deadline)
+
+    def start_call(self, method: str, *args, call_id: int, rank: int = 0) -> None:
+        call = UtilityRequest(0, call_id, method, list(args))
+        self.send(EngineCoreRequestType.UTILITY, call, rank)
+
+    def wait_answer(self, call_id: int, deadline: float = DEADLINE):
+        self.read_until(lambda: call_id in self.utility, deadline)
         answer = self.utility.pop(call_id)
         return answer.failure_message, answer.result
 

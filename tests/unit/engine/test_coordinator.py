@@ -11,7 +11,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.engine.coordinator import PUBLISH_INTERVAL, CoordinatorState, DPCoordinatorProc
+from nbengine.engine.coordinator import PUBLISH_INTERVAL, DPCoordinator, DPCoordinatorProc
 from nbengine.errors import WireError
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
@@ -30,7 +30,7 @@ def report(step: int, running: int, rank: int = 0, wave: int = 0, waiting: int =
 
 
 def test_the_first_report_is_due_at_once_and_later_ones_wait_for_the_interval() -> None:
-    state = CoordinatorState(1)
+    state = DPCoordinator(1)
     assert state.due is None
     state.observe(report(1, 1), 5.0)
     assert state.due == 5.0
@@ -43,7 +43,7 @@ def test_the_first_report_is_due_at_once_and_later_ones_wait_for_the_interval() 
 
 
 def test_going_idle_is_due_at_once() -> None:
-    state = CoordinatorState(1)
+    state = DPCoordinator(1)
     state.observe(report(1, 1), 5.0)
     state.publish(5.0, 0.0)
     state.observe(report(2, 0), 5.01)
@@ -53,13 +53,13 @@ def test_going_idle_is_due_at_once() -> None:
 
 
 def test_a_waiting_request_keeps_an_engine_from_being_idle() -> None:
-    state = CoordinatorState(1)
+    state = DPCoordinator(1)
     state.observe(report(1, 0, waiting=1), 0.0)
     assert state.snapshot(0.0).engines_running
 
 
 def test_stale_reports_are_dropped_rank_by_rank() -> None:
-    state = CoordinatorState(2)
+    state = DPCoordinator(2)
     state.observe(report(9, 5, rank=0), 0.0)
     state.observe(report(3, 1, rank=0), 0.0)
     state.observe(report(4, 2, rank=1), 0.0)
@@ -67,18 +67,17 @@ def test_stale_reports_are_dropped_rank_by_rank() -> None:
     state.observe(report(10, 1, rank=0, wave=0), 0.0)
     snapshot = state.snapshot(0.0)
     assert [e.num_running_reqs for e in snapshot.engines] == [7, 2]
-    assert snapshot.current_wave == 1
 
 
 def test_news_of_the_same_step_counts() -> None:
-    state = CoordinatorState(1)
+    state = DPCoordinator(1)
     state.observe(report(4, 1), 0.0)
     state.observe(report(4, 0), 0.0)
     assert state.snapshot(0.0).engines[0].num_running_reqs == 0
 
 
 def test_outputs_without_statistics_and_unknown_engines() -> None:
-    state = CoordinatorState(1)
+    state = DPCoordinator(1)
     state.observe(EngineCoreOutputs(), 0.0)
     assert state.due is None
     with pytest.raises(WireError, match="engine 1, there are 1"):
@@ -88,7 +87,7 @@ def test_outputs_without_statistics_and_unknown_engines() -> None:
 @given(st.lists(st.tuples(st.floats(0, 0.05), st.integers(0, 1)), min_size=1, max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_whatever_happens_the_last_word_is_published_and_busy_engines_do_not_flood(history) -> None:
-    state = CoordinatorState(1)
+    state = DPCoordinator(1)
     now, published, busy = 0.0, [], []
     for step, (pause, running) in enumerate(history):
         now += pause

@@ -9,17 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nbengine.config import EngineConfig, ParallelConfig
-from nbengine.engine.host_state import (
-    FIRST_ATTACH_GRACE,
-    STOP_GRACE,
+from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
+from nbengine.engine.host_events import (
     Action,
     ClientSpoke,
     CoreExited,
+    CoreReady,
     CoreSpoke,
     End,
-    HostPhase,
-    HostState,
+    ForgetStats,
     RecordReady,
     RemoveSockets,
     RemoveTensors,
@@ -29,6 +27,7 @@ from nbengine.engine.host_state import (
     ToClient,
     ToCore,
 )
+from nbengine.engine.host_state import FIRST_ATTACH_GRACE, STOP_GRACE, HostPhase, HostState
 from nbengine.ipc.messages import (
     Attach,
     AttachClient,
@@ -48,6 +47,7 @@ from nbengine.ipc.messages import (
 )
 
 HANDSHAKE = EngineHandshakeMetadata("in", "out")
+LOCK_STEP = ModelConfig(is_moe=True)
 
 
 def ready(rank: int = 0) -> EngineReady:
@@ -87,9 +87,13 @@ class Host:
         self.now = now
         return self.state.handle(TimePassed(), now)
 
-    def start(self) -> Host:
+    def greet(self) -> Host:
         for rank in self.ranks:
             self.core(Hello(rank, 100 + rank), rank)
+        return self
+
+    def start(self) -> Host:
+        self.greet()
         for rank in self.ranks:
             self.core(ready(rank), rank)
         assert self.state.phase is HostPhase.READY
@@ -112,7 +116,7 @@ def test_a_client_that_attaches_early_hears_everything_once() -> None:
     ]
     progress = Progress("load", "half", 0.5)
     assert host.core(progress) == [ToClient(b"a", progress)]
-    assert host.core(ready()) == [RecordReady([ready()]), ToClient(b"a", ready())]
+    assert host.core(ready()) == [RecordReady([ready()], 1), CoreReady(0), ToClient(b"a", ready())]
 
 
 def test_a_client_that_attaches_while_loading_hears_the_latest_progress_and_a_late_one_that_it_is_ready() -> (
@@ -131,11 +135,11 @@ def test_a_client_that_attaches_while_loading_hears_the_latest_progress_and_a_la
 
 
 def test_an_engine_is_ready_when_every_rank_is() -> None:
-    host = Host(ranks=2)
+    host = Host(ranks=2).greet()
     host.client(attach())
     assert host.core(ready(1), 1) == []
     actions = host.core(ready(0), 0)
-    assert actions[0] == RecordReady([ready(0), ready(1)])
+    assert actions[0] == RecordReady([ready(0), ready(1)], 2)
     assert [action.message.rank for action in only(actions, ToClient)] == [0, 1]
 
 
@@ -252,7 +256,7 @@ def test_a_shutdown_is_asked_of_the_cores_then_enforced() -> None:
     assert host.client(Shutdown()) == [ToCore(0, ShutdownEngine())]
     assert only(host.at(STOP_GRACE - 0.1), SignalCores) == []
     assert only(host.at(STOP_GRACE), SignalCores) == [SignalCores(signal.SIGKILL, [0])]
-    (end,) = host.exit(how="was killed", clean=False)
+    (end,) = only(host.exit(how="was killed", clean=False), End)
     assert end == End(EngineDead("the engine was shut down", expected=True), [b"a"])
     assert host.state.phase is HostPhase.ENDED
 
@@ -265,7 +269,7 @@ def test_a_drain_has_no_deadline_until_it_is_cut_short() -> None:
     assert host.stop() == [ToCore(0, ShutdownEngine())]
     assert host.state.next_deadline() == STOP_GRACE
     assert host.stop() == []
-    assert host.exit() == [End(EngineDead("the engine was shut down", expected=True), [b"a"])]
+    assert only(host.exit(), End) == [End(EngineDead("the engine was shut down", expected=True), [b"a"])]
 
 
 def test_a_core_that_dies_in_a_drain_is_a_failure() -> None:
@@ -289,7 +293,7 @@ def test_a_cores_own_words_are_the_cause_and_its_exit_is_awaited() -> None:
     host.client(attach())
     assert host.core(EngineDead("engine core 0 failed: boom", "log")) == []
     assert host.state.next_deadline() <= STOP_GRACE
-    (end,) = host.exit(how="exited with status 1", clean=False)
+    (end,) = only(host.exit(how="exited with status 1", clean=False), End)
     assert end.notice == EngineDead("engine core 0 failed: boom", "log")
 
 
@@ -300,11 +304,12 @@ def test_a_failed_start_says_that_it_never_started() -> None:
     assert end.notice == EngineDead("engine core 0 (pid 100) exited with status 1", started=False)
 
 
-def test_one_dead_core_of_two_ends_the_other_and_the_first_cause_counts() -> None:
-    host = Host(ranks=2).start()
+def test_one_dead_core_of_two_in_lock_step_ends_the_other_and_the_first_cause_counts() -> None:
+    host = Host(ranks=2, model=LOCK_STEP).start()
     host.client(attach())
-    assert host.exit(1, "was killed by signal 9 (SIGKILL)", clean=False) == [SignalCores(signal.SIGTERM, [0])]
-    (end,) = host.exit(0, "exited with status 1", clean=False)
+    actions = host.exit(1, "was killed by signal 9 (SIGKILL)", clean=False)
+    assert actions == [SignalCores(signal.SIGTERM, [0]), ForgetStats(1)]
+    (end,) = only(host.exit(0, "exited with status 1", clean=False), End)
     assert end.notice.cause == "engine core 1 (pid 101) was killed by signal 9 (SIGKILL)"
 
 
@@ -319,7 +324,7 @@ def test_everyone_who_asked_for_the_end_hears_of_it_once() -> None:
     host.client(attach())
     host.client(Shutdown())
     host.client(Shutdown(), b"stranger")
-    (end,) = host.exit()
+    (end,) = only(host.exit(), End)
     assert end.audience == [b"a", b"stranger"]
 
 
@@ -331,7 +336,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host = Host(ranks=2, keep_alive=20.0, lease=10.0)
+        self.host = Host(ranks=2, keep_alive=20.0, lease=10.0, model=LOCK_STEP)
         self.running = {0, 1}
         self.greeted: set[int] = set()
         self.introduced: dict[int, set[int]] = {0: set(), 1: set()}

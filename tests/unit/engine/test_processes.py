@@ -14,7 +14,7 @@ import pytest
 
 from nbengine.client.connection import ConnectionInfo, connection_file, write_connection
 from nbengine.config import EngineConfig, ParallelConfig
-from nbengine.engine.core_proc import executor_class
+from nbengine.engine.core_main import executor_class
 from nbengine.engine.logs import configure_logging, describe_exception, log_tail
 from nbengine.engine.processes import child_environment, describe_status
 from nbengine.engine.supervisor import claim_name

@@ -1,0 +1,163 @@
+"""What reaches the host's state machine, and what it wants done."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from nbengine.ipc.messages import (
+    ClientToHost,
+    CoreToHost,
+    EngineDead,
+    EngineReady,
+    HostToClient,
+    HostToCore,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSpoke:
+    """Event: a message came on the clients' socket."""
+
+    identity: bytes
+    message: ClientToHost
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSpoke:
+    """Event: a message came from an engine core."""
+
+    rank: int
+    message: CoreToHost
+
+
+@dataclass(frozen=True, slots=True)
+class CoreExited:
+    """Event: an engine core's process is gone. `how` completes "engine core 0 (pid 1) …"; `clean`: status 0."""
+
+    rank: int
+    pid: int
+    how: str
+    clean: bool
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """Event: the process of an engine core could not be started."""
+
+    rank: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """Event: somebody other than a client wants the engine to end now; `cause` says who or why."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Event: `HostState.next_deadline` may have come."""
+
+
+Event = ClientSpoke | CoreSpoke | CoreExited | StartFailed | StopAsked | TimePassed
+
+
+@dataclass(frozen=True, slots=True)
+class ToClient:
+    """Action: send a message to a client."""
+
+    identity: bytes
+    message: HostToClient
+
+
+@dataclass(frozen=True, slots=True)
+class ToCore:
+    """Action: send a message to an engine core."""
+
+    rank: int
+    message: HostToCore
+
+
+@dataclass(frozen=True, slots=True)
+class StartCore:
+    """Action: start the process of an engine core."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalCores:
+    """Action: send a signal to engine cores."""
+
+    signal: signal.Signals
+    ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveSockets:
+    """Action: remove the socket files of a client that has left; ZMQ does not."""
+
+    addresses: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveTensors:
+    """Action: remove the tensors on their way to an engine core, but those of the clients in `live`."""
+
+    live: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordReady:
+    """Action: note in the connection file which engine cores take requests. `size` ranks there are or are to be."""
+
+    engines: list[EngineReady]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoreReady:
+    """Action: an engine core takes messages from now on; tell it what it could not be told before."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetStats:
+    """Action: drop the statistics of an engine core that is gone; its successor counts from the beginning."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeCoordinator:
+    """Action: collect the statistics of the engine cores 0 to `size` - 1."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Action, the last one: remove everything, tell the audience, exit."""
+
+    notice: EngineDead
+    audience: list[bytes]
+
+
+Action = (
+    ToClient
+    | ToCore
+    | StartCore
+    | SignalCores
+    | RemoveSockets
+    | RemoveTensors
+    | RecordReady
+    | CoreReady
+    | ForgetStats
+    | ResizeCoordinator
+    | End
+)

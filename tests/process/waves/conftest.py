@@ -1,0 +1,60 @@
+"""Engines in lock step: real hosts and cores, with models whose batches need one another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from process_support.engine_under_test import EngineUnderTest, fake_config
+from process_support.lock_step_executor import (
+    ASYNC_LOCK_STEP_EXECUTOR,
+    LOCK_STEP_EXECUTOR,
+    Meeting,
+    new_meeting,
+)
+from process_support.raw_client import RawClient
+
+from nbengine.config import ParallelConfig
+
+EXECUTORS = {"one-batch": LOCK_STEP_EXECUTOR, "two-batches": ASYNC_LOCK_STEP_EXECUTOR}
+
+
+class LockStepEngine(EngineUnderTest):
+    """An engine of several cores, and a look at the calls that they have made of their models."""
+
+    def __init__(self, num_ranks: int, meeting: str, executor: str, knobs: dict) -> None:
+        config = fake_config(
+            {"meeting": meeting, "max_position_embeddings": 4096} | knobs,
+            parallel=ParallelConfig(data_parallel_size=num_ranks, distributed_executor_backend=executor),
+        )
+        self.num_ranks = num_ranks
+        self._meeting = Meeting(meeting, 0, num_ranks)
+        super().__init__(dataclasses.replace(config, model=dataclasses.replace(config.model, is_moe=True)))
+
+    def attached(self) -> RawClient:
+        """A client, when all cores are ready."""
+        return self.client().attach()
+
+    def num_batches(self) -> list[int]:
+        """How many batches each core has begun."""
+        return [self._meeting.num_batches(rank) for rank in range(self.num_ranks)]
+
+
+StartLockStep = Callable[..., LockStepEngine]
+
+
+@pytest.fixture(params=EXECUTORS)
+def start(request: pytest.FixtureRequest, no_leftovers: None, tmp_path: Path) -> Iterator[StartLockStep]:
+    """Start an engine of some cores, with one batch or two in flight."""
+    engines: list[LockStepEngine] = []
+
+    def start_engine(num_ranks: int, knobs: dict | None = None) -> LockStepEngine:
+        meeting = new_meeting(tmp_path / f"meeting-{len(engines)}")
+        engines.append(LockStepEngine(num_ranks, meeting, EXECUTORS[request.param], knobs or {}))
+        return engines[-1]
+
+    yield start_engine
+    for engine in engines:
+        engine.close()
