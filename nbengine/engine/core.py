@@ -30,6 +30,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.kv_cache.events import KVEventStream
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.models.description import describe_model
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
 from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.output import SchedulerOutput
@@ -113,6 +114,7 @@ class EngineCore:
             "stats": self.stats,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
+            "describe_model": lambda: describe_model(self.config.model),
             "kv_cache_snapshot": lambda: self.kv_events.snapshot(time.time()),
             **self.control.utilities,
         }
