@@ -113,8 +113,14 @@ def select_expert_kernels(device: torch.device, dtype: torch.dtype) -> ExpertKer
     """
     if dtype not in DTYPES:
         raise InvalidArgumentError("dtype", dtype, "float32, bfloat16 or float16")
+    if device.type == "cuda" and _installed("triton"):
+        from nbengine.kernels.experts_triton import TritonExperts
+
+        return TritonExperts()
     from nbengine.kernels.experts_torch import TorchExperts
 
+    if device.type == "cuda":
+        logger.warning("experts on %s run through plain torch, which is slow: %s", device, _REASONS["cuda"])
     return TorchExperts()
 
 

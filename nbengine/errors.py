@@ -43,6 +43,21 @@ class RequestError(NBEngineError, ValueError):
     """The engine refused one request; every other request goes on."""
 
 
+class RequestLostError(RequestError):
+    """The engine core that had a request has ended, and the request cannot go on elsewhere; every other request does.
+
+    Requests that had no output yet are sent to another engine core instead, unless they were meant for this one alone.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(rank, message)
+        self.rank = rank
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class IncompleteOutputError(NBEngineError, ValueError):
     """A structured output was cut off, so that it has no value."""
 

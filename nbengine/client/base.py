@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from nbengine.checks import require
 from nbengine.config import EngineConfig
+from nbengine.errors import InvalidTypeError
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from nbengine.models.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from nbengine.client.async_mp import AsyncMPClient
     from nbengine.client.connection import ConnectionInfo
+    from nbengine.client.data_parallel import DPLBAsyncMPClient
     from nbengine.frontend.loop_thread import LoopThread
 
 
@@ -65,18 +67,18 @@ class EngineCoreClient(ABC):
     @staticmethod
     def make_async_mp_client(
         config: EngineConfig, loop_thread: LoopThread, *, name: str | None = None, session: str | None = None
-    ) -> AsyncMPClient:
+    ) -> DPLBAsyncMPClient:
         """Start an engine and return a client of it whose outputs arrive on `loop_thread`; see `make_client`.
 
         Args:
             session: name of this client across restarts of its process, made up if None.
         """
-        from nbengine.client.async_mp import AsyncMPClient
+        from nbengine.client.data_parallel import DPLBAsyncMPClient
         from nbengine.client.launch import discarded_on_error, launch_engine
 
         info = launch_engine(config, name=name)
         with discarded_on_error(info):
-            return AsyncMPClient(info, loop_thread, session=session, owns_engine=True)
+            return DPLBAsyncMPClient(info, loop_thread, session=session, owns_engine=True)
 
     @abstractmethod
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
@@ -85,6 +87,24 @@ class EngineCoreClient(ABC):
         Raises:
             EngineStartError: it did not start.
         """
+
+    @property
+    @abstractmethod
+    def engine_ranks(self) -> Sequence[int]:
+        """The data-parallel ranks that a request may be meant for."""
+
+    def check_rank(self, rank: int | None) -> None:
+        """Check a `data_parallel_rank` that a caller asks for; safe on any thread.
+
+        Raises:
+            InvalidArgumentError: there is no such rank, or this client is bound to another one.
+        """
+        if rank is None:
+            return
+        allowed = f"None, or a rank of the engine ({', '.join(map(str, self.engine_ranks))})"
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise InvalidTypeError("data_parallel_rank", rank, allowed)
+        require("data_parallel_rank", rank, rank in self.engine_ranks, allowed)
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -97,6 +117,10 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def submit_utility(self, method: str, *args: Any) -> Future[Any]:
         """Start a utility call; the future gets its result, or `UtilityError`."""
+
+    @abstractmethod
+    def submit_scale(self, data_parallel_size: int) -> Future[int]:
+        """Start or end engine cores until there are so many; the future gets their number, or `NBEngineError`."""
 
     @abstractmethod
     def check_alive(self) -> None:
@@ -130,6 +154,16 @@ class EngineCoreClient(ABC):
             TimeoutError: there was no answer within `timeout` seconds.
         """
         return self.submit_utility(method, *args).result(timeout)
+
+    def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
+        """Have so many engine cores, while requests run, and return their number.
+
+        Raises:
+            InvalidArgumentError: the argument.
+            NBEngineError: the engine cannot be scaled; the message says why.
+            TimeoutError: it has not been done within `timeout` seconds; it goes on.
+        """
+        return self.submit_scale(data_parallel_size).result(timeout)
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """`call_utility` for coroutines, on any event loop."""

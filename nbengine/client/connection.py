@@ -229,3 +229,10 @@ def remove_engine_files(info: ConnectionInfo) -> None:
     with contextlib.suppress(NBEngineError, FileNotFoundError):
         if read_connection(path).run_dir == info.run_dir:
             path.unlink()
+
+
+def remove_core_files(info: ConnectionInfo) -> None:
+    """Remove what an engine core whose host is gone leaves: its directories, and on the host's machine the engine's
+    files."""
+    remove_directories(info)
+    remove_engine_files(info)

@@ -10,17 +10,19 @@ import time
 import uuid
 import weakref
 from collections import deque
-from typing import Protocol
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
 
 import zmq
 
 from nbengine.client.connection import ConnectionInfo, process_alive, remove_engine_files
+from nbengine.client.host_connection import HostConnection
 from nbengine.client.launch import bury_child, host_exit
 from nbengine.client.processes import create_time_of, kill_session, wait_for_host
+from nbengine.client.scale_calls import ScaleCalls
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
-from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, WireError
-from nbengine.ipc.connection_watch import ConnectionWatch
+from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import (
@@ -29,15 +31,16 @@ from nbengine.ipc.messages import (
     ClientToHost,
     Detach,
     EngineDead,
+    EngineLost,
     EngineReady,
     Heartbeat,
     HostToClient,
     LeaseLost,
     Progress,
+    RanksChanged,
+    Scaled,
     Shutdown,
 )
-from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import is_tcp
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,13 @@ JOIN_TIMEOUT = 30.0
 """Seconds within which the link's thread ends in any case, whatever it has to clear away."""
 EXIT_TIMEOUT = 0.5
 """Seconds that the interpreter's exit may be delayed by."""
+NOT_SCALED = "the engine ended before it was scaled"
+
+
+class _Farewell(NamedTuple):
+    """An engine core has said good-bye to the client."""
+
+    rank: int
 
 
 class LinkListener(Protocol):
@@ -64,8 +74,17 @@ class LinkListener(Protocol):
     def on_attached(self, client_index: int, engine_ranks: list[int], tensor_dir: str) -> None:
         """A lease is held; the engines will connect to the client's sockets, and take tensors in `tensor_dir`."""
 
-    def on_news(self, news: Progress | EngineReady) -> None:
+    def on_progress(self, progress: Progress) -> None:
         """The start makes progress."""
+
+    def on_ready(self, ready: EngineReady) -> None:
+        """An engine core is ready, at the start or later."""
+
+    def on_ranks_changed(self, engine_ranks: list[int]) -> None:
+        """Requests may be sent to these engine cores, and to no others."""
+
+    def on_engine_lost(self, lost: EngineLost) -> None:
+        """One engine core of several has ended; `on_ranks_changed` has come before."""
 
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
         """What was asked for is gone; the link is attaching anew."""
@@ -104,15 +123,10 @@ class HostLink:
         self._addresses = (input_address, output_address)
         self._listener = listener
         self._wake = WakePipe()
-        self._outbox: deque[ClientToHost | None] = deque()
-        self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
+        self._outbox: deque[ClientToHost | _Farewell | None] = deque()
+        self._scale_calls = ScaleCalls()
         self._poller = zmq.Poller()
-        self._is_connected = False
-        self._patience = info.config.lease / 2
-        self._unreachable_at = time.monotonic() + self._patience if info.keys is not None else float("inf")
-        self._num_connections = 0
-        self._watch: ConnectionWatch | None = None
-        self._socket = self._connect()
+        self._host = HostConnection(info, self._poller, linger=int(EXIT_TIMEOUT * 1000))
         self._decoder: ControlDecoder[HostToClient] = ControlDecoder(HostToClient)
         self._heartbeat_interval = min(info.config.lease / 4, LONGEST_HEARTBEAT_INTERVAL)
         self._next_heartbeat = float("inf")
@@ -121,11 +135,13 @@ class HostLink:
         self._attached = False
         self._client_index = 0
         self._notice: EngineDead | None = None
-        self._num_cores = 0
-        self._farewells = 0
-        self._cores: dict[int, float] = {}
+        self._ranks: list[int] = []
+        self._farewells: set[int] = set()
+        self._cores: dict[int, tuple[int, float]] = {}
+        """Process id and start time by rank."""
         self._started = False
         self._closed = False
+        self._ended = False
         self._gone = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nbengine-host-link", daemon=True)
 
@@ -134,11 +150,18 @@ class HostLink:
         _links.add(self)
         self._thread.start()
 
-    def core_died(self) -> None:
+    def core_died(self, rank: int) -> None:
         """Tell the link that an engine core has said good-bye; it will find out why. On the thread of the outputs."""
-        self._farewells += 1
-        self._expect_last_words(time.monotonic())
+        self._outbox.append(_Farewell(rank))
         self._wake.wake()
+
+    def scale(self, data_parallel_size: int) -> Future[int]:
+        """Ask for so many engine cores; the future gets the host's answer. Safe on any thread."""
+        future = self._scale_calls.begin(data_parallel_size, self._outbox.append)
+        self._wake.wake()
+        if self._ended:
+            self._scale_calls.fail(EngineDeadError(NOT_SCALED))
+        return future
 
     def request_detach(self) -> None:
         """Give the lease back and end the link; does not wait. Safe on any thread and in finalizers."""
@@ -187,34 +210,14 @@ class HostLink:
             logger.exception("the link to the host of engine %s failed", self.info.name)
             self._listener.on_dead(EngineDeadError(f"the link to the engine's host failed: {error!r}"))
         finally:
-            self._disconnect()
-            self._context.term()
+            self._host.close()
             self._wake.close()
+            self._ended = True
+            self._scale_calls.fail(EngineDeadError(NOT_SCALED))
             self._gone.set()
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        address = self.info.address("host.sock")
-        socket = make_socket(self._context, address, zmq.DEALER, bind=False, linger=int(EXIT_TIMEOUT * 1000))
-        if is_tcp(address):
-            self._num_connections += 1
-            self._is_connected = False
-            name = f"host-{self._num_connections}"
-            self._watch = ConnectionWatch(self._context, name)
-            ConnectionWatch.announce(socket, name)
-            self._poller.register(self._watch.socket, zmq.POLLIN)
-        self._poller.register(socket, zmq.POLLIN)
-        return socket
-
-    def _disconnect(self) -> None:
-        self._poller.unregister(self._socket)
-        if self._watch is not None:
-            ConnectionWatch.withdraw(self._socket)
-            self._poller.unregister(self._watch.socket)
-            self._watch.close()
-        self._socket.close()
-
     def _patience_ms(self) -> int:
-        due = min(self._next_heartbeat, self._next_look, self._verdict_at, self._unreachable_at)
+        due = min(self._next_heartbeat, self._next_look, self._verdict_at, self._host.unreachable_at)
         return max(0, int((due - time.monotonic()) * 1000) + 1)
 
     def _attach(self) -> None:
@@ -222,20 +225,22 @@ class HostLink:
         created = create_time_of(os.getpid())
         pid = os.getpid() if self.info.is_here else 0
         attach = Attach(self._session, pid, created or 0.0, input_address, output_address, self._client_index)
-        self._socket.send(encode_control(attach))
+        self._host.socket.send(encode_control(attach))
 
     def _send_outbox(self) -> None:
         while self._outbox:
-            message = self._outbox.popleft()
-            if message is None:
-                self._closed = True
-            else:
-                self._socket.send(encode_control(message))
+            match self._outbox.popleft():
+                case None:
+                    self._closed = True
+                case _Farewell(rank):
+                    self._on_farewell(rank)
+                case message:
+                    self._host.socket.send(encode_control(message))
 
     def _receive(self) -> None:
         while not self._closed:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame = self._host.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -248,21 +253,45 @@ class HostLink:
             case Attached(client_index, engine_ranks, tensor_dir):
                 self._attached = True
                 self._client_index = client_index
-                self._num_cores = len(engine_ranks)
+                self._ranks = engine_ranks
                 self._next_heartbeat = time.monotonic() + self._heartbeat_interval
                 self._listener.on_attached(client_index, engine_ranks, tensor_dir)
-            case EngineReady(pid=pid, machine=machine):
-                self._started = True
-                created = create_time_of(pid) if machine in ("", machine_id()) else None
-                if created is not None:
-                    self._cores[pid] = created
-                self._listener.on_news(message)
+            case EngineReady():
+                self._on_ready(message)
             case Progress():
-                self._listener.on_news(message)
+                self._listener.on_progress(message)
+            case RanksChanged(engine_ranks):
+                self._on_ranks_changed(engine_ranks)
+            case EngineLost():
+                self._listener.on_engine_lost(message)
+            case Scaled():
+                self._scale_calls.answer(message, self.info.name)
             case LeaseLost(reason):
                 self._on_lease_lost(reason)
             case EngineDead():
                 self._on_notice(message)
+
+    def _on_ready(self, ready: EngineReady) -> None:
+        self._started = True
+        self._farewells.discard(ready.rank)
+        created = create_time_of(ready.pid) if ready.machine in ("", machine_id()) else None
+        if created is not None:
+            self._cores[ready.rank] = ready.pid, created
+        self._listener.on_ready(ready)
+
+    def _on_ranks_changed(self, engine_ranks: list[int]) -> None:
+        self._ranks = engine_ranks
+        for rank in self._cores.keys() - set(engine_ranks):
+            del self._cores[rank]
+        # The host has spoken: the engine goes on without those that are not listed.
+        if self._notice is None and not self._is_one_gone():
+            self._verdict_at = float("inf")
+        self._listener.on_ranks_changed(engine_ranks)
+
+    def _on_farewell(self, rank: int) -> None:
+        self._farewells.add(rank)
+        if rank in self._ranks:
+            self._expect_last_words(time.monotonic())
 
     def _on_notice(self, notice: EngineDead) -> None:
         self._notice = notice
@@ -283,25 +312,19 @@ class HostLink:
         self._attach()
 
     def _look_at_connection(self, now: float) -> None:
-        if self._watch is None or self._closed:
+        if self._closed or not self._host.look(now):
             return
-        for stands in self._watch.read():
-            self._unreachable_at = float("inf") if stands else min(self._unreachable_at, now + self._patience)
-            if not stands and self._is_connected:
-                # Its last message may have come since the last look.
-                self._receive()
-                if self._notice is None:
-                    self._reconnect()
-                return
-            self._is_connected = stands
-
-    def _reconnect(self) -> None:
-        """Start anew: what was on its way on a connection that broke may be lost, in both directions."""
-        self._socket.linger = 0
-        self._disconnect()
-        self._socket = self._connect()
+        # Its last message may have come since the last look.
+        self._receive()
+        if self._notice is not None or self._closed:
+            return
+        self._host.reopen()
+        reason = "the connection to its host broke"
+        self._scale_calls.fail(
+            NBEngineError(f"it is not known whether {self.info.name} was scaled: {reason}")
+        )
         if self._attached:
-            self._on_lease_lost("the connection to its host broke")
+            self._on_lease_lost(reason)
         else:
             self._attach()
 
@@ -310,17 +333,18 @@ class HostLink:
             return
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval
-            self._socket.send(encode_control(Heartbeat()))
+            self._host.socket.send(encode_control(Heartbeat()))
         if now >= self._next_look:
             self._next_look = now + WATCH_INTERVAL
             self._look_at_processes(now)
         if self._notice is not None:
-            if now >= self._verdict_at or self._farewells >= self._num_cores:
+            if now >= self._verdict_at or self._farewells.issuperset(self._ranks):
                 self._die(self._notice.cause, self._notice.log_tail, started=self._notice.started)
         elif not self._closed and now >= self._verdict_at:
             self._die("an engine core ended, and the host does not say why")
-        elif not self._closed and now >= self._unreachable_at:
-            self._on_unreachable()
+        elif not self._closed and now >= self._host.unreachable_at:
+            hint = "" if self._started else "; does it run, and is this its connection file?"
+            self._die(f"the engine's host is out of reach at {self._host.address}{hint}", remains=False)
 
     def _look_at_processes(self, now: float) -> None:
         if not self.info.host_alive:
@@ -329,13 +353,12 @@ class HostLink:
             if self._notice is None:
                 how = host_exit(self.info) or "is gone"
                 self._die(f"the engine's host process (pid {self.info.host_pid}) {how}")
-        elif not all(process_alive(*core) for core in self._cores.items()):
+        elif self._is_one_gone():
             self._expect_last_words(now)
 
-    def _on_unreachable(self) -> None:
-        hint = "" if self._started else "; does it run, and is this its connection file?"
-        address = self.info.address("host.sock")
-        self._die(f"the engine's host is out of reach at {address}{hint}", remains=False)
+    def _is_one_gone(self) -> bool:
+        said_goodbye = self._farewells.intersection(self._ranks)
+        return bool(said_goodbye) or not all(process_alive(*core) for core in self._cores.values())
 
     def _expect_last_words(self, now: float) -> None:
         # When everything is being ended, cores end first, and the host takes its time to see to it.
@@ -349,7 +372,6 @@ class HostLink:
         kind = EngineDeadError if started else EngineStartError
         self._listener.on_dead(kind(cause, tail or log_tail(self.info.log_path)))
         if not (remains and self.info.is_here):
-            self._gone.set()
             return
         wait_for_host(self.info, HOST_EXIT_TIMEOUT)
         self._remove_remains(grace=CORE_EXIT_GRACE)

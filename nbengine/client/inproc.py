@@ -13,9 +13,17 @@ from types import FrameType
 from typing import Any
 
 from nbengine.client.base import BlockingClient
+from nbengine.client.utility_calls import merged_answers
 from nbengine.config import EngineConfig
 from nbengine.engine.logs import describe_exception
-from nbengine.errors import EngineDeadError, EngineEndError, NBEngineError, RequestError, UtilityError
+from nbengine.errors import (
+    EngineDeadError,
+    EngineEndError,
+    NBEngineError,
+    NotSupportedError,
+    RequestError,
+    UtilityError,
+)
 from nbengine.ipc.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -76,6 +84,11 @@ class InprocClient(BlockingClient):
             raise death from error
         return outputs.get(0) or EngineCoreOutputs()
 
+    @property
+    def engine_ranks(self) -> list[int]:
+        """The one engine core."""
+        return [0]
+
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request; a refusal comes as an output, as from an engine in another process."""
         self.check_alive()
@@ -103,11 +116,20 @@ class InprocClient(BlockingClient):
                     self._outputs.append(self._step())
                 result = result.result()
             self._outputs.extend(outputs for _, outputs in self.engine_core.take_unsent_outputs())
-            future.set_result(result)
+            future.set_result(merged_answers(method, [result]))
         except NBEngineError as error:
             future.set_exception(error)
         except Exception as error:  # noqa: BLE001 (it reaches the caller, as it does from another process)
             future.set_exception(UtilityError(f"{method}: {type(error).__name__}: {error}"))
+        return future
+
+    def submit_scale(self, data_parallel_size: int) -> Future[int]:
+        """An engine in this process has one core."""
+        future: Future[int] = Future()
+        error = NotSupportedError(
+            f"data_parallel_size={data_parallel_size}: an engine in this process (multiprocess=False) has one engine core"
+        )
+        future.set_exception(error)
         return future
 
     def check_alive(self) -> None:

@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ import zmq
 
 from nbengine.client.base import BlockingClient
 from nbengine.client.connection import ConnectionInfo
+from nbengine.client.core_link import FramesHandler
 from nbengine.client.mp import MPClient
 from nbengine.client.wake import WakePipe
 from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +43,10 @@ class SyncMPClient(MPClient, BlockingClient):
     ) -> None:
         super().__init__(info, session=session, owns_engine=owns_engine)
         self._outputs_queue: SimpleQueue[EngineCoreOutputs | _Failure] = SimpleQueue()
-        self._outbox: deque[tuple[EngineCoreRequestType, Any] | None] = deque()
+        self._outbox: deque[tuple[Callable[..., None], tuple[Any, ...]] | None] = deque()
         self._wake = WakePipe()
+        self._poller = zmq.Poller()
+        self._handlers: dict[object, FramesHandler] = {}
         self._newest_request_index = 0
         self._thread = threading.Thread(target=self._run, name="nbengine-client", daemon=True)
         self._thread.start()
@@ -65,12 +69,23 @@ class SyncMPClient(MPClient, BlockingClient):
             if item.dead or item.client_index >= self._newest_request_index:
                 raise copy.copy(item.error)
 
-    def _post(self, request_type: EngineCoreRequestType, payload: Any) -> None:
-        self._outbox.append((request_type, payload))
-        self._wake.wake()
-
-    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Keep outputs for `get_output`."""
         self._outputs_queue.put(outputs)
+
+    def watch(self, socket: zmq.Socket[bytes], handle: FramesHandler) -> None:
+        """Call `handle` for what comes on a socket from now on."""
+        self._handlers[socket] = handle
+        self._poller.register(socket, zmq.POLLIN)
+
+    def unwatch(self, socket: zmq.Socket[bytes]) -> None:
+        """Undo `watch`."""
+        del self._handlers[socket]
+        self._poller.unregister(socket)
+
+    def _run_soon(self, function: Callable[..., None], *args: Any) -> None:
+        self._outbox.append((function, args))
+        self._wake.wake()
 
     def _deliver_error(self, error: NBEngineError, *, dead: bool) -> None:
         self._outputs_queue.put(_Failure(error, dead, self._client_index))
@@ -85,36 +100,34 @@ class SyncMPClient(MPClient, BlockingClient):
             self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._output_socket, self._input_socket, self._wake):
-            poller.register(source, zmq.POLLIN)
         try:
-            self._serve(poller)
+            self._poller.register(self._wake.fileno(), zmq.POLLIN)
+            self.cores.open()
+            self._serve()
         except Exception as error:
             logger.exception("the sockets of engine %s failed", self.info.name)
             self._fail(EngineDeadError(f"the connection to the engine failed: {error!r}"), dead=True)
         finally:
-            self._input_socket.close()
-            self._output_socket.close()
-            self._context.term()
+            self.cores.close()
             self._wake.close()
 
-    def _serve(self, poller: zmq.Poller) -> None:
+    def _serve(self) -> None:
         closing = False
         while not closing:
-            for source, _ in poller.poll():
-                if source is self._output_socket:
-                    self._on_output(self._output_socket.recv_multipart())
-                elif source is self._input_socket:
-                    self._on_input(self._input_socket.recv_multipart())
-                else:
-                    closing = self._send_outbox()
+            for source, _ in self._poller.poll():
+                if source == self._wake.fileno():
+                    closing = self._run_outbox()
+                # A socket may have been closed since the poll.
+                elif (handle := self._handlers.get(source)) is not None:
+                    handle(source.recv_multipart())
 
-    def _send_outbox(self) -> bool:
+    def _run_outbox(self) -> bool:
+        """Do what was posted; tells whether the end was."""
         self._wake.drain()
         while self._outbox:
             item = self._outbox.popleft()
             if item is None:
                 return True
-            self._send(*item)
+            function, args = item
+            function(*args)
         return False

@@ -134,6 +134,7 @@ class EngineArgs:
     data_parallel_address: str | None = None
     data_parallel_prefix_affinity: bool = False
     ray_address: str | None = None
+    ray_timeout: float = 60.0
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
     client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
@@ -220,6 +221,7 @@ class EngineArgs:
                 data_parallel_address=self.data_parallel_address,
                 data_parallel_prefix_affinity=self.data_parallel_prefix_affinity,
                 ray_address=self.ray_address,
+                ray_timeout=float(self.ray_timeout),
             ),
             keep_alive=float(self.keep_alive),
             lease=float(self.lease),
@@ -234,10 +236,6 @@ AsyncEngineArgs = EngineArgs
 
 
 def _refuse_unsupported(args: EngineArgs) -> None:
-    if args.distributed_executor_backend == "ray":
-        raise NotSupportedError("distributed_executor_backend='ray' is not available yet; 'uni' and 'mp' are")
-    if args.data_parallel_backend == "ray":
-        raise NotSupportedError("data_parallel_backend='ray' is not available yet; only 'mp' is")
     if args.quantization is not None:
         raise NotSupportedError(
             f"quantization={args.quantization!r} is not available yet; GGUF files load as they are"

@@ -38,6 +38,7 @@ class ParallelConfig:
     data_parallel_address: str | None = None
     data_parallel_prefix_affinity: bool = False
     ray_address: str | None = None
+    ray_timeout: float = 60.0
     data_parallel_init_method: str | None = None
     data_parallel_joins_later: bool = False
 

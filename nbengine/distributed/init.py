@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nbengine.distributed.communicator import Communicator, ParallelState, SingleRank
 from nbengine.distributed.layout import RankLayout
-from nbengine.distributed.rendezvous import Party, Rendezvous, loopback_interface
+from nbengine.distributed.rendezvous import Party, Rendezvous, interface_towards, loopback_interface
 from nbengine.distributed.torch_communicator import TorchCommunicator, TorchLink
 from nbengine.errors import EngineStartError
 from nbengine.kernels.dispatch import shares_memory
@@ -87,7 +87,9 @@ class TorchWorld:
         self._layout = layout
         self._device = device
         self._groups: list[dist.ProcessGroup] = []
-        if rendezvous.is_local and (interface := loopback_interface()) is not None:
+        interface = loopback_interface() if rendezvous.is_local else interface_towards(rendezvous.host)
+        if interface is not None:
+            # torch would take the one that this machine's name stands for, which may lead nowhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         try:

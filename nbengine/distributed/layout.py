@@ -54,6 +54,11 @@ class RankLayout:
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
+    def number(self) -> int:
+        """Its number among the workers of all engine cores; those of the first come first."""
+        return self.dp_rank * self.world_size + self.rank
+
+    @property
     def world_size(self) -> int:
         """Workers of the engine core."""
         return self.tp_size * self.pp_size

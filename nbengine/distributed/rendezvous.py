@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
+import psutil
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import EngineStartError, InvalidArgumentError
+from nbengine.ipc.transport import own_address
 
 _ALLOWED = "None, 'tcp://HOST:PORT' or 'file://PATH'"
 
@@ -210,6 +212,19 @@ def loopback_interface() -> str | None:
     """Name of the interface that leads to this machine alone, if it goes by a usual name."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def interface_towards(host: str | None) -> str | None:
+    """Name of the interface whose address is this machine's on the way to `host`."""
+    address = own_address(host)
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(each.address == address for each in addresses)
+        ),
+        None,
+    )
 
 
 def _is_loopback(host: str | None) -> bool:

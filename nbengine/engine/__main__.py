@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
-from nbengine.client.connection import engine_file, read_connection, remove_engine_files
+from nbengine.client.connection import engine_file, read_connection, remove_core_files
 from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import configure_logging
 from nbengine.engine.processes import HOST_FD_VARIABLE
@@ -34,12 +34,28 @@ def main() -> int:
     core.add_argument("rank", type=int)
     worker = roles.add_parser("worker", help="run one worker (started by an executor)")
     worker.add_argument("fd", type=int, help="socket that says what to do")
+    keeper = roles.add_parser(
+        "keeper", help="keep one process on a node of a cluster (started by a Ray actor)"
+    )
+    keeper.add_argument("fd", type=int, help="socket that says what to do")
+    for name in ("node", "address", "label"):
+        keeper.add_argument(name)
+    bridge = roles.add_parser(
+        "bridge", help="be a driver of a Ray cluster (started by a host or an executor)"
+    )
+    bridge.add_argument("fd", type=int, help="socket that says what to do")
+    bridge.add_argument("name")
+    bridge.add_argument("address", nargs="?")
     arguments = parser.parse_args()
     # An interrupt of the notebook is no business of its engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     if arguments.role == "host":
         return _host(arguments.run_dir)
+    if arguments.role == "keeper":
+        return _keeper(arguments)
+    if arguments.role == "bridge":
+        _bridge(arguments)
     if arguments.role == "worker":
         _worker(arguments.fd)
     _core(arguments.run_dir, arguments.rank)
@@ -57,7 +73,7 @@ def _core(run_dir: str, rank: int) -> NoReturn:
     info = read_connection(engine_file(run_dir))
     setproctitle.setproctitle(f"nbengine: core {rank} {info.name}")
     configure_logging(f"core {rank}")
-    lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_engine_files(info))
+    lifeline = Lifeline(int(os.environ[HOST_FD_VARIABLE]), lambda: remove_core_files(info))
     lifeline.start()
     # Only now what takes seconds: it imports torch.
     from nbengine.engine.core_main import run_engine_core
@@ -83,6 +99,22 @@ def _worker(fd: int) -> NoReturn:
     if lifeline.parent_is_gone():
         spec.own_directories.remove()
     _exit(status)
+
+
+def _keeper(arguments: argparse.Namespace) -> int:
+    from nbengine.cluster.keeper import run_keeper
+
+    setproctitle.setproctitle(f"nbengine: keeper {arguments.label}")
+    return run_keeper(arguments.fd, arguments.node, arguments.address, arguments.label)
+
+
+def _bridge(arguments: argparse.Namespace) -> NoReturn:
+    setproctitle.setproctitle(f"nbengine: bridge {arguments.name}")
+    configure_logging("bridge")
+    from nbengine.cluster.bridge import run_bridge
+
+    run_bridge(arguments.fd, arguments.address, arguments.name)
+    _exit(0)
 
 
 def _exit(status: int) -> NoReturn:

@@ -71,9 +71,10 @@ class Backlog:
         for name in ("scheduler_stats", "wave_complete", "start_wave"):
             if (newer := getattr(outputs, name)) is not None:
                 setattr(merged, name, newer)
-        if outputs.finished_requests:
-            merged.finished_requests = [*(merged.finished_requests or ()), *outputs.finished_requests]
-            last.num_bytes += _ID_BYTES * len(outputs.finished_requests)
+        for name in ("finished_requests", "returned"):
+            if request_ids := getattr(outputs, name):
+                setattr(merged, name, [*(getattr(merged, name) or ()), *request_ids])
+                last.num_bytes += _ID_BYTES * len(request_ids)
         for output in self.filter(outputs).outputs:
             _add_output(last, output)
         self.num_bytes += last.num_bytes - before
@@ -98,11 +99,13 @@ class Backlog:
         """
         answers: list[UtilityOutput] = []
         ended: dict[str, None] = {}
+        returned: list[str] = []
         truncated = dict.fromkeys(self._truncated, reason)
         for segment in self._segments:
             if isinstance(segment, EncodedAnswer):
                 answers.append(UtilityOutput(segment.call_id, failure_message=reason))
                 continue
+            returned += segment.outputs.returned or ()
             for output in segment.outputs.outputs:
                 if output.finished:
                     ended[output.request_id] = None
@@ -112,8 +115,9 @@ class Backlog:
         self._segments.clear()
         self._truncated = {}
         self.num_bytes = 0
-        if ended:
-            self.add(EngineCoreOutputs(outputs=[failure(request_id, reason) for request_id in ended]))
+        if ended or returned:
+            ends = [failure(request_id, reason) for request_id in ended]
+            self.add(EngineCoreOutputs(outputs=ends, returned=returned or None))
         self._truncated = truncated
         return answers
 

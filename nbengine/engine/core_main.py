@@ -10,16 +10,16 @@ import signal
 
 import zmq
 
-from nbengine.client.connection import ConnectionInfo, remove_engine_files
+from nbengine.client.connection import ConnectionInfo, remove_core_files
 from nbengine.config import EngineConfig
 from nbengine.engine.core_proc import EngineCoreProc
 from nbengine.engine.lifeline import Lifeline
-from nbengine.engine.logs import describe_exception
+from nbengine.engine.logs import describe_exception, log_tail
 from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.handshake import encode_control, say_hello
-from nbengine.ipc.messages import EngineDead, EngineHandshakeMetadata, engine_identity
+from nbengine.ipc.messages import EngineDead, EngineHandshakeMetadata, Progress, engine_identity
 from nbengine.ipc.sockets import make_socket
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
         handshake = say_hello(control, rank, os.getpid())
         files = ExecutorFiles(info.run_dir, info.tensor_dir or info.run_dir, info.log_path, engine=info.name)
         config = config_of_rank(info.config, rank, handshake)
+        if info.keys is not None:
+            config = _with_model_here(config, control)
         engine = _core_class(config)(config, executor_class(config), rank, context, control, handshake, files)
         signal.signal(signal.SIGTERM, engine.on_sigterm)
         lifeline.notify(engine.on_host_gone)
@@ -54,13 +56,15 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
             last_words = EngineDead(f"{name} was ended by SIGTERM", expected=True)
     except Exception as error:
         how = "did not start" if engine is None else "failed"
-        last_words = EngineDead(f"{name} {how}: {describe_exception(error)}", started=engine is not None)
+        cause = f"{name} {how}: {describe_exception(error)}"
         if isinstance(error, NBEngineError if engine is None else EngineDeadError):
             # Raised on purpose: the message says it all to whoever starts an engine.
-            logger.error("%s", last_words.cause)
+            logger.error("%s", cause)
             logger.debug("raised here", exc_info=True)
         else:
             logger.exception("%s failed", name)
+        # Read now: what is logged while the core is torn down would bury the cause.
+        last_words = EngineDead(cause, log_tail(info.log_path), started=engine is not None)
     if engine is not None:
         engine.stop_io()
     # The host is told before the executor is torn down: after a failure that may hang.
@@ -69,7 +73,7 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     control.close(linger=0 if lifeline.parent_gone else CONTROL_LINGER_MS)
     context.term()
     if lifeline.parent_gone:
-        remove_engine_files(info)
+        remove_core_files(info)
     if engine is not None:
         engine.shutdown()
     return 1 if last_words is not None and not last_words.expected else 0
@@ -81,6 +85,17 @@ def config_of_rank(config: EngineConfig, rank: int, handshake: EngineHandshakeMe
         config.parallel, data_parallel_rank=rank, data_parallel_size=handshake.data_parallel_size
     )
     return dataclasses.replace(config, parallel=parallel)
+
+
+def _with_model_here(config: EngineConfig, control: zmq.Socket[bytes]) -> EngineConfig:
+    """The configuration of a core that may be on another machine than the process that found the model."""
+    from nbengine.cluster.models import with_model_here
+
+    def report(progress: Progress) -> None:
+        progress.rank = config.parallel.data_parallel_rank
+        control.send(encode_control(progress))
+
+    return with_model_here(config, report)
 
 
 def _core_class(config: EngineConfig) -> type[EngineCoreProc]:

@@ -88,6 +88,7 @@ class EngineCoreProc(EngineCore):
         self.terminated = False
         """SIGTERM has asked for the end."""
         self._drain = False
+        self._requeue = False
         self._stats_are_stale = True
         self.input_queue: InputQueue = SimpleQueue()
         self.output_queue: OutputQueue = SimpleQueue()
@@ -109,6 +110,7 @@ class EngineCoreProc(EngineCore):
             self.aborts_queue,
             self.output_queue,
             handshake.tensor_dir,
+            handshake.incarnation,
             handshake.coordinator_input if config.lock_step else "",
         )
         self._handlers: dict[type, Callable[..., None]] = {
@@ -118,7 +120,7 @@ class EngineCoreProc(EngineCore):
             UtilityRequest: self._call,
             DetachClient: self._detach,
             WantKVEvents: self._want_kv_events,
-            ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain),
+            ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain, requeue=item.requeue),
             Wakeup: lambda _: None,
             ThreadFailed: self._fail,
             ExecutorFailed: self._end_with_workers,
@@ -205,6 +207,9 @@ class EngineCoreProc(EngineCore):
 
     def _add(self, item: AddRequest) -> None:
         request = item.request
+        if self._requeue:
+            self._return(request.client_index, [request.request_id])
+            return
         try:
             if self.shutdown_state is not EngineShutdownState.RUNNING:
                 raise RequestError("the engine is shutting down")
@@ -268,9 +273,12 @@ class EngineCoreProc(EngineCore):
 
     # The end.
 
-    def request_shutdown(self, *, drain: bool = False) -> None:
-        """Ask for the end, after what runs has finished (`drain`) or at once. Safe in a signal handler."""
-        self._drain = drain
+    def request_shutdown(self, *, drain: bool = False, requeue: bool = False) -> None:
+        """Ask for the end, after what runs has finished (`drain`) or at once. Safe in a signal handler.
+
+        With `requeue` clients get back what has not begun, for other engine cores.
+        """
+        self._drain, self._requeue = drain, requeue
         self.shutdown_state = EngineShutdownState.REQUESTED
         self.input_queue.put(Wakeup())
 
@@ -289,14 +297,29 @@ class EngineCoreProc(EngineCore):
             return True
         if self.shutdown_state is EngineShutdownState.REQUESTED:
             self.shutdown_state = EngineShutdownState.SHUTTING_DOWN
-        if not self._drain or self.control.holds_requests:
+            if self._requeue:
+                self._return_unbegun()
+        holds = self.control.is_asleep if self._requeue else self.control.holds_requests
+        if not self._drain or holds:
             self.abort_all()
             self._send_unsent_outputs()
         return self.scheduler.has_unfinished_requests()
 
+    def _return_unbegun(self) -> None:
+        for client_index, request_ids in self.scheduler.take_unbegun().items():
+            self._return(client_index, request_ids)
+        # Nobody could reach this core to have it go on.
+        self.control.resume()
+
+    def _return(self, client_index: int, request_ids: list[str]) -> None:
+        self.output_queue.put((client_index, EngineCoreOutputs(returned=request_ids)))
+
     def stop_io(self) -> None:
         """End the I/O threads, ENGINE_CORE_DEAD being the last that every client gets."""
         self._input_thread.stop()
+        if self._requeue:
+            # A client whose outputs were lost would wait for them: give it the time that its lease leaves it.
+            self._output_thread.patience = self.config.lease
         self.output_queue.put(ENGINE_CORE_DEAD)
         if self._output_thread.ident is not None:
             self._output_thread.join()

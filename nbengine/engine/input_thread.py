@@ -26,7 +26,6 @@ from nbengine.engine.work import (
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     AttachClient,
@@ -40,6 +39,7 @@ from nbengine.ipc.messages import (
     UtilityOutput,
     UtilityRequest,
     WantKVEvents,
+    encode_incarnation,
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder
@@ -71,12 +71,14 @@ class InputThread(threading.Thread):
         aborts_queue: AbortsQueue,
         output_queue: OutputQueue,
         tensor_dir: str = "",
+        incarnation: int = 0,
         wave_address: str = "",
     ) -> None:
         super().__init__(name="nbengine-input", daemon=True)
         self._context = context
         self._control = control
         self._rank = rank
+        self._announcement = encode_incarnation(incarnation)
         self._preprocess = preprocess
         self._input_queue = input_queue
         self._aborts_queue = aborts_queue
@@ -179,7 +181,7 @@ class InputThread(threading.Thread):
         self.connections.watch_outputs(client)
         self._output_queue.put(client)
         # A ROUTER can send to a peer only after it has heard from it.
-        socket.send(b"")
+        socket.send(self._announcement)
         self._client_of[socket] = client.client_index
         self._poller.register(socket, zmq.POLLIN)
         self.connections.watch_inputs(client, socket)
@@ -256,8 +258,8 @@ class InputThread(threading.Thread):
 
 
 def _subscribe_to_waves(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    options: SocketOptions = {zmq.SUBSCRIBE: EngineCoreRequestType.START_DP_WAVE.value}
-    return make_socket(context, address, zmq.SUB, bind=False, options=options)
+    topic = EngineCoreRequestType.START_DP_WAVE.value
+    return make_socket(context, address, zmq.SUB, bind=False, options={zmq.SUBSCRIBE: topic})
 
 
 def _request_type(frame: zmq.Frame) -> EngineCoreRequestType:

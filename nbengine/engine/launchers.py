@@ -9,14 +9,16 @@ import subprocess
 from collections.abc import Callable
 
 from nbengine.client.connection import ConnectionInfo
+from nbengine.engine.logs import log_tail
 from nbengine.engine.processes import (
     HOST_FD_VARIABLE,
     CoreHandle,
     CoreLauncher,
     child_environment,
+    describe_status,
     engine_command,
 )
-from nbengine.errors import EngineStartError, NotSupportedError
+from nbengine.errors import EngineStartError
 
 
 class LocalCore:
@@ -25,11 +27,14 @@ class LocalCore:
     It sees the end of this process as EOF on a pipe. What it has started dies with it.
     """
 
-    def __init__(self, rank: int, incarnation: int, process: subprocess.Popen[bytes], lifeline: int) -> None:
+    def __init__(
+        self, rank: int, incarnation: int, process: subprocess.Popen[bytes], lifeline: int, log_path: str
+    ) -> None:
         self.rank = rank
         self.incarnation = incarnation
         self._process = process
         self._lifeline = lifeline
+        self._log_path = log_path
 
     @property
     def pid(self) -> int:
@@ -40,6 +45,12 @@ class LocalCore:
             # As long as its status is not taken, no other process or group can have its number.
             self._kill_group()
         return self._process.poll()
+
+    def describe_end(self) -> str:
+        return describe_status(self._process.wait(0))
+
+    def log_tail(self) -> str:
+        return log_tail(self._log_path)
 
     def _has_ended(self) -> bool:
         if not hasattr(os, "waitid"):
@@ -71,8 +82,9 @@ class LocalLauncher:
     Their ends are announced by SIGCHLD.
     """
 
-    def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
+    def __init__(self, info: ConnectionInfo) -> None:
+        self._run_dir = info.run_dir
+        self._log_path = info.log_path
 
     def start(self, rank: int, incarnation: int) -> CoreHandle:
         theirs, ours = os.pipe()
@@ -89,7 +101,7 @@ class LocalLauncher:
             raise EngineStartError(f"engine core {rank} cannot be started: {error}") from error
         finally:
             os.close(theirs)
-        return LocalCore(rank, incarnation, process, ours)
+        return LocalCore(rank, incarnation, process, ours, self._log_path)
 
     def close(self) -> None:
         """Nothing was reserved."""
@@ -101,10 +113,10 @@ def core_launcher(info: ConnectionInfo, on_exit: Callable[[], None]) -> CoreLaun
     A launcher of remote cores calls `on_exit`, on any of its threads, when `CoreHandle.poll` may have something new.
 
     Raises:
-        NotSupportedError: this version cannot start them so.
+        EngineStartError: what that needs is not installed.
     """
-    del on_exit
-    backend = info.config.parallel.data_parallel_backend
-    if backend == "ray":
-        raise NotSupportedError("data_parallel_backend='ray' is not available yet; only 'mp' is")
-    return LocalLauncher(info.run_dir)
+    if info.config.parallel.data_parallel_backend == "ray":
+        from nbengine.engine.ray_launcher import RayLauncher
+
+        return RayLauncher(info, on_exit)
+    return LocalLauncher(info)

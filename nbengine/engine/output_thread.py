@@ -30,7 +30,15 @@ from nbengine.engine.work import (
 )
 from nbengine.errors import NBEngineError
 from nbengine.ipc.connection_watch import ConnectionWatch
-from nbengine.ipc.messages import ENGINE_CORE_DEAD, KV_TOPIC, AttachClient, DetachClient, EngineCoreOutputs
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    KV_TOPIC,
+    AttachClient,
+    DetachClient,
+    EngineCoreOutputs,
+    encode_incarnation,
+    engine_identity,
+)
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import is_tcp
@@ -49,8 +57,8 @@ FIRST_RETRY = 0.0005
 """Seconds until the first look at a client that did not read: after a burst there is soon room again."""
 RETRY_INTERVAL = 0.01
 """Seconds between two looks at clients that go on not reading; the first ones follow at twice the interval before."""
-DEAD_LINGER_MS = 500
-"""How long the last messages may take to leave."""
+PATIENCE = 0.5
+"""Seconds that the last messages may take to leave."""
 
 
 class _Sink:
@@ -105,10 +113,17 @@ class OutputThread(threading.Thread):
         self._context = context
         self._engine_index = engine_index
         self._incarnation = incarnation
+        self._farewell = [
+            ENGINE_CORE_DEAD,
+            engine_identity(engine_index),
+            encode_incarnation(incarnation),
+        ]
         self._coordinator_output = coordinator_output
         self._output_queue = output_queue
         self._input_queue = input_queue
         self._backlog_limit = backlog_limit
+        self.patience = PATIENCE
+        """Seconds that the last messages may take to leave; to be set before the last item is put."""
         self._sinks: dict[int, _Sink] = {}
         self._behind: set[int] = set()
         self._retry_after = FIRST_RETRY
@@ -280,12 +295,13 @@ class OutputThread(threading.Thread):
             sink.socket.close()
 
     def _send_engine_dead(self) -> None:
-        end = time.monotonic() + DEAD_LINGER_MS / 1000
-        for client_index, sink in self._sinks.items():
+        end = time.monotonic() + self.patience
+        # Those that are behind last: the others need not wait for them.
+        for client_index, sink in sorted(self._sinks.items(), key=lambda item: item[0] in self._behind):
             if client_index != COORDINATOR_INDEX and not self._send_last(sink, end):
                 logger.warning("client %d cannot be told of the end", client_index)
             ConnectionWatch.withdraw(sink.socket)
-            sink.socket.close(linger=DEAD_LINGER_MS)
+            sink.socket.close(linger=int(1000 * self.patience))
 
     def _send_last(self, sink: _Sink, end: float) -> bool:
         """Send the backlog and ENGINE_CORE_DEAD to a client that reads; tells whether that was possible in time."""
@@ -294,7 +310,7 @@ class OutputThread(threading.Thread):
             if left_ms <= 0 or not sink.socket.poll(left_ms, zmq.POLLOUT):
                 return False
         try:
-            sink.socket.send(ENGINE_CORE_DEAD, flags=zmq.NOBLOCK)
+            sink.socket.send_multipart(self._farewell, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -30,6 +30,26 @@ NOTEBOOK_VARIABLES = (
 """What a Jupyter kernel sets for itself and an engine must not inherit."""
 
 
+class RunningProcess(Protocol):
+    """What there is to do with a process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process, on its machine."""
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises `subprocess.TimeoutExpired` if it has not come within `timeout` seconds."""
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+
+
 class CoreHandle(Protocol):
     """A running engine core, on this machine or another."""
 
@@ -42,6 +62,12 @@ class CoreHandle(Protocol):
 
     def poll(self) -> int | None:
         """Its exit status in the manner of `Popen.returncode`, None while it runs."""
+
+    def describe_end(self) -> str:
+        """How it ended, to complete "engine core 0 (pid 1) …"."""
+
+    def log_tail(self) -> str:
+        """The last lines of its log, when it has ended."""
 
     def send_signal(self, number: int) -> None:
         """Signal it; of no effect when it has ended."""
@@ -123,7 +149,7 @@ def engine_command(*arguments: str) -> list[str]:
     return [sys.executable, *safe_path, "-m", "nbengine.engine", *arguments]
 
 
-def end_processes(processes: Collection[subprocess.Popen[bytes]], grace: float, term_grace: float) -> None:
+def end_processes(processes: Collection[RunningProcess], grace: float, term_grace: float) -> None:
     """Wait `grace` seconds for processes to end by themselves; then SIGTERM, and SIGKILL `term_grace` later.
 
     When this returns they are gone, and waited for.
@@ -139,7 +165,7 @@ def end_processes(processes: Collection[subprocess.Popen[bytes]], grace: float, 
         process.wait()
 
 
-def _all_end(processes: Collection[subprocess.Popen[bytes]], timeout: float) -> bool:
+def _all_end(processes: Collection[RunningProcess], timeout: float) -> bool:
     deadline = time.monotonic() + timeout
     for process in processes:
         try:

@@ -59,7 +59,6 @@ from nbengine.engine.logs import describe_exception, log_tail
 from nbengine.engine.processes import (
     PARENT_FD_VARIABLE,
     CoreHandle,
-    describe_status,
 )
 from nbengine.errors import EngineStartError, NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
@@ -127,7 +126,11 @@ class Supervisor:
         for core in self._cores.values():
             core.close()
         for core in self._cores.values():
-            core.wait(KILLED_WAIT)
+            try:
+                core.wait(KILLED_WAIT)
+            except TimeoutError as error:
+                # Its machine may be gone.
+                logger.warning("%s", error)
         self._launcher.close()
         remove_engine_files(self.info)
         audience = {lease.identity for lease in self._state.leases.leases}
@@ -239,9 +242,6 @@ class Supervisor:
         rank = int.from_bytes(identity, "little")
         if rank not in self._cores:
             raise WireError("no engine core has this identity")
-        if isinstance(message, EngineDead) and not message.expected:
-            # Read now: what the core logs while it is torn down would bury the cause.
-            message.log_tail = log_tail(self.info.log_path)
         self._feed(CoreSpoke(rank, message))
 
     def _remove_socket(self, address: str) -> None:
@@ -276,9 +276,9 @@ class Supervisor:
             del self._cores[rank]
             self._listening.discard(rank)
             core.close()
-            how = describe_status(status)
+            how = core.describe_end()
             logger.info("engine core %d (pid %d) %s", rank, core.pid, how)
-            tail = log_tail(self.info.log_path) if status != 0 else ""
+            tail = core.log_tail() if status != 0 else ""
             self._feed(CoreExited(rank, core.pid, how, status == 0, tail))
 
     def _watch_signals(self) -> None:

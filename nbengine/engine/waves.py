@@ -32,10 +32,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 WAVE_AGREEMENT_STEPS = 32
 """Turns between two agreements of a wave."""
+WAVE_BITS = 40
+"""Of a wave's number: for a thousand waves a second in more than thirty years."""
 
+T = TypeVar("T")
 Agreement = Generator[bool, bool, "Verdict"]
 """Yields what this core answers to the next question that all are asked, is sent whether any of them says yes, and
 returns the verdict, which is the same for all."""
@@ -78,11 +82,18 @@ class WaveState:
     """
 
     def __init__(
-        self, num_ranks: int, rank: int = 0, wave: int = 0, agreement_steps: int = WAVE_AGREEMENT_STEPS
+        self,
+        num_ranks: int,
+        rank: int = 0,
+        *,
+        joins_later: bool = False,
+        agreement_steps: int = WAVE_AGREEMENT_STEPS,
     ) -> None:
         self.num_ranks = num_ranks
         self.rank = rank
-        self.wave = wave
+        self.has_joined = not joins_later
+        """It is one of the cores that step together; before `joined` a newcomer is not."""
+        self.wave = 0
         """Of the wave that runs, or of the next one."""
         self.running = False
         self.num_turns = 0
@@ -106,7 +117,9 @@ class WaveState:
 
     def can_begin(self, standing: Standing) -> bool:
         """Whether `begin` would do anything."""
-        return not self.running and (self._announced >= self.wave or self._has_reason(standing))
+        if self.running or not self.has_joined:
+            return False
+        return self._announced >= self.wave or self._has_reason(standing)
 
     def begin(self, standing: Standing) -> int | None:
         """Begin a wave if there is a reason to; returns its number if the others have to be told of it."""
@@ -139,6 +152,13 @@ class WaveState:
         self._holds_up = self.is_held_up and standing.is_asleep
         return verdict
 
+    def joined(self, num_ranks: int, wave: int) -> None:
+        """There is a new group of cores, this one among them; it has paused, and `wave` comes next."""
+        self.num_ranks = num_ranks
+        self.wave = wave
+        self.has_joined = True
+        self.is_held_up = self._holds_up = False
+
     def _has_reason(self, standing: Standing) -> bool:
         if standing.is_leaving or (self._holds_up and not standing.is_asleep):
             return True
@@ -149,21 +169,32 @@ def _opening(standing: Standing) -> Agreement:
     # Nearly always the first question is the only one.
     if not (yield standing.is_asleep or standing.is_ready or standing.is_leaving):
         return Verdict.RUN
+    somebody_sleeps = yield standing.is_asleep
+    # Newcomers wait for the others already: what has begun with them is finished before all leave.
+    if not somebody_sleeps and not (yield not standing.is_ready):
+        return Verdict.REGROUP
     if not (yield not standing.is_leaving):
         return Verdict.LEAVE
-    if (yield standing.is_asleep):
-        return Verdict.HOLD
-    if not (yield not standing.is_ready):
-        return Verdict.REGROUP
-    return Verdict.RUN
+    return Verdict.HOLD if somebody_sleeps else Verdict.RUN
 
 
-def conclude(agreement: Agreement, any_rank: Callable[[bool], bool]) -> Verdict:
+def greatest_wave(wave: int) -> Generator[bool, bool, int]:
+    """Find the greatest `wave` among the cores of a new group, one bit a question; newcomers have 0."""
+    greatest, is_candidate = 0, True
+    for bit in reversed(range(WAVE_BITS)):
+        has_bit = is_candidate and bool(wave >> bit & 1)
+        if (yield has_bit):
+            greatest |= 1 << bit
+            is_candidate = has_bit
+    return greatest
+
+
+def conclude(questions: Generator[bool, bool, T], any_rank: Callable[[bool], bool]) -> T:
     """Carry an agreement through; `any_rank` tells whether any core asks it with True."""
     try:
-        flag = next(agreement)
+        flag = next(questions)
         while True:
-            flag = agreement.send(any_rank(flag))
+            flag = questions.send(any_rank(flag))
     except StopIteration as end:
-        verdict: Verdict = end.value
-        return verdict
+        outcome: T = end.value
+        return outcome

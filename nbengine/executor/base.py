@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 from nbengine.checks import require
 from nbengine.config import EngineConfig
-from nbengine.errors import EngineDeadError, NotSupportedError
+from nbengine.errors import EngineDeadError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
@@ -49,17 +49,13 @@ class Executor(ABC):
 
     @staticmethod
     def get_class(config: EngineConfig) -> type[Executor]:
-        """Choose the executor that a configuration asks for.
-
-        Raises:
-            NotSupportedError: it is one that this version does not offer yet.
-        """
+        """Choose the executor that a configuration asks for."""
         parallel = config.parallel
         backend = parallel.distributed_executor_backend
         if backend == "ray":
-            raise NotSupportedError(
-                "distributed_executor_backend='ray' is not available yet; 'uni' and 'mp' are"
-            )
+            from nbengine.executor.ray import RayExecutor
+
+            return RayExecutor
         if backend == "mp" or parallel.world_size > 1:
             from nbengine.executor.multiproc import MultiprocExecutor
 
@@ -173,6 +169,17 @@ class Executor(ABC):
         """
         answer: bool = self.collective_rpc("all_reduce_unfinished", (unfinished,), unique_reply_rank=0)
         return answer
+
+    def reconfigure_data_parallel(self, before: int, after: int, init_method: str) -> None:
+        """Make this engine core one of `after` in lock step instead of one of `before`, between two steps; all of them, those
+        that come (`ParallelConfig.data_parallel_joins_later`) or leave too, do so after the same steps.
+
+        `init_method` is where they meet then, which must be another place every time.
+
+        Raises:
+            EngineStartError: the others cannot be reached.
+        """
+        self.collective_rpc("reconfigure_data_parallel", (before, after, init_method))
 
     def model_info(self) -> dict[str, Any]:
         """What was loaded: device, dtype (names), weights_bytes, max_position_embeddings, vocab_size."""

@@ -85,6 +85,8 @@ class WorkerFailure:
     report: WorkerReport | None = None
     status: int = 0
     """`Popen.returncode`."""
+    how: str = ""
+    """How it ended, where that says more than the status."""
 
     @property
     def worker(self) -> str:
@@ -102,7 +104,7 @@ class WorkerFailure:
         """One sentence: which worker, its pid, and how it ended."""
         who = f"{self.worker}, pid {self.pid},"
         if self.report is None:
-            return f"{who} {describe_status(self.status)}"
+            return f"{who} {self.how or describe_status(self.status)}"
         return f"{who} failed in {self.report.doing}: {self.report.description}"
 
     def start_error(self, log_tail: str) -> NBEngineError:

@@ -110,26 +110,13 @@ class MultiprocExecutor(Executor):
         return replace(config, parallel=parallel)
 
     def _start(self, config: EngineConfig, progress: ProgressCallback | None) -> None:
-        self._rpc_broadcast_mq = self._add_queue(
-            MessageQueue(
-                len(self._layouts),
-                directory=self._files.shared_memory,
-                socket_directory=self._files.sockets,
-            )
-        )
+        self._rpc_broadcast_mq = self._add_queue(self._make_call_queue())
         handle = self._rpc_broadcast_mq.export_handle()
         self._board = self._make_board()
         files = replace(self._files, board=str(self._board.path))
-        # A kernel that is restarted is killed with its group; who is left then removes the directories.
-        own_session = bool(self._own_directories.paths)
         for layout in self._layouts:
-            started = start_worker(self._log_path(layout), own_session=own_session)
-            worker = Watched.of(layout, started)
-            self._workers.append(worker)
             spec = WorkerSpec(config, layout.rank, self.worker_class, handle, files, self._own_directories)
-            # A worker that has ended already is heard of below.
-            with contextlib.suppress(OSError):
-                worker.connection.send(spec)
+            self._start_worker(layout, spec)
         self._watch = WorkerWatch(self._workers)
         ready = self._wait_for_ready(self._watch, progress)
         self._board.unlink()
@@ -150,6 +137,20 @@ class MultiprocExecutor(Executor):
         else:
             return
         raise self._verdict(broken)
+
+    def _make_call_queue(self) -> MessageQueue:
+        return MessageQueue(
+            len(self._layouts), directory=self._files.shared_memory, socket_directory=self._files.sockets
+        )
+
+    def _start_worker(self, layout: RankLayout, spec: WorkerSpec) -> None:
+        # A kernel that is restarted is killed with its group; who is left then removes the directories.
+        own_session = bool(self._own_directories.paths)
+        worker = Watched.of(layout, start_worker(self._log_path(layout), own_session=own_session))
+        self._workers.append(worker)
+        # A worker that has ended already is heard of soon.
+        with contextlib.suppress(OSError):
+            worker.connection.send(spec)
 
     def _make_board(self) -> WorkerBoard:
         directory = self._files.shared_memory
@@ -315,15 +316,18 @@ class MultiprocExecutor(Executor):
 
     def _log_failure(self, cause: WorkerFailure) -> str:
         """Write a failure to this process's log, and return the last lines of the worker's."""
-        path = self._log_path(cause.layout)
-        tail = "" if path is None else log_tail(path, TAIL_LINES)
+        tail = self._log_tail(cause.layout)
         lines = "".join(f"\n    {line}" for line in tail.splitlines())
         logger.error("%s%s", cause.describe(), lines and f"; the last lines of its log:{lines}")
         return tail
 
+    def _log_tail(self, layout: RankLayout) -> str:
+        path = self._log_path(layout)
+        return "" if path is None else log_tail(path, TAIL_LINES)
+
     def _log_path(self, layout: RankLayout) -> str | None:
         log = self._files.log
-        return None if log is None else str(worker_log_path(log, layout.rank))
+        return None if log is None else str(worker_log_path(log, layout.number))
 
     # The end.
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from nbengine.cluster.worker import RemoteWorker
 from nbengine.distributed.layout import RankLayout
-from nbengine.engine.processes import WorkerProcess
+from nbengine.engine.processes import RunningProcess, WorkerProcess
 from nbengine.executor.failures import WorkerFailure, WorkerReport
 from nbengine.ipc.message_queue import Handle
 from nbengine.ipc.messages import Progress
@@ -34,9 +35,9 @@ class Watched:
     """A worker process and its place."""
 
     layout: RankLayout
-    process: subprocess.Popen[bytes]
+    process: RunningProcess
     connection: Connection[Any, Any]
-    pidfd: int | None
+    pidfd: int | None = None
     """Readable when the process has ended, even if one that it has forked holds the line open."""
 
     @classmethod
@@ -98,10 +99,12 @@ class WorkerWatch:
             if worker.pidfd is None or not wait([worker.pidfd], 0):
                 return messages
         self._watched.remove(worker)
-        return [*messages, WorkerFailure(worker.layout, worker.process.pid, status=_status(worker.process))]
+        status = _status(worker.process)
+        how = worker.process.end if isinstance(worker.process, RemoteWorker) else ""
+        return [*messages, WorkerFailure(worker.layout, worker.process.pid, status=status, how=how)]
 
 
-def _status(process: subprocess.Popen[bytes]) -> int:
+def _status(process: RunningProcess) -> int:
     try:
         return process.wait(LAST_BREATH)
     except subprocess.TimeoutExpired:

@@ -64,15 +64,15 @@ class WorkerBoard:
         return cls(mmap.mmap(-1, _size(num_workers)), num_workers)
 
     @classmethod
-    def create(cls, directory: str | Path, num_workers: int) -> WorkerBoard:
-        """A board in a new file (0600), for workers in other processes.
+    def create(cls, directory: str | Path, num_workers: int, name: str | None = None) -> WorkerBoard:
+        """A board in a new file (0600), for workers in other processes; it goes by `name`, or one of its own.
 
         Raises:
             InvalidArgumentError: `num_workers` is not from 1 to 4096.
             OSError: there is no room for it.
         """
         size = _size(num_workers)
-        path = Path(directory) / f"workers-{secrets.token_hex(16)}"
+        path = Path(directory) / (name or f"workers-{secrets.token_hex(16)}")
         return cls(make_shared(path, size), num_workers, path)
 
     @classmethod

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, cast
 
+from nbengine.cluster.models import with_model_here
 from nbengine.config import EngineConfig
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import NBEngineError, PeerDiedError, QueueClosedError
@@ -46,6 +47,8 @@ class WorkerSpec:
     files: ExecutorFiles
     own_directories: OwnDirectories
     """Of the executor, whose process may end without removing them; then every worker does."""
+    answer_address: str | None = None
+    """Where an executor on another machine takes the answers from; None: it is on this one."""
 
     @property
     def layout(self) -> RankLayout:
@@ -69,18 +72,21 @@ class WorkerProc:
         # What comes next imports torch, which takes seconds.
         self._report_progress(Progress("load", "starting"))
         self._rpc_broadcast_mq = MessageQueue.create_from_handle(spec.rpc_handle, spec.rank)
-        self._async_scheduling = schedules_asynchronously(spec.config)
-        scheduler = replace(spec.config.scheduler, async_scheduling=self._async_scheduling)
-        config = replace(spec.config, scheduler=scheduler)
+        config = spec.config
+        if spec.answer_address is not None:
+            config = with_model_here(config, self._report_progress)
+        self._async_scheduling = schedules_asynchronously(config)
+        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=self._async_scheduling))
         worker_class = _load_class(spec.worker_class)
         self.worker = worker_class(config, self._report_progress, spec.layout, spec.files)
         self.worker.init_device()
         self.worker.load_model()
         self._worker_response_mq = MessageQueue(
             1,
-            1,
+            1 if spec.answer_address is None else 0,
             directory=spec.files.shared_memory,
             socket_directory=spec.files.sockets,
+            remote_address=spec.answer_address,
             max_chunk_bytes=ANSWER_BYTES,
         )
         self._async_output_queue: SimpleQueue[tuple[str, Any] | None] = SimpleQueue()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,7 +14,6 @@ from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
 from nbengine.ipc.messages import EngineReady, Progress
-from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.models.description import ModelDescription, described_model
 from nbengine.models.hf_config import load_hf_config
 from nbengine.models.progress import ProgressCallback
@@ -87,15 +85,4 @@ def _assemble(config: EngineConfig, tokenizer: PreTrainedTokenizerFast, ready: E
         tokenizer,
         InputProcessor(config, tokenizer, ready.max_model_len, ready.supported_tasks),
         OutputProcessor(tokenizer.backend_tokenizer, stream_interval=config.scheduler.stream_interval),
-    )
-
-
-def engine_stats(answer: Any) -> EngineStats:
-    """The public statistics from an engine core's answer to the utility call `stats`."""
-    stats = answer if isinstance(answer, SchedulerStats) else msgspec.convert(answer, SchedulerStats)
-    return EngineStats(
-        engines=[stats],
-        current_wave=stats.current_wave,
-        engines_running=stats.num_running_reqs + stats.num_waiting_reqs > 0,
-        timestamp=time.time(),
     )

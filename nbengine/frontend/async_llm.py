@@ -8,17 +8,18 @@ import logging
 import weakref
 from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import msgspec
 
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
+from nbengine.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from nbengine.client.directory import find_engine
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import AsyncControl, Control, ControlOf
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.loop_thread import LoopThread
@@ -102,15 +103,27 @@ class AsyncLLM(Prompting, AsyncControl):
         *,
         session: str | None = None,
         progress: ProgressCallback | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncLLM:
         """Become a client of a running engine, given by its name or its connection file.
+
+        Args:
+            data_parallel_rank: the engine core that gets all requests, for a load that is balanced outside; None
+                balances it here.
 
         Raises:
             NBEngineError: there is no such engine.
             EngineStartError: it was still starting, and failed.
+            InvalidArgumentError: it has no such engine core.
         """
+        info, loop_thread = find_engine(name_or_file), LoopThread.shared()
+        client: AsyncMPClient
+        if data_parallel_rank is None:
+            client = DPLBAsyncMPClient(info, loop_thread, session=session)
+        else:
+            client = DPAsyncMPClient(info, loop_thread, data_parallel_rank, session=session)
         llm = cls.__new__(cls)
-        llm._set_up(AsyncMPClient(find_engine(name_or_file), LoopThread.shared(), session=session), progress)
+        llm._set_up(client, progress)
         return llm
 
     def _start(
@@ -146,7 +159,7 @@ class AsyncLLM(Prompting, AsyncControl):
     @property
     def engine_ranks(self) -> list[int]:
         """The engine cores that take requests now: what `data_parallel_rank` may be."""
-        return self.engine_core.engine_ranks
+        return list(self.engine_core.engine_ranks)
 
     def submit(
         self,
@@ -165,12 +178,15 @@ class AsyncLLM(Prompting, AsyncControl):
             sampling_params: None takes `default_sampling_params()`.
             request_id: what the outputs carry and `abort` takes; a number if None.
             priority: lower goes first, with `scheduling_policy="priority"`.
+            data_parallel_rank: the engine core that is to have it; None leaves the choice to the client. With a rank it
+                goes nowhere else, whatever the load, and waits while that core is started again.
 
         Raises:
             InvalidArgumentError, NotSupportedError: the request is not possible.
             EngineDeadError, LeaseExpiredError: the engine cannot be reached.
         """
         self.engine_core.check_alive()
+        self.engine_core.check_rank(data_parallel_rank)
         if request_id is None:
             request_id = str(next(self._request_counter))
         if sampling_params is None:
@@ -200,6 +216,7 @@ class AsyncLLM(Prompting, AsyncControl):
 
         Raises:
             RequestError: the engine refused this request.
+            RequestLostError: the engine core that worked on it ended, and the engine goes on with others.
             EngineDeadError: the engine ended; the message has the reason and the end of its log.
         """
         collector = self.submit(
@@ -301,11 +318,24 @@ class AsyncLLM(Prompting, AsyncControl):
 
     async def stats(self) -> EngineStats:
         """The state of scheduler and KV cache now."""
-        return engine_stats(await self.call_utility("stats"))
+        return cast("EngineStats", await self.call_utility("stats"))
 
     def stats_blocking(self) -> EngineStats:
         """`stats` for code without an event loop."""
-        return engine_stats(self.call_utility_blocking("stats"))
+        return cast("EngineStats", self.call_utility_blocking("stats"))
+
+    async def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
+        """Have so many engine cores, while requests run, and return their number; see `EngineCoreClient.scale`.
+
+        New ones take requests as soon as they are ready. Those that go, the last ranks, finish what they have begun;
+        the rest is sent to others.
+        """
+        done = asyncio.wrap_future(self.engine_core.submit_scale(data_parallel_size))
+        return await asyncio.wait_for(done, timeout)
+
+    def scale_blocking(self, data_parallel_size: int, timeout: float | None = None) -> int:
+        """`scale` for code without an event loop."""
+        return self.engine_core.scale(data_parallel_size, timeout)
 
     def process_tree(self) -> ProcessTree:
         """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""

@@ -88,7 +88,6 @@ class InputProcessor:
         hf_config = load_hf_config(config.model)
         self.max_model_len = max_model_len
         self._policy = config.scheduler.policy
-        self._num_ranks = config.parallel.data_parallel_size
         self._encode = tokenizer.backend_tokenizer.encode
         self._hf_config = hf_config
         self._vocab_size = vocab_size(hf_config)
@@ -149,7 +148,7 @@ class InputProcessor:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             cache_salt=_cache_salt(prompt),
             priority=self._checked_priority(priority),
-            data_parallel_rank=self._checked_rank(data_parallel_rank),
+            data_parallel_rank=data_parallel_rank,
         )
 
     @staticmethod
@@ -266,13 +265,6 @@ class InputProcessor:
                 "priority", priority, "0 unless the engine has scheduling_policy='priority'"
             )
         return priority
-
-    def _checked_rank(self, rank: int | None) -> int | None:
-        if rank is not None and not (isinstance(rank, int) and 0 <= rank < self._num_ranks):
-            raise InvalidArgumentError(
-                "data_parallel_rank", rank, f"None, or a rank in [0, {self._num_ranks})"
-            )
-        return rank
 
 
 def prompt_text(prompt: PromptType) -> str | None:

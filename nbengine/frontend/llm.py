@@ -157,6 +157,15 @@ class LLM(Control, OfflinePooling):
         """The state of scheduler and KV cache now."""
         return self.llm_engine.stats()
 
+    def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
+        """Have so many engine cores and return their number.
+
+        Raises:
+            NBEngineError: the engine cannot be scaled; the message says why.
+            TimeoutError: it has not been done within `timeout` seconds; it goes on.
+        """
+        return self.llm_engine.scale(data_parallel_size, timeout)
+
     def process_tree(self) -> ProcessTree:
         """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
         return self.llm_engine.process_tree()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import RequestError
-from nbengine.frontend.assembly import assemble, engine_stats, resolve_files
+from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import Control
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.prompting import Prompting
@@ -70,6 +70,7 @@ class LLMEngine(Prompting, Control):
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> str:
         """Queue a request and return its internal id (`request_id` plus 8 random characters).
 
@@ -79,14 +80,21 @@ class LLMEngine(Prompting, Control):
                 dicts with `cache_salt` if wanted; a list of integers is a prompt's tokens.
             arrival_time: seconds of `time.monotonic()`, now if None.
             priority: lower goes first, with `scheduling_policy="priority"`.
+            data_parallel_rank: the engine core that is to have it; None leaves the choice to the client.
 
         Raises:
             InvalidArgumentError, NotSupportedError: the request is not possible; nothing was queued.
             EngineDeadError, LeaseExpiredError: the engine cannot be reached.
         """
         self.engine_core.check_alive()
+        self.engine_core.check_rank(data_parallel_rank)
         request = self.input_processor.process_inputs(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            request_id,
+            prompt,
+            params,
+            arrival_time=arrival_time,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
         )
         self.input_processor.assign_request_id(request)
         to_send = self.output_processor.add_request(request, prompt_text(prompt))
@@ -102,7 +110,8 @@ class LLMEngine(Prompting, Control):
         """Wait for the next outputs of the engine core and return what they come to.
 
         Raises:
-            RequestError: the engine refused a request; the others go on with the next `step`.
+            RequestError: the engine refused a request, or (`RequestLostError`) the engine core that had it has ended; the
+                others go on with the next `step`.
             EngineDeadError, LeaseExpiredError: all requests have failed.
         """
         if self._errors:
@@ -140,7 +149,11 @@ class LLMEngine(Prompting, Control):
 
     def stats(self) -> EngineStats:
         """The state of scheduler and KV cache now."""
-        return engine_stats(self.call_utility("stats"))
+        return cast("EngineStats", self.call_utility("stats"))
+
+    def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
+        """Have so many engine cores and return their number; see `EngineCoreClient.scale`."""
+        return self.engine_core.scale(data_parallel_size, timeout)
 
     def process_tree(self) -> ProcessTree:
         """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""

@@ -16,6 +16,7 @@ from nbengine.frontend.logprobs import LogprobsProcessor, TokenTexts
 from nbengine.frontend.output_collector import RequestOutputCollector, Waiter, wake
 from nbengine.frontend.parallel_sampling import ParentRequest, make_children
 from nbengine.frontend.pooling_state import PoolingStates
+from nbengine.frontend.request_errors import error_of
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -270,7 +271,7 @@ class OutputProcessor:
                 continue
             finish_reason = engine_core_output.finish_reason
             if finish_reason is FinishReason.ERROR:
-                self._fail(state, engine_core_output.error, result)
+                self._fail(state, engine_core_output, result)
                 continue
             stop_reason = engine_core_output.stop_reason
             stop_string = state.update_from_output(engine_core_output, rank, now)
@@ -357,15 +358,14 @@ class OutputProcessor:
         if delta is not None:
             state.queue.put(delta)
 
-    def _fail(self, state: RequestState, reason: str | None, result: OutputProcessorOutput) -> None:
-        """End a request that the engine refused; with `n > 1` no completion comes without the others."""
+    def _fail(self, state: RequestState, output: EngineCoreOutput, result: OutputProcessorOutput) -> None:
+        """End a request that the engine refused or lost; with `n > 1` no completion comes without the others."""
         whole = state if state.parent is None else state.parent
         for request_id in self._internal_ids(whole.request_id):
             self._forget(self.request_states[request_id])
             if request_id != state.request_id:
                 result.reqs_to_abort.append(request_id)
-        reason = reason or "the engine refused it without a reason"
-        error = RequestError(f"request {state.external_req_id}: {reason}")
+        error = error_of(output, state.external_req_id)
         if state.is_polled:
             result.errors.append(error)
         else:

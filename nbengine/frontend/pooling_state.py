@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from nbengine.errors import InvalidArgumentError, RequestError
+from nbengine.frontend.request_errors import error_of
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
@@ -69,8 +70,7 @@ class PoolingStates:
             return None
         outcome: PoolingRequestOutput[PoolingOutput] | RequestError
         if output.finish_reason is FinishReason.ERROR or output.pooling_output is None:
-            reason = output.error or "the engine refused it without a reason"
-            outcome = RequestError(f"request {state.external_req_id}: {reason}")
+            outcome = error_of(output, state.external_req_id)
         else:
             outcome = PoolingRequestOutput(
                 state.external_req_id,

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from nbengine.errors import WireError
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
@@ -23,7 +24,8 @@ FIRST_REQ = b"FIRST_REQ"
 """First frame of what a client writes to `stats.sock` when it has sent a request to an engine core that it believes to
 be paused; the second is a msgpack `(rank, wave)`, the rank being that of the core that has the request."""
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-"""The last frame that a dying engine core sends on every output socket."""
+"""First frame of the last message of an engine core on every output socket; its identity and its
+`encode_incarnation` follow."""
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -116,6 +118,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Of all prompt tokens but the first; comes once, when the prompt has been computed."""
     pooling_output: Any = None
     """Of a pooling request: a float32 array, which comes with its end."""
+    lost_rank: int | None = None
+    """With an error of the client's own making: the engine core that had the request and has ended."""
 
     @property
     def finished(self) -> bool:
@@ -393,3 +397,19 @@ HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvent
 def engine_identity(rank: int) -> bytes:
     """ZMQ identity of an engine core: its rank, 2 bytes little-endian."""
     return rank.to_bytes(2, "little")
+
+
+def encode_incarnation(incarnation: int) -> bytes:
+    """A core's incarnation, 4 bytes little-endian: its first message to a client, and the end of its last one."""
+    return incarnation.to_bytes(4, "little")
+
+
+def decode_home(identity: bytes, incarnation: bytes) -> tuple[int, int]:
+    """Rank and incarnation of a core from the two frames that name it.
+
+    Raises:
+        WireError: they do not.
+    """
+    if len(identity) != 2 or len(incarnation) != 4:
+        raise WireError(f"{identity!r}, {incarnation!r} is no rank and incarnation of an engine core")
+    return int.from_bytes(identity, "little"), int.from_bytes(incarnation, "little")

@@ -220,24 +220,13 @@ class DecoderForCausalLM:
         """Take part in the experts' computation for other engine cores' tokens with none of one's own; their workers
         of this stage run `forward` or this. Nothing is exchanged between stages."""
         nothing = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        for layer in self.layers:
-            if isinstance(layer.mlp, SparseMoeBlock):
-                layer.mlp(nothing)
+        for block in self.moe_blocks:
+            block(nothing)
 
-    def redivide_experts(self, parallel: ParallelState) -> dict[str, WeightSlot]:
-        """Divide the experts as `parallel` has it, whose data-parallel part alone may differ, and use its groups from
-        now on. All workers of the stage do so between two steps.
-
-        Gives what of its new part this worker did not have, which has to be loaded (`load_slots`) before the next
-        step.
-        """
-        self.layout = parallel.layout
-        missing: dict[str, WeightSlot] = {}
-        for index, layer in zip(self.shard.layers, self.layers, strict=True):
-            if isinstance(layer.mlp, SparseMoeBlock):
-                slots = layer.mlp.redivide(parallel)
-                missing.update((f"model.layers.{index}.mlp{name}", slot) for name, slot in slots.items())
-        return missing
+    @property
+    def moe_blocks(self) -> list[SparseMoeBlock]:
+        """The blocks of this stage's layers that have experts."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMoeBlock)]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """What to load, under the names of Hugging Face checkpoints; tied weights appear once."""

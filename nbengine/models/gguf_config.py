@@ -5,19 +5,27 @@ Key and tensor names follow llama.cpp's converter (convert_hf_to_gguf.py) and th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nbengine.errors import ModelLoadError
-from nbengine.models.gguf import GGUFHeader, StringArray
+from nbengine.models.gguf import GGUFHeader, GGUFTensor, StringArray
 
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-"""llama.cpp's architecture to Hugging Face's `model_type` and class; Mistral files say llama."""
+"""llama.cpp's architecture to Hugging Face's `model_type` and class; Mistral files say llama, and so do Mixtral's."""
+
+_MIXTRAL = ("mixtral", "MixtralForCausalLM")
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
+_RENORMALIZED = {"qwen2moe": False, "qwen3moe": True}
+"""Whether llama.cpp divides the weights of a token's experts by their sum where the file does not say."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor by which llama.cpp's converter expresses the llama3 kind of RoPE scaling."""
@@ -39,7 +47,14 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors of all experts of a layer, [experts, rows, columns]."""
 _SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -49,14 +64,31 @@ _SAMPLING_KEYS = {
 }
 
 
-def hf_tensor_name(name: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor, None for one that has no counterpart."""
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
-    parts = name.split(".")
-    if len(parts) != 4 or parts[0] != "blk" or not parts[1].isdigit() or parts[2] not in _LAYER_NAMES:
-        return None
-    return f"model.layers.{int(parts[1])}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+def hf_tensors(tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+    """What a tensor of the file is under Hugging Face's names: one tensor, or one an expert; none without counterpart.
+
+    The gate of the shared expert is a vector in the file and a matrix of one row there.
+    """
+    if tensor.name in _GLOBAL_NAMES:
+        return {_GLOBAL_NAMES[tensor.name]: tensor}
+    parts = tensor.name.split(".")
+    if len(parts) != 4 or parts[0] != "blk" or not parts[1].isdigit():
+        return {}
+    layer, kind, suffix = f"model.layers.{int(parts[1])}", parts[2], parts[3]
+    if kind in _EXPERT_NAMES and len(tensor.shape) == 3:
+        num_experts = tensor.shape[0]
+        size = tensor.num_bytes // num_experts
+        return {
+            f"{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[kind]}.{suffix}": replace(
+                tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, num_bytes=size
+            )
+            for expert in range(num_experts)
+        }
+    if kind not in _LAYER_NAMES:
+        return {}
+    if kind == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+        tensor = replace(tensor, shape=(1, *tensor.shape))
+    return {f"{layer}.{_LAYER_NAMES[kind]}.{suffix}": tensor}
 
 
 def hf_config(header: GGUFHeader) -> dict[str, Any]:
@@ -71,7 +103,8 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
             f"{header.path}: architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(header)
-    model_type, architecture = ARCHITECTURES[arch]
+    has_experts = _num_experts(header) > 0
+    model_type, architecture = _MIXTRAL if has_experts and arch == "llama" else ARCHITECTURES[arch]
     hidden_size = header.integer(f"{arch}.embedding_length")
     num_heads = header.integer(f"{arch}.attention.head_count")
     if num_heads < 1:
@@ -97,6 +130,8 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **_token_ids(header),
     }
+    if has_experts:
+        config |= _experts(header)
     if ROPE_FACTORS in header.tensors:
         config["rope_frequency_factors"] = _frequency_factors(header)
     window = header.metadata.get(f"{arch}.attention.sliding_window")
@@ -116,13 +151,37 @@ def generation_config(header: GGUFHeader) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None and value != []}
 
 
+def _experts(header: GGUFHeader) -> dict[str, Any]:
+    arch = header.architecture
+    experts: dict[str, Any] = {
+        "num_experts": _num_experts(header),
+        "num_experts_per_tok": header.integer(f"{arch}.expert_used_count"),
+    }
+    if arch not in _RENORMALIZED:
+        return experts
+    renormalized = header.metadata.get(f"{arch}.expert_weights_norm", _RENORMALIZED[arch])
+    shared = "blk.0.ffn_up_shexp.weight"
+    if shared in header.tensors:
+        experts["shared_expert_intermediate_size"] = header.tensors[shared].shape[0]
+    return {
+        **experts,
+        "moe_intermediate_size": header.integer(f"{arch}.expert_feed_forward_length"),
+        "norm_topk_prob": renormalized,
+        "qkv_bias": "blk.0.attn_q.bias" in header.tensors,
+    }
+
+
+def _num_experts(header: GGUFHeader) -> int:
+    return _integer_or(header, f"{header.architecture}.expert_count", 0)
+
+
 def _refuse_unsupported(header: GGUFHeader) -> None:
     arch = header.architecture
     if _integer_or(header, "split.count", 0) > 1:
         raise ModelLoadError(
             f"{header.path} is one part of a split GGUF; join the parts with llama-gguf-split --merge"
         )
-    if _integer_or(header, f"{arch}.expert_count", 0) > 0:
+    if _num_experts(header) > 0 and arch not in _WITH_EXPERTS:
         raise ModelLoadError(f"{header.path}: mixture-of-experts models of kind {arch!r} are not supported")
     key_length = header.metadata.get(f"{arch}.attention.key_length")
     if key_length != header.metadata.get(f"{arch}.attention.value_length", key_length):

@@ -19,7 +19,7 @@ from torch import Tensor
 from nbengine.errors import ModelLoadError
 from nbengine.models.decoder_config import DecoderConfig
 from nbengine.models.gguf import GGUFHeader, GGUFTensor, read_header
-from nbengine.models.gguf_config import ROPE_FACTORS, hf_tensor_name
+from nbengine.models.gguf_config import ROPE_FACTORS, hf_tensors
 from nbengine.models.gguf_dequant import dequantize
 from nbengine.models.layers import WeightSlot
 
@@ -143,10 +143,9 @@ def _by_hf_name(header: GGUFHeader) -> dict[str, GGUFTensor]:
     found = {}
     unknown = []
     for name, tensor in header.tensors.items():
-        hf_name = hf_tensor_name(name)
-        if hf_name is not None:
-            found[hf_name] = tensor
-        elif name != ROPE_FACTORS:
+        tensors = hf_tensors(tensor)
+        found.update(tensors)
+        if not tensors and name != ROPE_FACTORS:
             unknown.append(name)
     if unknown:
         raise ModelLoadError(

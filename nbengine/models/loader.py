@@ -125,22 +125,6 @@ def reload_weights(model: DecoderForCausalLM | BertModel, paths: tuple[Path, ...
         _fill(model.weight_slots(), weights, report)
 
 
-def load_slots(
-    slots: Mapping[str, WeightSlot], config: DecoderConfig, paths: tuple[Path, ...], report: Reporter
-) -> None:
-    """Fill some slots of a loaded decoder from the files that it was loaded from.
-
-    Raises:
-        ModelLoadError: the files are not those any more.
-    """
-    if not slots:
-        return
-    weights = open_weights(paths, config)
-    _compare_slots(slots, weights, paths[0])
-    with torch.inference_mode():
-        _fill(slots, weights, report)
-
-
 def _whole_decoder(config: DecoderConfig, dtype: torch.dtype) -> DecoderForCausalLM:
     """All ranks' parts as one, without memory."""
     return make_decoder(config, dtype=dtype, device=_NOWHERE, max_positions=1)

@@ -19,6 +19,9 @@ from nbengine.models.mlp import DecoderMLP
 from nbengine.models.moe_config import MoEConfig
 from nbengine.models.sharding import ExpertShard
 
+PROJECTIONS = (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1))
+"""An expert's matrices, and along which dimension each has the inner features."""
+
 
 class Experts:
     """One worker's part of a layer's experts.
@@ -52,10 +55,11 @@ class Experts:
         inner, hidden_size = len(self.shard.inner), self.down.shape[1]
         start, rows = self.shard.inner.start, (self._full_inner, hidden_size)
         for index, expert in enumerate(self.shard.experts):
-            gate_up, name = self.gate_up[index], f"{prefix}.{expert}"
-            yield f"{name}.gate_proj.weight", WeightSlot(gate_up[:inner], rows, 0, start)
-            yield f"{name}.up_proj.weight", WeightSlot(gate_up[inner:], rows, 0, start)
-            yield f"{name}.down_proj.weight", WeightSlot(self.down[index], rows[::-1], 1, start)
+            gate_up = self.gate_up[index]
+            parts = (gate_up[:inner], gate_up[inner:], self.down[index])
+            for (projection, dim), part in zip(PROJECTIONS, parts, strict=True):
+                shape = rows if dim == 0 else rows[::-1]
+                yield f"{prefix}.{expert}.{projection}.weight", WeightSlot(part, shape, dim, start)
 
 
 class SharedExpert:
@@ -104,7 +108,7 @@ class SparseMoeBlock:
         device: torch.device,
         parallel: ParallelState,
     ) -> None:
-        self._moe = moe
+        self.moe = moe
         self._kernels = kernels
         self._parallel = parallel
         self.router = Linear(hidden_size, moe.num_experts, bias=False, dtype=dtype, device=device)
@@ -128,27 +132,28 @@ class SparseMoeBlock:
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of tokens x [T, hidden], [T, experts_per_token] int64, and their weights, float32."""
         probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self._moe.experts_per_token, dim=-1)
-        if self._moe.renormalize:
+        weights, experts = probabilities.topk(self.moe.experts_per_token, dim=-1)
+        if self.moe.renormalize:
             weights /= weights.sum(dim=-1, keepdim=True)
         return weights, experts
 
     def redivide(self, parallel: ParallelState) -> dict[str, WeightSlot]:
         """Divide the experts as `parallel` has it, and use its groups from now on; all workers of the stage do so.
 
-        Gives what of its new part this worker did not have, which has to be loaded, under the names of `slots("")`.
+        Gives what of its new part this worker did not have, which has to be filled in before the next step, under the
+        names of `experts.slots("")`.
         """
         before, layout = self.experts, parallel.layout
         self._parallel = parallel
-        if ExpertShard.of(self._moe, layout) == before.shard:
+        if ExpertShard.of(self.moe, layout) == before.shard:
             return {}
         self.experts = Experts(
-            self._moe, before.down.shape[1], layout, dtype=before.down.dtype, device=before.down.device
+            self.moe, before.down.shape[1], layout, dtype=before.down.dtype, device=before.down.device
         )
-        held = dict(before.slots(".experts"))
+        held = dict(before.slots(""))
         return {
             name: slot
-            for name, slot in self.experts.slots(".experts")
+            for name, slot in self.experts.slots("")
             if name not in held or not slot.copy_from(held[name])
         }
 

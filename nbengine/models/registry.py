@@ -86,6 +86,29 @@ def load_model(
     )
 
 
+def make_model(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: ProgressCallback | None = None,
+    parallel: ParallelState = SINGLE,
+) -> DecoderForCausalLM:
+    """A resolved decoder like that of `load_model` whose weights are all 0 as yet.
+
+    Raises:
+        ModelLoadError: the architecture is not supported.
+    """
+    Reporter(progress, "load")("making room for the weights")
+    hf_config = decoder_config(load_hf_config(config))
+    model = make_decoder(
+        hf_config, dtype=dtype, device=device, max_positions=config.max_model_len, parallel=parallel
+    )
+    with torch.inference_mode():
+        for weight in model.parameters():
+            weight.zero_()
+    return model
+
+
 def load_encoder_model(
     config: ModelConfig,
     device: torch.device,

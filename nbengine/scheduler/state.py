@@ -159,6 +159,19 @@ class SchedulerState:
         self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
         return request_ids
 
+    def take_unbegun(self) -> dict[int, list[str]]:
+        """Remove the waiting requests that have brought their clients nothing yet; their ids by client index.
+
+        What is in flight for one that was preempted is dropped.
+        """
+        by_client: defaultdict[int, list[str]] = defaultdict(list)
+        for request in self.waiting:
+            if not request.num_output_tokens:
+                by_client[request.client_index].append(request.request_id)
+        for request_ids in by_client.values():
+            self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
+        return by_client
+
     def set_pause_state(self, state: PauseState) -> None:
         """Pause or go on, from the next `schedule` on."""
         self.pause_state = state

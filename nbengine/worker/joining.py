@@ -23,8 +23,8 @@ from nbengine.models.registry import resolve_device
 def choose_device(config: EngineConfig, layout: RankLayout, files: ExecutorFiles | None) -> torch.device:
     """The CPU, which all ranks share, or a GPU for each of them.
 
-    Engine cores of one machine take the GPUs that are visible one after the other. To those that Ray starts only their own
-    are visible.
+    Engine cores of one machine take the GPUs that are visible one after the other. To those that Ray starts, and to workers
+    that it starts, only their own are visible.
 
     Raises:
         EngineStartError: there are too few GPUs.
@@ -32,10 +32,12 @@ def choose_device(config: EngineConfig, layout: RankLayout, files: ExecutorFiles
     """
     device = resolve_device(config.model)
     parallel = config.parallel
+    if parallel.distributed_executor_backend == "ray":
+        return device
     shares_devices = parallel.data_parallel_size > 1 and parallel.data_parallel_backend != "ray"
     if device.type == "cpu" or (_is_alone(config, files) and not shares_devices):
         return device
-    index = layout.rank + (layout.dp_rank * layout.world_size if shares_devices else 0)
+    index = layout.number if shares_devices else layout.rank
     needed = layout.world_size * (layout.dp_rank + 1 if shares_devices else 1)
     num_devices = torch.cuda.device_count()
     if num_devices < needed:

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +23,12 @@ from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.encoder_config import encoder_config, is_encoder
 from nbengine.models.hf_config import load_hf_config, max_model_len_of
-from nbengine.models.loader import reload_weights
 from nbengine.models.pooling_config import load_pooling_defaults, supported_tasks
 from nbengine.models.progress import ProgressCallback, Reporter
 from nbengine.models.registry import (
     load_encoder_model,
     load_model,
+    make_model,
     resolve_dtype,
 )
 from nbengine.models.sharding import check_parallel
@@ -42,14 +41,15 @@ from nbengine.scheduler.output import (
 from nbengine.units import size
 from nbengine.worker.async_output import CudaTransfer
 from nbengine.worker.budget import free_memory, kv_cache_budget
+from nbengine.worker.elastic import change_group, resized
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.footprint import Footprint, num_cores_here
 from nbengine.worker.joining import choose_device, join
 from nbengine.worker.memory import check_kv_cache_fits, check_weights_fit, return_freed_memory
 from nbengine.worker.meter import WorkerMeter
 from nbengine.worker.model_runner import ModelRunner
-from nbengine.worker.offload import WeightsOffload
 from nbengine.worker.profiler import WorkerProfiler
+from nbengine.worker.sleep import WorkerSleep
 from nbengine.worker.threads import TorchThreads
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,6 @@ class Worker:
         self._parallel = SINGLE
         self._threads = TorchThreads()
         self._num_blocks = 0
-        self._offload: WeightsOffload | None = None
         self._profiler: WorkerProfiler | None = None
 
     def init_device(self) -> None:
@@ -105,28 +104,29 @@ class Worker:
         self._meter = WorkerMeter(self.board.row(self.layout.rank), self.device)
 
     def load_model(self) -> None:
-        """Load this rank's weights.
+        """Load this rank's weights, unless it is to get them from others when it joins them.
 
         Raises:
             EngineStartError: they do not fit; nothing has been loaded then.
             ModelLoadError: the files cannot be used.
         """
         config = self.config.model
-        footprint, num_ranks = self._footprint, self.layout.world_size * num_cores_here(self.config)
+        footprint = self._footprint
         check_weights_fit(config.model, footprint.shared_weights_bytes, self._free_at_start, footprint.place)
-        if self.device.type == "cpu" or num_ranks > 1:
-            self._threads.limit(footprint.weights_bytes, num_ranks)
+        self._limit_threads()
         if is_encoder(self.hf_config):
             encoder = load_encoder_model(config, self.device, self.dtype, self._progress)
             self.model, self.model_runner = encoder, EncoderRunner(self.config, encoder, self.device)
         else:
-            decoder = load_model(config, self.device, self.dtype, self._progress, self._parallel)
+            load = make_model if self.config.parallel.data_parallel_joins_later else load_model
+            decoder = load(config, self.device, self.dtype, self._progress, self._parallel)
             self.model = decoder
             overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
             transfer = CudaTransfer if overlaps else None
             self.model_runner = ModelRunner(
                 self.config, decoder, self.device, self.dtype, transfer, self._parallel
             )
+        self._sleep = WorkerSleep(self.model, self.model_runner)
         self._meter.measure_memory()
         if self.layout.world_size > 1:
             weights, dtype = size(self.model.weights_bytes), str(self.dtype).removeprefix("torch.")
@@ -210,15 +210,7 @@ class Worker:
         Raises:
             RuntimeError: there is not enough host memory for the weights; nothing has changed.
         """
-        offload = self._offload or WeightsOffload(self.model.parameters())
-        if level == 2:
-            offload.drop()
-        elif self.device.type != "cpu":
-            offload.move_to_host()
-        self._offload = offload
-        self.model_runner.release_kv_cache()
-        return_freed_memory()
-        torch.cuda.empty_cache()
+        self._sleep.begin(level)
         self._meter.measure_memory()
 
     def check_wake_up(self, tag: str) -> None:
@@ -229,7 +221,7 @@ class Worker:
         """
         if tag == "kv_cache":
             self.check_kv_cache_fits(self._num_blocks)
-        elif self._offload is not None and (missing := self._offload.num_missing_bytes):
+        elif missing := self._sleep.num_missing_bytes:
             footprint = self._footprint
             missing += footprint.shared_weights_bytes - footprint.weights_bytes
             check_weights_fit(self.config.model.model, missing, free_memory(self.device), footprint.place)
@@ -241,13 +233,7 @@ class Worker:
             EngineStartError: the KV cache cannot be allocated any more.
             ModelLoadError: weights that were freed cannot be read again.
         """
-        if tag == "kv_cache":
-            self.model_runner.restore_kv_cache()
-        elif self._offload is not None:
-            if not self._offload.restore():
-                paths = tuple(map(Path, self.config.model.weights))
-                reload_weights(self.model, paths, Reporter(None, "load"))
-            self._offload = None
+        self._sleep.end(tag, self.config.model.weights)
         self._meter.measure_memory()
 
     def start_profile(self, directory: str, max_steps: int) -> None:
@@ -258,7 +244,8 @@ class Worker:
         """
         if self._profiler is not None:
             raise UtilityError("a profile is being recorded already; stop_profile first")
-        worker = f"rank{self.layout.rank}" if self.layout.world_size > 1 else ""
+        layout = self.layout
+        worker = f"rank{layout.number}" if layout.world_size * layout.dp_size > 1 else ""
         self._profiler = WorkerProfiler(directory, max_steps, self.device, worker)
 
     def stop_profile(self) -> ProfileReport:
@@ -301,6 +288,27 @@ class Worker:
         """Whether any engine core has unfinished requests."""
         return self._parallel.dp.any(unfinished)
 
+    def reconfigure_data_parallel(self, before: int, after: int, init_method: str) -> None:
+        """Be one of `after` engine cores in lock step instead of one of `before`, from the next step on. Requests and KV
+        cache stay; the experts are divided anew.
+
+        The workers of all engine cores, of those that leave or come as well, get this call between the same two steps;
+        `init_method` is a place where none has met before.
+
+        Raises:
+            EngineStartError: the others cannot be reached.
+            NBEngineError: the engine cores of this model do not work in lock step.
+        """
+        self.config = resized(self.config, after, init_method)
+        self._parallel = change_group(
+            self.config, self.hf_config, self.model, self._parallel, self._files, before
+        )
+        self.layout = self._parallel.layout
+        self._footprint = Footprint(self.config, self.hf_config, self.device, self.dtype, self.layout)
+        self._limit_threads()
+        return_freed_memory()
+        self._meter.measure_memory()
+
     def shutdown(self) -> None:
         """Free what has been loaded and allocated, and leave the other ranks. It takes no calls afterwards."""
         for name in ("model", "model_runner"):
@@ -310,6 +318,12 @@ class Worker:
         self._threads.restore()
         gc.collect()
         torch.cuda.empty_cache()
+
+    def _limit_threads(self) -> None:
+        num_ranks = self.layout.world_size * num_cores_here(self.config)
+        self._threads.restore()
+        if self.device.type == "cpu" or num_ranks > 1:
+            self._threads.limit(self._footprint.weights_bytes, num_ranks)
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len

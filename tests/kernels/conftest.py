@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from nbengine.kernels import reference
-from nbengine.kernels.dispatch import Kernels
+from nbengine.kernels.dispatch import ExpertKernels, Kernels
 from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
 
 NO_SUCH_BLOCK = 2**30
@@ -97,6 +98,88 @@ def _assert_close(actual: torch.Tensor, expected: torch.Tensor, *, exact_weights
     torch.testing.assert_close(actual.double(), expected, rtol=2e-6 + precision, atol=absolute)
 
 
+@dataclass
+class ExpertBatch:
+    """Tokens and their experts; the weights of experts that no token takes are NaN.
+
+    Of the experts a token takes those from `num_experts` on are elsewhere.
+    """
+
+    x: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    weights: torch.Tensor
+    experts: torch.Tensor
+
+    @classmethod
+    def random(
+        cls,
+        num_tokens: int,
+        num_experts: int,
+        per_token: int,
+        *,
+        hidden: int = 40,
+        inner: int = 24,
+        elsewhere: int = 0,
+        popular: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> ExpertBatch:
+        """`elsewhere` more experts are not here; with `popular` all tokens choose among so many of the first ones."""
+        generator = torch.Generator().manual_seed(num_tokens)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        total = num_experts + elsewhere
+        preference = torch.rand(num_tokens, total, generator=generator)
+        preference[:, : popular or total] += 1
+        chosen = preference.topk(per_token).indices
+        gate_up = normal(num_experts, 2 * inner, hidden) * hidden**-0.5
+        down = normal(num_experts, hidden, inner) * inner**-0.5
+        for expert in set(range(num_experts)) - set(chosen.flatten().tolist()):
+            gate_up[expert], down[expert] = float("nan"), float("nan")
+        weights = torch.rand(num_tokens, per_token, generator=generator)
+        return cls(
+            normal(num_tokens, hidden).to(device, dtype),
+            gate_up.to(device, dtype),
+            down.to(device, dtype),
+            weights.to(device),
+            chosen.clamp(max=num_experts).to(device),
+        )
+
+    def run(self, kernels: ExpertKernels) -> torch.Tensor:
+        """The kernels' output."""
+        return kernels.experts(self.x, self.gate_up, self.down, self.weights, self.experts)
+
+    def check(self, actual: torch.Tensor) -> None:
+        """Compare with the reference; narrower types than float32 round every expert's two results."""
+        expected = reference.experts(self.x, self.gate_up, self.down, self.weights, self.experts)
+        precision = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[actual.dtype]
+        tolerance = 4e-6 + 4 * precision
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+EXPERT_BATCHES: dict[str, dict[str, int]] = {
+    "one token": {"num_tokens": 1, "num_experts": 8, "per_token": 2},
+    "one expert": {"num_tokens": 70, "num_experts": 1, "per_token": 1},
+    "few tokens of many experts": {"num_tokens": 3, "num_experts": 60, "per_token": 4},
+    "all experts": {"num_tokens": 9, "num_experts": 5, "per_token": 5},
+    "many tokens": {"num_tokens": 150, "num_experts": 7, "per_token": 2},
+    "two popular experts": {"num_tokens": 130, "num_experts": 6, "per_token": 2, "popular": 2},
+    "some elsewhere": {"num_tokens": 40, "num_experts": 3, "per_token": 2, "elsewhere": 4},
+    "most elsewhere": {"num_tokens": 4, "num_experts": 1, "per_token": 1, "elsewhere": 60},
+    "odd sizes": {"num_tokens": 33, "num_experts": 3, "per_token": 2, "hidden": 77, "inner": 35},
+    "several blocks each way": {
+        "num_tokens": 20,
+        "num_experts": 4,
+        "per_token": 2,
+        "hidden": 200,
+        "inner": 130,
+    },
+}
+
+
 MakeBatch = Callable[..., Batch]
 
 
@@ -116,3 +199,19 @@ def make_shape() -> type[Shape]:
 def assert_close() -> Callable[..., None]:
     """See `_assert_close`."""
     return _assert_close
+
+
+@pytest.fixture(params=list(EXPERT_BATCHES))
+def make_expert_batch(request: pytest.FixtureRequest) -> Callable[..., ExpertBatch]:
+    """Makes each of `EXPERT_BATCHES`, of a data type and on a device."""
+
+    def make(**settings: Any) -> ExpertBatch:
+        return ExpertBatch.random(**EXPERT_BATCHES[request.param], **settings)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expert_batch() -> type[ExpertBatch]:
+    """See `ExpertBatch`."""
+    return ExpertBatch

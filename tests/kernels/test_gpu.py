@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nbengine.kernels import reference
-from nbengine.kernels.dispatch import select_kernels
+from nbengine.kernels.dispatch import select_expert_kernels, select_kernels
+from nbengine.kernels.experts_torch import TorchExperts
 from nbengine.kernels.torch_backend import TorchKernels
 
 pytestmark = [
@@ -66,3 +67,24 @@ def test_kernels_are_right_after_a_warm_up(make_kernels, make_batch, make_shape,
 def test_plain_torch_equals_the_reference(make_batch, make_shape, assert_close, dtype):
     batch = make_batch(TorchKernels(), make_shape(9, 3, 64, 16), LENS["mixed"], dtype, device="cuda")
     assert_close(batch.run(), batch.expected(), exact_weights=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_equal_the_reference_and_read_no_poison(make_expert_batch, dtype):
+    kernels = select_expert_kernels(torch.device("cuda"), dtype)
+    assert kernels.name == "triton"
+    batch = make_expert_batch(dtype=dtype, device="cuda")
+    output = batch.run(kernels)
+    batch.check(output)
+    assert torch.equal(batch.run(kernels), output)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_of_a_real_size_equal_plain_torch(expert_batch, dtype):
+    kernels = select_expert_kernels(torch.device("cuda"), dtype)
+    for num_tokens in (1, 16, 700):
+        batch = expert_batch.random(
+            num_tokens, 64, 8, hidden=1024, inner=384, elsewhere=64, dtype=dtype, device="cuda"
+        )
+        tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+        torch.testing.assert_close(batch.run(kernels), batch.run(TorchExperts()), rtol=0, atol=tolerance)

@@ -16,8 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from nbengine.kernels import experts_triton, write_kv_triton
 from nbengine.kernels import paged_attention_triton as attention
-from nbengine.kernels import write_kv_triton
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -131,6 +131,50 @@ def test_merge_and_write_fit_without_spilling(compile_for, arch):
         {"KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_SIZE": 16, "WIDTH": 256},
     )
     assert (merge.spilled, write.spilled) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "assignments"),
+    [(BFLOAT16, 8), (BFLOAT16, 4096), (BFLOAT16, 65536), (FLOAT32, 8), (FLOAT32, 65536)],
+)
+def test_experts_fit_without_spilling(compile_for, arch, dtype, assignments):
+    tiling = experts_triton.choose_tiling(assignments, 128, dtype)
+    sizes = {"HIDDEN": 2048, "INNER": 768, "NUM_EXPERTS": 128, "BINS": 128}
+    tiles = {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth}
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    data = dict.fromkeys(("activated", "x", "gate_up", "outputs", "down"), POINTER[dtype])
+    indices = dict.fromkeys(("order", "starts", "counts"), "*i32")
+    products = {
+        experts_triton.gate_up_kernel: {**sizes, **tiles, "PER_TOKEN": 8},
+        experts_triton.down_kernel: {**sizes, **tiles},
+    }
+    for kernel, constants in products.items():
+        resources = compile_for(arch, kernel, {**data, **indices}, constants, **options)
+        assert resources.spilled == 0
+        assert resources.shared <= SHARED_MEMORY[arch]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_plan_and_combination_of_experts_fit_without_spilling(compile_for, arch):
+    indices = {**dict.fromkeys(("order", "starts", "counts"), "*i32"), "experts": "*i64"}
+    plan = compile_for(arch, experts_triton.plan_kernel, indices, {"NUM_EXPERTS": 128, "CHUNK": 1024})
+    data = {"result": "*bf16", "outputs": "*bf16", "weights": "*fp32", "experts": "*i64"}
+    constants = {"PER_TOKEN": 8, "CHOICES": 8, "HIDDEN": 2048, "NUM_EXPERTS": 128, "COLUMNS": 256}
+    combine = compile_for(arch, experts_triton.combine_kernel, data, constants)
+    assert (plan.spilled, combine.spilled) == (0, 0)
+
+
+@pytest.mark.parametrize("num_experts", [1, 7, 128])
+@pytest.mark.parametrize("assignments", [1, 8, 100, 5000])
+def test_the_grid_of_experts_has_a_program_for_every_tile_however_the_tokens_fall(num_experts, assignments):
+    rows = experts_triton.choose_tiling(assignments, num_experts, BFLOAT16).rows
+    generator = torch.Generator().manual_seed(assignments)
+    for skew in (0.0, 1.0, 8.0):
+        shares = torch.rand(num_experts, generator=generator).pow(skew)
+        chosen = shares.multinomial(assignments, replacement=True, generator=generator)
+        tiles = (chosen.bincount() + rows - 1) // rows
+        assert tiles.sum() <= experts_triton.max_tiles(assignments, num_experts, rows) <= assignments
 
 
 @pytest.mark.parametrize("programs", [1, 3, 40, 1000])

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from nbengine.kernels import paged_attention_triton, reference, write_kv_triton
+from nbengine.kernels import experts_triton, paged_attention_triton, reference, write_kv_triton
 
 LENS = {
     "decode": [(1, n) for n in (1, 15, 16, 17, 129, 270)],
@@ -93,3 +93,16 @@ def test_queries_in_a_joint_projection_are_read_in_place(make_batch, make_shape,
     batch = make_batch(InterpretedKernels(1), make_shape(6, 2, 32, 16), [(1, 20), (3, 9)])
     batch.query = torch.cat([batch.query, torch.full((4, 4, 32), float("nan"))], dim=1)[:, :6]
     assert_close(batch.run(), batch.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_equal_the_reference_and_read_no_poison(make_expert_batch, dtype):
+    batch = make_expert_batch(dtype=dtype)
+    batch.check(batch.run(experts_triton.TritonExperts()))
+
+
+def test_assignments_are_sorted_in_chunks_as_in_one(monkeypatch, expert_batch):
+    batch = expert_batch.random(50, 6, 2, elsewhere=3)
+    whole = batch.run(experts_triton.TritonExperts())
+    monkeypatch.setattr(experts_triton, "_CHUNK", 16)
+    assert torch.equal(batch.run(experts_triton.TritonExperts()), whole)

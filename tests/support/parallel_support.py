@@ -129,6 +129,12 @@ class ThreadDataParallelGroup:
         """See `DataParallelGroup.any`."""
         return any(bool(other) for other in self._group.exchange(self.rank, "any", torch.tensor(flag)))
 
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """See `DataParallelGroup.broadcast`."""
+        self.calls.append(("broadcast", tuple(x.shape)))
+        call = f"broadcast {tuple(x.shape)} {x.dtype} of {source}"
+        x.copy_(self._group.exchange(self.rank, call, x)[source])
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -66,7 +66,7 @@ def far_client(
 
     def start() -> FarClient:
         client = machines.client(connection_file(engine.name), tmp_path / "home", hidden)
-        assert "end" in client.hear("attach")
+        assert "end" in client.hear("attach"), engine.log()
         return client
 
     return start

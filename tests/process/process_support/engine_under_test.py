@@ -39,14 +39,12 @@ ASYNC_FAKE_EXECUTOR = "process_support.fake_executor:AsyncFakeExecutor"
 def fake_config(knobs: dict | None = None, *, max_model_len: int | None = None, **engine) -> EngineConfig:
     """A configuration with the fake executor; unbound and quick to give clients up unless told otherwise."""
     defaults = {
+        "model": ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
         "bound": False,
         "cache": CacheConfig(num_gpu_blocks_override=64),
         "parallel": ParallelConfig(distributed_executor_backend=FAKE_EXECUTOR),
     }
-    return EngineConfig(
-        model=ModelConfig(model="fake", hf_overrides=knobs or {}, max_model_len=max_model_len),
-        **defaults | engine,
-    )
+    return EngineConfig(**defaults | engine)
 
 
 def wait_for(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:

@@ -65,7 +65,7 @@ class Rig:
     def receive(self, socket: zmq.Socket):
         assert socket.poll(int(TIMEOUT * 1000)), "nothing came"
         frames = socket.recv_multipart()
-        return frames[0] if frames == [ENGINE_CORE_DEAD] else self.decoder.decode(frames)
+        return frames[0] if frames[0] == ENGINE_CORE_DEAD else self.decoder.decode(frames)
 
     def end(self) -> None:
         self.put(ENGINE_CORE_DEAD)

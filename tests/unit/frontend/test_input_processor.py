@@ -300,7 +300,7 @@ def test_request_ids_are_made_unique_and_remember_the_callers(input_processor: I
     assert len(seen) == 50
 
 
-def test_priority_and_rank_are_checked(
+def test_a_priority_is_checked_and_a_rank_is_kept(
     input_processor: InputProcessor, engine_config: EngineConfig, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert input_processor.process_inputs("r", "x", SamplingParams(), priority=-3).priority == -3
@@ -308,8 +308,6 @@ def test_priority_and_rank_are_checked(
         input_processor.process_inputs("r", "x", SamplingParams(), data_parallel_rank=0).data_parallel_rank
         == 0
     )
-    with pytest.raises(InvalidArgumentError, match="data_parallel_rank"):
-        input_processor.process_inputs("r", "x", SamplingParams(), data_parallel_rank=1)
     first_come = InputProcessor(EngineConfig(model=engine_config.model), tokenizer, MAX_MODEL_LEN)
     with pytest.raises(InvalidArgumentError, match="scheduling_policy='priority'"):
         first_come.process_inputs("r", "x", SamplingParams(), priority=1)

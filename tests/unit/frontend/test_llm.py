@@ -12,6 +12,7 @@ import pytest
 
 from nbengine import LLM, SamplingParams
 from nbengine.client.base import BlockingClient, EngineCoreClient, ProgressCallback
+from nbengine.client.utility_calls import merged_stats
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.config.engine import WITHOUT_EFFECT
 from nbengine.errors import (
@@ -94,12 +95,19 @@ class EchoClient(BlockingClient):
 
     def submit_utility(self, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        answers = {"stats": [0, 1, 2, 8, 6], "reset_prefix_cache": True}
+        answers = {"stats": merged_stats([[0, 1, 2, 8, 6]]), "reset_prefix_cache": True}
         if method in answers:
             future.set_result(answers[method])
         else:
             future.set_exception(UtilityError(f"no utility method {method!r}"))
         return future
+
+    @property
+    def engine_ranks(self) -> list[int]:
+        return [0]
+
+    def submit_scale(self, data_parallel_size: int) -> Future[int]:
+        raise AssertionError("nobody scales this engine")
 
     def check_alive(self) -> None:
         return

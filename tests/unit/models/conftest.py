@@ -202,7 +202,7 @@ def _write_gguf(path: Path, model: PreTrainedModel, variant: GGUFVariant) -> Pat
     for key, value in variant.metadata.items():
         {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
+    for name, weight in _one_a_projection(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = weight.numpy()
@@ -210,7 +210,7 @@ def _write_gguf(path: Path, model: PreTrainedModel, variant: GGUFVariant) -> Pat
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             data = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:]).swapaxes(1, 2)
             data = data.reshape(weight.shape)
-        kind = variant.weight_type if data.ndim == 2 else GGMLQuantizationType.F32
+        kind = variant.weight_type if data.ndim > 1 else GGMLQuantizationType.F32
         base, suffix = name.rsplit(".", 1)
         writer.add_tensor(f"{names.get_name(base)}.{suffix}", gguf.quantize(data, kind), raw_dtype=kind)
     for name, data in variant.extra_tensors.items():
@@ -220,6 +220,20 @@ def _write_gguf(path: Path, model: PreTrainedModel, variant: GGUFVariant) -> Pat
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _one_a_projection(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with the experts' gates apart from their other projections."""
+    for name, weight in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True):
+                yield f"{name.replace('gate_up_proj', part)}.weight", rows.contiguous()
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", weight
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, weight[0]
+        else:
+            yield name, weight
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, size: int, first_token: str) -> None:

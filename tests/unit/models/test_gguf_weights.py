@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits
 
+from nbengine.distributed.communicator import SINGLE, ParallelState
+from nbengine.distributed.layout import RankLayout
 from nbengine.errors import ModelLoadError
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.decoder_config import decoder_config
@@ -28,11 +30,16 @@ TOKENS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(4))
 QUANTISABLE = [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 
 
-def load_gguf(path: Path) -> DecoderForCausalLM:
-    config = decoder_config(hf_config(read_header(path)))
-    cpu = torch.device("cpu")
-    report = Reporter(None, "load")
-    return load_decoder(config, (path,), dtype=torch.float32, device=cpu, max_positions=None, report=report)
+def load_gguf(path: Path, parallel: ParallelState = SINGLE) -> DecoderForCausalLM:
+    return load_decoder(
+        decoder_config(hf_config(read_header(path))),
+        (path,),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_positions=None,
+        report=Reporter(None, "load"),
+        parallel=parallel,
+    )
 
 
 def assert_same_logits(path: Path, oracle: Any, make_runner: Any) -> None:
@@ -68,6 +75,77 @@ def test_each_architecture_gives_the_logits_of_transformers(
     oracle = random_model(kind, **settings)
     path = write_gguf(tmp_path / "model.gguf", oracle, gguf_variant(**variant))
     assert_same_logits(path, oracle, make_runner)
+
+
+def expert_metadata(arch: str, num_experts: int, per_token: int, **sizes: int) -> dict[str, int]:
+    counts = {"expert_count": num_experts, "expert_used_count": per_token, **sizes}
+    return {f"{arch}.{key}": value for key, value in counts.items()}
+
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "llama": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}, expert_metadata("llama", 5, 3)),
+    "qwen2moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 64},
+        expert_metadata("qwen2moe", 6, 2, expert_feed_forward_length=32),
+    ),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+        expert_metadata("qwen3moe", 6, 2, expert_feed_forward_length=32),
+    ),
+}
+
+
+@pytest.mark.parametrize("weight_type", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_mixtures_of_experts_give_the_logits_of_transformers(
+    arch: str,
+    weight_type: Kind,
+    tmp_path: Path,
+    random_model: Any,
+    write_gguf: Any,
+    gguf_variant: Any,
+    make_runner: Any,
+) -> None:
+    kind, settings, metadata = MIXTURES[arch]
+    oracle = random_model(kind, **settings)
+    variant = gguf_variant(arch, weight_type, permute=arch == "llama", metadata=metadata)
+    path = write_gguf(tmp_path / "model.gguf", oracle, variant)
+    assert hf_config(read_header(path))["architectures"] == [type(oracle).__name__]
+    if weight_type is Kind.F32:
+        assert_same_logits(path, oracle, make_runner)
+        return
+    for weight in oracle.state_dict().values():
+        if weight.dim() == 3:
+            rounded = gguf.dequantize(gguf.quantize(weight.numpy(), weight_type), weight_type)
+            weight.copy_(torch.from_numpy(rounded))
+    slots = load_gguf(path).weight_slots()
+    experts = oracle.model.layers[1].mlp.experts
+    for expert in range(oracle.config.num_experts):
+        gate, up = experts.gate_up_proj[expert].chunk(2)
+        for projection, expected in (("gate", gate), ("up", up), ("down", experts.down_proj[expert])):
+            slot = slots[f"model.layers.1.mlp.experts.{expert}.{projection}_proj.weight"]
+            assert torch.equal(slot.tensor, expected)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_workers_of_all_engine_cores_read_their_parts_of_a_files_experts(
+    expert_parallel: bool, tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
+) -> None:
+    kind, settings, metadata = MIXTURES["qwen3moe"]
+    variant = gguf_variant("qwen3moe", Kind.Q8_0, metadata=metadata)
+    path = write_gguf(tmp_path / "model.gguf", random_model(kind, **settings), variant)
+    whole = load_gguf(path).weight_slots()
+    seen: dict[str, int] = {}
+    for rank in range(4):
+        layout = RankLayout(rank % 2, 2, dp_rank=rank // 2, dp_size=2, expert_parallel=expert_parallel)
+        for name, slot in load_gguf(path, ParallelState(layout)).weight_slots().items():
+            assert torch.equal(slot.tensor, whole[name].tensor[slot.index])
+            if ".experts." in name:
+                seen[name] = seen.get(name, 0) + slot.tensor.numel()
+    assert seen == {name: slot.tensor.numel() for name, slot in whole.items() if ".experts." in name}
 
 
 @pytest.mark.parametrize("weight_type", QUANTISABLE, ids=lambda kind: kind.name)
@@ -155,7 +233,7 @@ def test_a_block_type_without_dequantisation_is_refused_by_name() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"split.count": 3}}, "llama-gguf-split"),
-    ({"metadata": {"llama.expert_count": 8}}, "mixture-of-experts"),
+    ({"arch": "qwen3", "metadata": {"qwen3.expert_count": 8}}, "mixture-of-experts"),
     ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
     ({"metadata": {"llama.rope.dimension_count": 8}}, "8 of 16 dimensions"),
     ({"extra_tensors": {"rope_freqs.weight": np.ones(5, np.float32)}}, "5 RoPE frequency factors"),
@@ -172,7 +250,7 @@ def test_what_the_decoder_does_not_do_is_refused(
     write_gguf: Any,
     gguf_variant: Any,
 ) -> None:
-    variant = gguf_variant(arch="llama", permute=True, **settings)
+    variant = gguf_variant(**{"arch": "llama", "permute": True, **settings})
     path = write_gguf(tmp_path / "model.gguf", random_model("Llama", head_dim=16), variant)
     with pytest.raises(ModelLoadError, match=message):
         load_gguf(path)
@@ -182,7 +260,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(
     tmp_path: Path, random_model: Any, write_gguf: Any, gguf_variant: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model("Llama"), gguf_variant(arch="gemma2"))
-    with pytest.raises(ModelLoadError, match=r"gemma2.*llama, qwen2, qwen3"):
+    with pytest.raises(ModelLoadError, match=r"gemma2.*llama, qwen2, qwen2moe, qwen3, qwen3moe"):
         load_gguf(path)
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parallel_support import ThreadWorld
+from parallel_support import ThreadDataParallelGroup, ThreadWorld
 from torch import Tensor
 
-from nbengine.distributed.communicator import ParallelState
+from nbengine.distributed.communicator import ParallelState, SingleGroup
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.layers import WeightSlot
-from nbengine.models.loader import load_slots
-from nbengine.models.progress import Reporter
+from nbengine.models.redivision import Redivision
 from nbengine.models.registry import weights_bytes_of
 from nbengine.models.safetensors_loader import SafetensorsWeights
 
@@ -211,42 +211,65 @@ def test_ranks_together_hold_every_expert_and_each_reads_its_part_only(
     assert copies < 4 * sum(values.nbytes for values in whole.values())
 
 
-def redivided(
-    cores: Cores, sizes: tuple[int, int, int], expert_parallel: bool
-) -> tuple[ThreadWorld, list[dict[str, WeightSlot]]]:
-    """Give the first cores' models the places of another world; what each of them lacks."""
-    world = ThreadWorld(*sizes, expert_parallel=expert_parallel)
-    with torch.inference_mode():
-        missing = [
-            model.redivide_experts(state) for model, state in zip(cores.models, world.states, strict=False)
-        ]
-    return world, missing
+def redivide(
+    directory: Path, load: Any, sizes: tuple[int, int], expert_parallel: bool, before: int, after: int
+) -> tuple[list[DecoderForCausalLM], ThreadWorld]:
+    """The models of the engine cores that there are when their number has changed, and what they are joined by."""
+    tp, pp = sizes
+    world = ThreadWorld(tp, pp, max(before, after), expert_parallel=expert_parallel)
+
+    def layout(state: ParallelState, cores: int) -> ParallelState:
+        return replace(state, layout=replace(state.layout, dp_size=cores))
+
+    def model_of(state: ParallelState) -> DecoderForCausalLM:
+        if state.layout.dp_rank < before:
+            return load(directory, parallel=layout(state, before))
+        model = load(directory, parallel=state)
+        with torch.inference_mode():
+            for weight in model.parameters():
+                weight.fill_(torch.nan)
+        return model
+
+    models = [model_of(state) for state in world.states]
+
+    def change(state: ParallelState) -> None:
+        model = models[world.states.index(state)]
+        Redivision(before, after, state.dp, layout(state, after)).run(model)
+
+    world.run(change)
+    return models[: tp * pp * after], world
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 4), (4, 2), (2, 3)])
-def test_experts_are_divided_anew_and_what_is_missing_comes_from_the_files(
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+def test_weights_go_from_those_who_have_them_to_those_who_need_them(
+    sizes: tuple[int, int],
     before: int,
     after: int,
     expert_parallel: bool,
     tmp_path: Path,
     load: Any,
-    make_runner: Any,
     random_model: Any,
 ) -> None:
     hf_config = saved(random_model, tmp_path, "qwen3")
     whole = {name: slot.tensor for name, slot in load(tmp_path).weight_slots().items()}
-    cores = Cores((1, 1, before), expert_parallel, load, tmp_path)
-    world, missing = redivided(cores, (1, 1, after), expert_parallel)
-    for model, state, slots in zip(cores.models, world.states, missing, strict=False):
-        assert model.layout == state.layout
-        assert model.weights_bytes == weights_bytes_of(hf_config, torch.float32, state.layout)
-        path = tmp_path / "model.safetensors"
-        load_slots(slots, model.config, (path,), Reporter(None, "load"))
+    models, world = redivide(tmp_path, load, sizes, expert_parallel, before, after)
+    for model, state in zip(models, world.states, strict=False):
+        assert model.layout == replace(state.layout, dp_size=after)
+        assert model.weights_bytes == weights_bytes_of(hf_config, torch.float32, model.layout)
         for name, slot in model.weight_slots().items():
-            assert torch.equal(slot.tensor, part(slot, whole[name]))
-    if before < after and before == 1:
-        assert not missing[0], "the only worker had everything"
+            assert torch.equal(slot.tensor, part(slot, whole[name])), name
+
+
+def test_experts_that_stay_where_they_are_are_not_sent(tmp_path: Path, load: Any, random_model: Any) -> None:
+    saved(random_model, tmp_path, "mixtral of 5")
+    _, world = redivide(tmp_path, load, (1, 1), True, 4, 5)
+    group = world.states[0].dp
+    assert isinstance(group, ThreadDataParallelGroup)
+    sent = [shape for name, shape in group.calls if name == "broadcast"]
+    # Of five experts on four cores only the second of the first core moves, and all those after it.
+    assert sent.count((48, 64)) == 3 * 2 * 4
 
 
 def test_redivided_experts_compute_with_the_new_group(
@@ -255,16 +278,14 @@ def test_redivided_experts_compute_with_the_new_group(
     saved(random_model, tmp_path, "qwen3")
     cores = Cores((1, 1, 1), True, load, tmp_path)
     (alone,) = cores.run([[{"a": [1, 2, 3]}]], make_runner)
-    world, _ = redivided(cores, (1, 1, 2), True)
-    joined = load(tmp_path, parallel=world.states[1])
-    cores.world, cores.models = world, [*cores.models, joined]
+    cores.models, cores.world = redivide(tmp_path, load, (1, 1), True, 1, 2)
     (both,) = cores.run([[{"a": [1, 2, 3]}, {"b": [4]}]], make_runner)
     torch.testing.assert_close(both[0]["a"], alone[0]["a"], rtol=0, atol=1e-4)
 
 
-def test_an_unchanged_division_loads_and_copies_nothing(tmp_path: Path, load: Any, random_model: Any) -> None:
+def test_an_unchanged_division_copies_nothing(tmp_path: Path, load: Any, random_model: Any) -> None:
     saved(random_model, tmp_path)
     model = load(tmp_path)
     before = [weight.data_ptr() for weight in model.parameters()]
-    assert model.redivide_experts(ParallelState()) == {}
+    Redivision(1, 1, SingleGroup(), ParallelState()).run(model)
     assert [weight.data_ptr() for weight in model.parameters()] == before

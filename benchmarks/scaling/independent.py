@@ -1,0 +1,313 @@
+"""Many engine cores and many clients as a simulation of discrete events: independent ranks, real decisions.
+
+The coordinator's statistics are kept by `CoordinatorState`, the clients decide with the rules of `scaling.rules`; time,
+processes and sockets are made up from recorded costs. The coordinator is one server: it takes in a message after
+another, and publishes when nothing is left to read, as the host's poll loop does. A prompt costs no more than the step
+in which its first token comes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scaling.costs import Costs
+from scaling.rules import CENTRAL, RULES, Rule
+
+from nbengine.engine import coordinator as coordinator_module
+from nbengine.engine.coordinator import CoordinatorState
+from nbengine.ipc.messages import EngineCoreOutputs
+from nbengine.metrics.stats import EngineStats, SchedulerStats
+
+LENGTHS: dict[str, Callable[[random.Random], int]] = {
+    "equal": lambda rng: 200,
+    "random": lambda rng: 1 + int(rng.expovariate(1 / 199)),
+    "skewed": lambda rng: 50 if rng.random() < 0.9 else 1550,
+}
+"""Output tokens of a request, 200 in the mean."""
+MEAN_LENGTH = 200
+SAMPLE_INTERVAL = 0.1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated. `load` is the share of what all ranks can do together that is asked of them."""
+
+    num_ranks: int = 256
+    num_clients: int = 32
+    load: float = 0.85
+    lengths: str = "skewed"
+    rule: str = "ours"
+    publish_interval: float = 0.1
+    max_num_seqs: int = 32
+    seconds: float = 20.0
+    warm_up: float = 10.0
+    seed: int = 1
+    speed: float = 1.0
+    """How many times as fast the steps are as the recorded ones."""
+
+    def request_rate(self, costs: Costs) -> float:
+        """Requests a second of all clients together."""
+        step = costs.step_time(self.max_num_seqs) / self.speed
+        return self.load * self.num_ranks * self.max_num_seqs / step / MEAN_LENGTH
+
+
+class Request:
+    """A request on its way."""
+
+    __slots__ = ("arrived", "begun", "client", "epoch", "length", "rank", "started")
+
+    def __init__(self, client: int, length: int, arrived: float) -> None:
+        self.client = client
+        self.length = length
+        self.arrived = arrived
+        self.started = -1.0
+        self.rank = -1
+        self.epoch = 0
+        self.begun = False
+
+
+class Core:
+    """An engine core: every step gives each of its at most `max_num_seqs` requests one token."""
+
+    __slots__ = ("fresh", "number", "running", "step", "stepping", "waiting", "work")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.waiting: deque[Request] = deque()
+        self.running: list[tuple[int, int, Request]] = []
+        """A heap by the step that ends each."""
+        self.fresh: list[Request] = []
+        """Those whose first token the step brings."""
+        self.step = 0
+        self.stepping = False
+        self.work = 0
+        """Tokens that are still to come."""
+
+    @property
+    def outstanding(self) -> int:
+        """Requests."""
+        return len(self.waiting) + len(self.running)
+
+    def stats(self) -> SchedulerStats:
+        """As the scheduler reports them after a step."""
+        return SchedulerStats(self.number, len(self.running), len(self.waiting), step_counter=self.step)
+
+
+@dataclass
+class Outcome:
+    """What was seen after the warm-up."""
+
+    num_arrived: int = 0
+    num_finished: int = 0
+    num_unfinished: int = 0
+    waits: list[float] = field(default_factory=list)
+    """Seconds from arrival to the beginning of the first step."""
+    request_imbalance: list[float] = field(default_factory=list)
+    """Of each sample: requests of the rank that has most, by the mean."""
+    work_imbalance: list[float] = field(default_factory=list)
+    """The same with tokens."""
+    crowding: list[float] = field(default_factory=list)
+    """Of each interval between two snapshots: requests sent to the rank that got most."""
+    collisions: int = 0
+    """Requests sent to a rank that another client had chosen since the last snapshot."""
+    ages: list[float] = field(default_factory=list)
+    """Seconds from a rank's step to the clients' knowledge of it."""
+    num_publications: int = 0
+    coordinator_busy: float = 0.0
+    client_busy: float = 0.0
+    """Seconds, of all clients, spent with snapshots and with choosing."""
+    duration: float = 0.0
+
+
+class Simulation:
+    """One run. `run` returns what came of it; the same setting gives the same again."""
+
+    def __init__(self, setting: Setting, costs: Costs) -> None:
+        self.setting = setting
+        self.costs = costs
+        self.outcome = Outcome(duration=setting.seconds)
+        self._rng = random.Random(setting.seed)
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._cores = [Core(number) for number in range(setting.num_ranks)]
+        self._central: deque[Request] | None = deque() if setting.rule == CENTRAL else None
+        self._rules: list[Rule] = []
+        if self._central is None:
+            make = RULES[setting.rule]
+            self._rules = [
+                make(
+                    setting.num_ranks, setting.num_clients, client, random.Random(f"{setting.seed} {client}")
+                )
+                for client in range(setting.num_clients)
+            ]
+        self._state = CoordinatorState(setting.num_ranks)
+        self._free_at = 0.0
+        self._is_publishing = False
+        self._unpublished: dict[int, float] = {}
+        self._chosen: dict[int, tuple[int, int]] = {}
+        """Since the last snapshot: how many requests each rank got, and the client that sent the last (-1: several)."""
+
+    def run(self) -> Outcome:
+        """Simulate."""
+        setting = self.setting
+        self._rate = setting.request_rate(self.costs)
+        self._end = setting.warm_up + setting.seconds
+        self._at(self._rng.expovariate(self._rate), self._arrive)
+        self._at(setting.warm_up, self._sample)
+        before, coordinator_module.PUBLISH_INTERVAL = (
+            coordinator_module.PUBLISH_INTERVAL,
+            setting.publish_interval,
+        )
+        try:
+            while self._events and self._events[0][0] < self._end:
+                self._now, _, call, arguments = heapq.heappop(self._events)
+                call(*arguments)
+        finally:
+            coordinator_module.PUBLISH_INTERVAL = before
+        self.outcome.num_unfinished = sum(core.outstanding for core in self._cores) + len(self._central or ())
+        return self.outcome
+
+    @property
+    def _counts(self) -> bool:
+        return self._now >= self.setting.warm_up
+
+    def _at(self, moment: float, call: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._events, (moment, next(self._numbers), call, arguments))
+
+    # Requests.
+
+    def _arrive(self) -> None:
+        self._at(self._now + self._rng.expovariate(self._rate), self._arrive)
+        client = self._rng.randrange(self.setting.num_clients)
+        request = Request(client, LENGTHS[self.setting.lengths](self._rng), self._now)
+        self.outcome.num_arrived += 1
+        if self._central is not None:
+            self._central.append(request)
+            core = min(self._cores, key=lambda core: len(core.running) + len(core.waiting))
+            if core.outstanding < self.setting.max_num_seqs:
+                self._give(core, self._central.popleft())
+            return
+        rule = self._rules[client]
+        request.rank, request.epoch = rule.send()
+        if self._counts:
+            self.outcome.client_busy += self.costs.choose + self.costs.choose_rank * self.setting.num_ranks
+        self._note_choice(request)
+        self._at(self._now + self.costs.deliver, self._give, self._cores[request.rank], request)
+
+    def _note_choice(self, request: Request) -> None:
+        count, owner = self._chosen.get(request.rank, (0, request.client))
+        if owner != request.client:
+            owner = -1
+            self.outcome.collisions += self._counts
+        self._chosen[request.rank] = (count + 1, owner)
+
+    def _give(self, core: Core, request: Request) -> None:
+        core.waiting.append(request)
+        core.work += request.length
+        if not core.stepping:
+            self._begin_step(core)
+
+    # Steps.
+
+    def _begin_step(self, core: Core) -> None:
+        room = self.setting.max_num_seqs - len(core.running)
+        while core.waiting and room:
+            request = core.waiting.popleft()
+            request.started = self._now
+            if request.arrived >= self.setting.warm_up:
+                self.outcome.waits.append(self._now - request.arrived)
+            heapq.heappush(core.running, (core.step + request.length, next(self._numbers), request))
+            core.fresh.append(request)
+            room -= 1
+        core.stepping = True
+        duration = self.costs.step_time(len(core.running)) / self.setting.speed
+        self._at(self._now + duration, self._end_step, core)
+
+    def _end_step(self, core: Core) -> None:
+        core.step += 1
+        core.work -= len(core.running)
+        ended = []
+        while core.running and core.running[0][0] <= core.step:
+            ended.append(heapq.heappop(core.running)[2])
+        self._report(core, ended)
+        while self._central and core.outstanding < self.setting.max_num_seqs:
+            self._give(core, self._central.popleft())
+        if core.running or core.waiting:
+            self._begin_step(core)
+        else:
+            core.stepping = False
+
+    def _report(self, core: Core, ended: list[Request]) -> None:
+        begun, core.fresh = core.fresh, []
+        self.outcome.num_finished += len(ended)
+        if self._central is not None:
+            return
+        if begun or ended:
+            self._at(self._now + self.costs.deliver, self._outputs, begun, ended)
+        self._at(self._now + self.costs.deliver, self._take_in, core.stats(), self._now)
+
+    def _outputs(self, begun: list[Request], ended: list[Request]) -> None:
+        for request in begun:
+            self._rules[request.client].begin(request.rank, request.epoch)
+        for request in ended:
+            self._rules[request.client].end(request.rank, request.epoch)
+
+    # The coordinator.
+
+    def _take_in(self, stats: SchedulerStats, made_at: float) -> None:
+        self._occupy(self.costs.take_in)
+        self._state.observe(EngineCoreOutputs(stats.engine_index, scheduler_stats=stats), self._now)
+        self._unpublished[stats.engine_index] = made_at
+        if not self._is_publishing:
+            self._is_publishing = True
+            self._look_at_due()
+
+    def _look_at_due(self) -> None:
+        due = self._state.due
+        if due is None:
+            self._is_publishing = False
+        elif max(due, self._free_at) > self._now:
+            self._at(max(due, self._free_at), self._look_at_due)
+        else:
+            self._publish()
+
+    def _publish(self) -> None:
+        setting = self.setting
+        self._is_publishing = False
+        stats = self._state.publish(self._now, self._now)
+        self._occupy(self.costs.publication(setting.num_ranks, setting.num_clients))
+        made_at, self._unpublished = self._unpublished, {}
+        self._at(self._free_at + self.costs.deliver, self._snapshot, stats, list(made_at.values()))
+
+    def _occupy(self, seconds: float) -> None:
+        self._free_at = max(self._free_at, self._now) + seconds
+        if self._counts:
+            self.outcome.coordinator_busy += seconds
+
+    def _snapshot(self, stats: EngineStats, made_at: list[float]) -> None:
+        for rule in self._rules:
+            rule.observe(stats)
+        chosen, self._chosen = self._chosen, {}
+        if not self._counts:
+            return
+        self.outcome.num_publications += 1
+        self.outcome.ages.extend(self._now - moment for moment in made_at)
+        self.outcome.crowding.append(max((count for count, _ in chosen.values()), default=0))
+        each = self.costs.observe + self.costs.observe_rank * self.setting.num_ranks
+        self.outcome.client_busy += each * self.setting.num_clients
+
+    def _sample(self) -> None:
+        self._at(self._now + SAMPLE_INTERVAL, self._sample)
+        for figures, values in (
+            (self.outcome.request_imbalance, [core.outstanding for core in self._cores]),
+            (self.outcome.work_imbalance, [core.work for core in self._cores]),
+        ):
+            mean = sum(values) / len(values)
+            if mean:
+                figures.append(max(values) / mean)

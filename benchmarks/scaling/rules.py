@@ -1,0 +1,140 @@
+"""Rules by which a client chooses an engine core for a request, all behind one interface.
+
+Each client has a rule of its own and sees what a real client sees: the coordinator's snapshots, and the outputs of its
+own requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from nbengine.client.load_balancer import LoadBalancer
+from nbengine.metrics.stats import EngineStats
+
+
+class Rule(Protocol):
+    """One client's choice."""
+
+    def observe(self, stats: EngineStats) -> None:
+        """A snapshot has come."""
+
+    def send(self) -> tuple[int, int]:
+        """Choose a rank for the next request and count it there; the second number is for `begin` and `end`."""
+
+    def begin(self, rank: int, epoch: int) -> None:
+        """A request has had its first output."""
+
+    def end(self, rank: int, epoch: int) -> None:
+        """A request has ended."""
+
+
+class Ours:
+    """`LoadBalancer`, as `DPLBAsyncMPClient` uses it."""
+
+    def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
+        self.balancer = LoadBalancer(start=client * num_ranks // num_clients)
+        self.balancer.set_ranks(range(num_ranks))
+
+    def observe(self, stats: EngineStats) -> None:
+        self.balancer.observe(stats)
+
+    def send(self) -> tuple[int, int]:
+        rank = self.choose()
+        return rank, self.balancer.add(rank)
+
+    def choose(self) -> int:
+        return self.balancer.pick()
+
+    def begin(self, rank: int, epoch: int) -> None:
+        self.balancer.begin(rank, epoch)
+
+    def end(self, rank: int, epoch: int) -> None:
+        self.balancer.end(rank, epoch, begun=True)
+
+
+class TwoChoices(Ours):
+    """The less busy one of two ranks drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load
+    Balancing", 2001), by the scores of `LoadBalancer`."""
+
+    def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
+        super().__init__(num_ranks, num_clients, client, rng)
+        self._rng = rng
+        self._num_ranks = num_ranks
+
+    def choose(self) -> int:
+        first = self._rng.randrange(self._num_ranks)
+        second = self._rng.randrange(self._num_ranks)
+        return min(first, second, key=self.balancer.score)
+
+
+class LeastScore:
+    """The least `4 * waiting + running`, looked for from the same place each time; a request adds `increment` to what
+    is waiting there until the next snapshot."""
+
+    def __init__(self, increment: int, num_ranks: int, start: int) -> None:
+        self._increment = increment
+        self._start = start
+        self._scores = [0] * num_ranks
+
+    def observe(self, stats: EngineStats) -> None:
+        for engine in stats.engines:
+            self._scores[engine.engine_index] = 4 * engine.num_waiting_reqs + engine.num_running_reqs
+
+    def send(self) -> tuple[int, int]:
+        least = min(self._scores)
+        try:
+            rank = self._scores.index(least, self._start)
+        except ValueError:
+            rank = self._scores.index(least)
+        self._scores[rank] += 4 * self._increment
+        return rank, 0
+
+    def begin(self, rank: int, epoch: int) -> None:
+        """Nothing is known of single requests."""
+
+    def end(self, rank: int, epoch: int) -> None:
+        """Nothing is known of single requests."""
+
+
+class Blind:
+    """Looks at nothing: at random, or one after another."""
+
+    def __init__(self, num_ranks: int, rng: random.Random | None, start: int = 0) -> None:
+        self._num_ranks = num_ranks
+        self._rng = rng
+        self._next = start
+
+    def observe(self, stats: EngineStats) -> None:
+        """Not looked at."""
+
+    def send(self) -> tuple[int, int]:
+        if self._rng is not None:
+            return self._rng.randrange(self._num_ranks), 0
+        self._next = (self._next + 1) % self._num_ranks
+        return self._next, 0
+
+    def begin(self, rank: int, epoch: int) -> None:
+        """Not looked at."""
+
+    def end(self, rank: int, epoch: int) -> None:
+        """Not looked at."""
+
+
+MakeRule = Callable[[int, int, int, random.Random], Rule]
+"""From the number of ranks, of clients, the client's own number, and random numbers."""
+
+CENTRAL = "one queue for all"
+RULES: dict[str, MakeRule] = {
+    "ours": Ours,
+    "two choices": TwoChoices,
+    "snapshot alone": lambda ranks, clients, client, rng: LeastScore(0, ranks, client * ranks // clients),
+    "snapshot + own": lambda ranks, clients, client, rng: LeastScore(1, ranks, client * ranks // clients),
+    "snapshot + own × clients": lambda ranks, clients, client, rng: LeastScore(
+        clients, ranks, client * ranks // clients
+    ),
+    "round robin": lambda ranks, clients, client, rng: Blind(ranks, None, client * ranks // clients),
+    "random": lambda ranks, clients, client, rng: Blind(ranks, rng),
+}
+"""By the names that tables and plots have; `CENTRAL` is none of them: no client can do that."""

@@ -1,0 +1,91 @@
+"""Which engine cores are likely to have the start of a prompt in their prefix caches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from nbengine.ipc.messages import EngineCoreRequest
+from nbengine.kv_cache.prefix import BlockHasher
+
+MAX_BLOCKS = 64
+"""Blocks of a prompt that are looked at: enough to tell conversations apart, and hashed in some 50 microseconds."""
+
+
+class PrefixAffinity:
+    """Remembers to which rank prompts were sent, by the chained hashes of their first full blocks.
+
+    The hashes are the engine cores' own (`BlockHasher`, cache salt included). A rank's entries are bounded by the
+    number of its KV blocks; the least recently sent go first, and of one prompt the last blocks, as in the cache
+    itself. It is a guess: what other clients send, and what the cores evict, is not seen here. A wrong one costs a
+    prefill.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._hasher = BlockHasher(block_size)
+        self._holders: dict[bytes, int] = {}
+        """Bit set of ranks by hash."""
+        self._recent: dict[int, OrderedDict[bytes, None]] = {}
+        """By rank, the least recently sent first."""
+        self._bounds: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def set_bound(self, rank: int, num_blocks: int) -> None:
+        """A rank has come, or has started anew: it has `num_blocks` blocks, all of them empty."""
+        self.forget(rank)
+        self._bounds[rank] = num_blocks
+        self._recent[rank] = OrderedDict()
+
+    def forget(self, rank: int) -> None:
+        """A rank has gone, and its cache with it."""
+        self._bounds.pop(rank, None)
+        for block in self._recent.pop(rank, ()):
+            self._drop(block, rank)
+
+    def hashes(self, request: EngineCoreRequest) -> list[bytes]:
+        """The hashes of a request's first full blocks; none of a prompt without token ids of its own."""
+        hashes: list[bytes] = []
+        if request.prompt_token_ids and request.prompt_embeds is None:
+            salt = request.cache_salt
+            extra_keys = () if salt is None else (("cache_salt", salt),)
+            first = request.prompt_token_ids[: MAX_BLOCKS * self._hasher.block_size]
+            self._hasher.extend(hashes, first, extra_keys)
+        return hashes
+
+    def best(self, hashes: Iterable[bytes], ranks: Iterable[int]) -> int | None:
+        """Of `ranks` the one that was sent the longest start of these blocks; None if nobody was sent the first."""
+        left = 0
+        for rank in ranks:
+            left |= 1 << rank
+        found = 0
+        for block in hashes:
+            left &= self._holders.get(block, 0)
+            if not left:
+                break
+            found = left
+        # The lowest of several: they are equally good.
+        return (found & -found).bit_length() - 1 if found else None
+
+    def sent(self, hashes: list[bytes], rank: int) -> None:
+        """Note that a rank will have these blocks."""
+        recent = self._recent.get(rank)
+        if recent is None:
+            return
+        bit = 1 << rank
+        # The first blocks last, so that they stay longest.
+        for block in reversed(hashes):
+            recent[block] = None
+            recent.move_to_end(block)
+            self._holders[block] = self._holders.get(block, 0) | bit
+        while len(recent) > self._bounds[rank]:
+            block, _ = recent.popitem(last=False)
+            self._drop(block, rank)
+
+    def _drop(self, block: bytes, rank: int) -> None:
+        left = self._holders[block] & ~(1 << rank)
+        if left:
+            self._holders[block] = left
+        else:
+            del self._holders[block]

@@ -1,0 +1,169 @@
+"""The bridge: a process that is a driver of a Ray cluster, on behalf of its parent, the owner.
+
+Ray ends a driver that has lost its node or the cluster, takes over its signal handlers, and kills its children: an
+engine's host or core must not be one itself. When a driver ends, Ray ends all of its actors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
+from ray.job_config import JobConfig
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import nbengine
+from nbengine.cluster.actor import IN, LANES, OUT, NodeActor
+from nbengine.cluster.describe import describe_ray_error, no_room
+from nbengine.cluster.messages import (
+    BridgeToOwner,
+    Connected,
+    FromKeeper,
+    Lost,
+    NoCluster,
+    OwnerToBridge,
+    Release,
+    Reserve,
+    ToKeeper,
+)
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 3.0
+"""How long Ray may take to say goodbye to the cluster."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Processes that were asked for together."""
+
+    room: PlacementGroup
+    actors: list[Any] = field(default_factory=list)
+
+
+class Bridge:
+    """Passes messages between the owner, at the other end of `connection`, and keepers on the nodes."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._decoder: msgspec.msgpack.Decoder[OwnerToBridge] = msgspec.msgpack.Decoder(OwnerToBridge)
+        self._groups: dict[int, _Group] = {}
+
+    def run(self) -> None:
+        """Serve the owner until it is gone."""
+        try:
+            while True:
+                self._obey(self._decoder.decode(self._connection.recv_bytes()))
+        except (EOFError, OSError):
+            logger.debug("the owner is gone")
+
+    def tell(self, message: BridgeToOwner) -> None:
+        """Send the owner a message, from any thread."""
+        with self._sending:
+            self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def _obey(self, message: OwnerToBridge) -> None:
+        match message:
+            case Reserve(group, bundles):
+                room = placement_group(bundles, strategy="PACK")
+                self._groups[group] = _Group(room)
+                self._in_thread(self._start, message, self._groups[group])
+            case ToKeeper(number, index, content):
+                if (known := self._groups.get(number)) is not None and known.actors:
+                    known.actors[index].send.options(concurrency_group=IN).remote(content)
+            case Release(number):
+                if (gone := self._groups.pop(number, None)) is not None:
+                    self._release(gone)
+
+    def _in_thread(self, function: Any, *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+
+    def _start(self, wanted: Reserve, group: _Group) -> None:
+        """Wait for the room, then start an actor in each bundle."""
+        try:
+            self._start_actors(wanted, group)
+        except (RayError, ValueError) as error:
+            self.tell(Lost(wanted.group, None, describe_ray_error(error)))
+
+    def _start_actors(self, wanted: Reserve, group: _Group) -> None:
+        if not group.room.wait(wanted.patience):
+            cause = no_room(wanted.bundles, wanted.patience, ray.nodes(), available_resources_per_node())
+            self.tell(Lost(wanted.group, None, cause))
+            return
+        for index, bundle in enumerate(wanted.bundles):
+            group.actors.append(_make_actor(group.room, index, bundle))
+        for index, actor in enumerate(group.actors):
+            self._in_thread(self._relay, wanted, index, actor)
+
+    def _relay(self, wanted: Reserve, index: int, actor: Any) -> None:
+        """Have a keeper started, and pass on what it says."""
+        try:
+            label = wanted.label if len(wanted.bundles) == 1 else f"{wanted.label}.rank{index}"
+            open_keeper = actor.open.options(concurrency_group=IN)
+            receive = actor.receive.options(concurrency_group=OUT)
+            cause: str | None = ray.get(open_keeper.remote(nbengine.__version__, label))
+            while cause is None:
+                message: bytes | None = ray.get(receive.remote())
+                if message is None:
+                    cause = "its keeper has ended"
+                else:
+                    self.tell(FromKeeper(wanted.group, index, message))
+        except RayError as error:
+            cause = describe_ray_error(error)
+        self.tell(Lost(wanted.group, index, cause))
+
+    def _release(self, group: _Group) -> None:
+        for actor in group.actors:
+            ray.kill(actor)
+        remove_placement_group(group.room)
+
+
+def _make_actor(room: PlacementGroup, index: int, bundle: Mapping[str, float]) -> Any:
+    others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+    make = ray.remote(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        resources=others,
+        concurrency_groups=LANES,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index),
+    )
+    return make(NodeActor).remote()
+
+
+def run_bridge(fd: int, address: str | None, name: str) -> None:
+    """Run the bridge in this process, which ends when the owner's end of the socket `fd` is closed."""
+    os.set_inheritable(fd, False)
+    bridge = Bridge(Connection(fd))
+    try:
+        bridge.tell(Connected(_connect(address, name)))
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        logger.debug("no cluster", exc_info=True)
+        bridge.tell(NoCluster(describe_ray_error(error)))
+        return
+    bridge.run()
+    farewell = threading.Thread(target=ray.shutdown, daemon=True)
+    farewell.start()
+    farewell.join(SHUTDOWN_SECONDS)
+
+
+def _connect(address: str | None, name: str) -> str:
+    """Become a driver of the cluster, and return the address that its nodes know it by."""
+    ray.init(
+        address or "auto",
+        namespace=name,
+        job_config=JobConfig(metadata={"job_name": name}),
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    return str(ray.get_runtime_context().gcs_address)
