@@ -13,7 +13,7 @@ import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, EngineUnderTest, fake_config
 from process_support.namespaces import FarClient, TwoMachines, why_not
 
-from nbengine.client.connection import connection_file
+from nbengine.client.connection import connection_file, remove_engine_files
 from nbengine.config import ParallelConfig
 from nbengine.models.files import resolve_model
 
@@ -94,9 +94,9 @@ def test_a_client_on_another_machine_outlives_its_missing_pid(
 ) -> None:
     client = far_client()
     # Several looks at the clients' processes, and heartbeats enough to renew the lease.
-    client.say("generate", "long", 0, 250)
+    client.say("generate", "long", 0, 180)
     tokens, last = client.collect("long")
-    assert len(tokens) == 250
+    assert len(tokens) == 180
     assert "end" in last
     assert "is gone" not in engine.log()
 
@@ -110,6 +110,9 @@ def test_a_client_hears_that_the_engine_was_killed(
     killed = time.monotonic()
     for process in engine.processes():
         os.kill(process.pid, signal.SIGKILL)
+    engine.host.wait()
+    # Nothing of it is left that could; elsewhere `reap` would come upon its files.
+    remove_engine_files(engine.info)
     _, last = client.collect("r")
     assert last["error"] in ("EngineDeadError", "LeaseExpiredError")
     client.say("generate", "later", 0, 1)
