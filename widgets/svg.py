@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -105,6 +106,18 @@ class Drawing:
             self._head(points[-2], points[-1])
         if start:
             self._head(points[1], points[0])
+
+    def curve(self, points: Sequence[tuple[float, float]], color: str, *, dashed: bool = False) -> None:
+        """A coloured line from point to point."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="6 4"' if dashed else ""
+        self._elements.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>'
+        )
+
+    def dot(self, x: float, y: float, color: str) -> None:
+        """A point of a curve."""
+        self._elements.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
 
     def cross(self, rect: Rect, color: str) -> None:
         """Both diagonals of a rectangle."""

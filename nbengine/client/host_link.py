@@ -11,13 +11,14 @@ import uuid
 import weakref
 from collections import deque
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import zmq
 
 from nbengine.client.connection import ConnectionInfo, process_alive, remove_engine_files
 from nbengine.client.host_connection import HostConnection
 from nbengine.client.launch import bury_child, host_exit
+from nbengine.client.link_listener import LinkListener
 from nbengine.client.processes import create_time_of, kill_session, wait_for_host
 from nbengine.client.scale_calls import ScaleCalls
 from nbengine.client.wake import WakePipe
@@ -66,31 +67,6 @@ class _Farewell(NamedTuple):
     """An engine core has said good-bye to the client."""
 
     rank: int
-
-
-class LinkListener(Protocol):
-    """What a `HostLink` tells its client. Called on the link's thread; must not block."""
-
-    def on_attached(self, client_index: int, engine_ranks: list[int], tensor_dir: str) -> None:
-        """A lease is held; the engines will connect to the client's sockets, and take tensors in `tensor_dir`."""
-
-    def on_progress(self, progress: Progress) -> None:
-        """The start makes progress."""
-
-    def on_ready(self, ready: EngineReady) -> None:
-        """An engine core is ready, at the start or later."""
-
-    def on_ranks_changed(self, engine_ranks: list[int]) -> None:
-        """Requests may be sent to these engine cores, and to no others."""
-
-    def on_engine_lost(self, lost: EngineLost) -> None:
-        """One engine core of several has ended; `on_ranks_changed` has come before."""
-
-    def on_lease_lost(self, error: LeaseExpiredError) -> None:
-        """What was asked for is gone; the link is attaching anew."""
-
-    def on_dead(self, error: EngineStartError | EngineDeadError) -> None:
-        """The engine has ended; nothing more will come."""
 
 
 class HostLink:
@@ -265,7 +241,9 @@ class HostLink:
             case EngineLost():
                 self._listener.on_engine_lost(message)
             case Scaled():
-                self._scale_calls.answer(message, self.info.name)
+                future = self._scale_calls.take()
+                if future is not None:
+                    self._listener.on_scaled(future, message)
             case LeaseLost(reason):
                 self._on_lease_lost(reason)
             case EngineDead():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from nbengine.errors import NBEngineError
-from nbengine.ipc.messages import Scaled, ScaleElasticEP
+from nbengine.ipc.messages import ScaleElasticEP
 
 
 class ScaleCalls:
@@ -26,16 +26,10 @@ class ScaleCalls:
             post(ScaleElasticEP(data_parallel_size))
         return future
 
-    def answer(self, answer: Scaled, engine: str) -> None:
-        """The host of `engine` has answered the oldest call."""
+    def take(self) -> Future[int] | None:
+        """The oldest call, which the host has answered; None if there is none."""
         with self._lock:
-            future = self._waiting.popleft() if self._waiting else None
-        if future is None or not future.set_running_or_notify_cancel():
-            return
-        if answer.error is None:
-            future.set_result(answer.data_parallel_size)
-        else:
-            future.set_exception(NBEngineError(f"engine {engine} was not scaled: {answer.error}"))
+            return self._waiting.popleft() if self._waiting else None
 
     def fail(self, error: NBEngineError) -> None:
         """No call will be answered."""

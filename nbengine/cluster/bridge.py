@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import nbengine
 from nbengine.cluster.actor import IN, LANES, OUT, NodeActor
-from nbengine.cluster.describe import describe_ray_error, no_room
+from nbengine.cluster.describe import describe_ray_error, no_cluster, no_room
 from nbengine.cluster.messages import (
     BridgeToOwner,
     Connected,
@@ -39,6 +40,8 @@ from nbengine.cluster.messages import (
 
 logger = logging.getLogger(__name__)
 
+CONNECT_SECONDS, ANSWER_SECONDS = 30.0, 5.0
+"""How long it may take to become a driver of the cluster, and to find somebody listening at its address."""
 SHUTDOWN_SECONDS = 3.0
 """How long Ray may take to say goodbye to the cluster."""
 
@@ -142,25 +145,43 @@ def _make_actor(room: PlacementGroup, index: int, bundle: Mapping[str, float]) -
 
 
 def run_bridge(fd: int, address: str | None, name: str) -> None:
-    """Run the bridge in this process, which ends when the owner's end of the socket `fd` is closed."""
+    """Run the bridge in this process, which ends when the owner's end of the socket `fd` is closed.
+
+    `address` is the cluster's, None for the one that `RAY_ADDRESS` names or that this machine belongs to.
+    """
     os.set_inheritable(fd, False)
     bridge = Bridge(Connection(fd))
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+
+    def give_up() -> None:
+        bridge.tell(NoCluster(no_cluster(address, f"no answer within {CONNECT_SECONDS:g} s")))
+        os._exit(1)
+
+    patience = threading.Timer(CONNECT_SECONDS, give_up)
+    patience.daemon = True
+    patience.start()
     try:
-        bridge.tell(Connected(_connect(address, name)))
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        cluster = _connect(address, name)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         logger.debug("no cluster", exc_info=True)
-        bridge.tell(NoCluster(describe_ray_error(error)))
+        bridge.tell(NoCluster(no_cluster(address, describe_ray_error(error))))
         return
+    patience.cancel()
+    bridge.tell(Connected(cluster))
     bridge.run()
     farewell = threading.Thread(target=ray.shutdown, daemon=True)
     farewell.start()
     farewell.join(SHUTDOWN_SECONDS)
 
 
-def _connect(address: str | None, name: str) -> str:
+def _connect(address: str, name: str) -> str:
     """Become a driver of the cluster, and return the address that its nodes know it by."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        # Ray would try for minutes.
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
     ray.init(
-        address or "auto",
+        address,
         namespace=name,
         job_config=JobConfig(metadata={"job_name": name}),
         log_to_driver=False,

@@ -82,7 +82,10 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
 def config_of_rank(config: EngineConfig, rank: int, handshake: EngineHandshakeMetadata) -> EngineConfig:
     """Return the configuration of one engine core; how many there are may have changed since it was written."""
     parallel = dataclasses.replace(
-        config.parallel, data_parallel_rank=rank, data_parallel_size=handshake.data_parallel_size
+        config.parallel,
+        data_parallel_rank=rank,
+        data_parallel_size=handshake.data_parallel_size,
+        data_parallel_joins_later=handshake.joins_later,
     )
     return dataclasses.replace(config, parallel=parallel)
 

@@ -53,6 +53,7 @@ from nbengine.ipc.messages import (
     EngineHandshakeMetadata,
     EngineLost,
     EngineReady,
+    GroupChanged,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -203,6 +204,8 @@ class HostState:
                 return self._to_all_clients(message)
             case EngineReady():
                 return self._on_ready(life, message, now)
+            case GroupChanged():
+                return []
             case EngineDead():
                 return self._on_core_dying(life, message, now)
 

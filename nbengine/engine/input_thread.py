@@ -29,7 +29,9 @@ from nbengine.errors import NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     AttachClient,
+    ChangeGroup,
     ClientLost,
+    CoreToHost,
     DetachClient,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -57,8 +59,8 @@ Preprocess = Callable[[EngineCoreRequest], tuple[Request, int]]
 class InputThread(threading.Thread):
     """Reads the control socket and every client's DEALER. It owns `control` while it runs.
 
-    `stop`, to be called on one other thread, ends it. Clients may leave tensors in `tensor_dir`, if there is one.
-    Cores in lock step hear of waves at `wave_address`.
+    `stop`, to be called on one other thread, ends it; `tell_host` is for the same thread. Clients may leave tensors in
+    `tensor_dir`, if there is one. Cores in lock step hear of waves at `wave_address`.
     """
 
     def __init__(
@@ -96,6 +98,10 @@ class InputThread(threading.Thread):
         self._any_decoder: MsgpackDecoder[Any] = MsgpackDecoder(Any, tensors)
         self._wave_decoder: MsgpackDecoder[tuple[int, int]] = MsgpackDecoder(tuple[int, int])
 
+    def tell_host(self, message: CoreToHost) -> None:
+        """Send a message on the control socket, after `start`."""
+        self._stopper.send(encode_control(message))
+
     def stop(self) -> None:
         """End the thread and wait for it; the control socket is the caller's again."""
         if self.ident is not None:
@@ -113,7 +119,8 @@ class InputThread(threading.Thread):
         except Exception as error:
             logger.exception("the input thread failed")
             self._input_queue.put(ThreadFailed(self.name, error))
-            stop.recv()
+            while stop.recv():
+                pass
         finally:
             self.connections.stop()
             for socket in (stop, *self._client_of):
@@ -127,8 +134,11 @@ class InputThread(threading.Thread):
         while True:
             for socket, _ in cast("list[tuple[zmq.Socket[bytes], int]]", self._poller.poll()):
                 if socket is stop:
-                    return
-                if socket is self._control:
+                    message = stop.recv()
+                    if not message:
+                        return
+                    self._control.send(message)
+                elif socket is self._control:
                     self._on_control(socket.recv())
                 elif socket is self._waves:
                     self._on_wave(socket.recv_multipart())
@@ -152,7 +162,7 @@ class InputThread(threading.Thread):
                 self._detach(client_index)
                 self._aborts_queue.put((client_index, None))
                 self._input_queue.put(message)
-            case WantKVEvents() | ShutdownEngine():
+            case WantKVEvents() | ShutdownEngine() | ChangeGroup():
                 self._input_queue.put(message)
             case _:
                 logger.warning("dropped a %s that came after the handshake", type(message).__name__)

@@ -339,6 +339,8 @@ class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
     """See `EngineCoreOutputs`."""
     data_parallel_size: int = 1
     """How many engine cores there are now, this one included."""
+    joins_later: bool = False
+    """The others are in lock step already: this one joins them with a `ChangeGroup`."""
 
 
 class AttachClient(msgspec.Struct, tag="attach_client"):
@@ -378,6 +380,25 @@ class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
     requeue: bool = False
 
 
+class ChangeGroup(msgspec.Struct, tag="change_group"):
+    """Host to engine cores in lock step: `after` of them are to step together instead of `before`.
+
+    All of them get it, those that come and those that leave too. They make the change between two waves when the last one
+    knows of it and those that leave have no requests any more. `init_method` is where their workers meet then.
+    """
+
+    before: int
+    after: int
+    init_method: str
+
+
+class GroupChanged(msgspec.Struct, tag="group_changed"):
+    """Engine core to host: it is one of `after` now. A core that leaves says nothing, and ends once it is told to."""
+
+    rank: int
+    after: int
+
+
 ClientToHost = Attach | Heartbeat | Detach | Shutdown | ScaleElasticEP
 HostToClient = (
     Attached
@@ -390,8 +411,10 @@ HostToClient = (
     | Scaled
     | EngineDead
 )
-CoreToHost = Hello | Progress | EngineReady | ClientLost | EngineDead
-HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine
+CoreToHost = Hello | Progress | EngineReady | ClientLost | EngineDead | GroupChanged
+HostToCore = (
+    EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine | ChangeGroup
+)
 
 
 def engine_identity(rank: int) -> bytes:
