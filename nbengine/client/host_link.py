@@ -23,7 +23,7 @@ from nbengine.client.processes import create_time_of, kill_session, wait_for_hos
 from nbengine.client.scale_calls import ScaleCalls
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
-from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, WireError
+from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import (
