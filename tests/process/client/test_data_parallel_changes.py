@@ -58,6 +58,12 @@ async def begin(llm: AsyncLLM, rank: int | None = None) -> AsyncGenerator[Reques
     return stream
 
 
+async def drain(stream: AsyncGenerator[RequestOutput, None]) -> None:
+    """Read a stream to its end."""
+    async for _ in stream:
+        pass
+
+
 def pid_of(llm: AsyncLLM, rank: int) -> int:
     (found,) = [core.pid for core in llm.connection.ready if core.rank == rank]
     return found
@@ -111,8 +117,7 @@ async def test_streams_of_a_killed_rank_fail_alone_and_the_rank_comes_back(start
     lucky = await begin(llm, 0)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RequestLostError, match=rf"engine core 1 .*\(pid {pid}\).*SIGKILL") as caught:
-        while True:
-            await anext(doomed)
+        await drain(doomed)
     assert caught.value.rank == 1
     assert (await anext(lucky)).outputs[0].finish_reason is None
     await lucky.aclose()
