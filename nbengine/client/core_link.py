@@ -31,7 +31,7 @@ from nbengine.ipc.messages import (
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext, bound_address
+from nbengine.ipc.transport import bound_address
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class CoreLink:
         self._tensors: ShmTensorSender | None = None
         self._pending_messages: list[tuple[zmq.MessageTracker, object]] = []
         self._feed: StatsFeed | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         try:
             input_address = info.client_bind_address(f"c-{client_id.hex()}.in")
             output_address = info.client_bind_address(f"c-{client_id.hex()}.out")
