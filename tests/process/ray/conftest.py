@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from process_support.ray_cluster import RayCluster
 
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayCluster]:
     cluster = RayCluster([{"CPU": 1}, {"CPU": 1}])
