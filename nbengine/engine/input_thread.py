@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import zmq
 
+from nbengine.engine.connections import Connections
 from nbengine.engine.logs import describe_exception
 from nbengine.engine.work import (
     AbortRequests,
@@ -29,6 +30,7 @@ from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     AttachClient,
     ChangeGroup,
+    ClientLost,
     CoreToHost,
     DetachClient,
     EngineCoreOutputs,
@@ -87,6 +89,7 @@ class InputThread(threading.Thread):
         self._stopper = make_socket(context, STOP_ADDRESS, zmq.PAIR, bind=True)
         self._poller = zmq.Poller()
         self._client_of: dict[zmq.Socket[bytes], int] = {}
+        self.connections = Connections(context, self._poller)
         self._control_decoder: ControlDecoder[HostToCore] = ControlDecoder(HostToCore)
         tensors = ShmTensorReceiver(tensor_dir) if tensor_dir else None
         self._add_decoder: MsgpackDecoder[EngineCoreRequest] = MsgpackDecoder(EngineCoreRequest, tensors)
@@ -119,6 +122,7 @@ class InputThread(threading.Thread):
             while stop.recv():
                 pass
         finally:
+            self.connections.stop()
             for socket in (stop, *self._client_of):
                 socket.close()
 
@@ -126,6 +130,7 @@ class InputThread(threading.Thread):
         for socket in (stop, self._control, self._waves):
             if socket is not None:
                 self._poller.register(socket, zmq.POLLIN)
+        self.connections.watch_host(self._control, self._waves)
         while True:
             for socket, _ in cast("list[tuple[zmq.Socket[bytes], int]]", self._poller.poll()):
                 if socket is stop:
@@ -140,6 +145,9 @@ class InputThread(threading.Thread):
                 # A client may have been detached since the poll.
                 elif (client_index := self._client_of.get(socket)) is not None:
                     self._on_client(client_index, socket.recv_multipart(copy=False))
+                elif (lost := self.connections.look(socket)) is not None:
+                    logger.warning("a connection to client %d broke", lost)
+                    self._control.send(encode_control(ClientLost(lost)))
 
     def _on_control(self, frame: bytes) -> None:
         try:
@@ -180,14 +188,17 @@ class InputThread(threading.Thread):
         except NBEngineError as error:
             logger.warning("client %d cannot be attached: %s", client.client_index, error)
             return
+        self.connections.watch_outputs(client)
         self._output_queue.put(client)
         # A ROUTER can send to a peer only after it has heard from it.
         socket.send(self._announcement)
         self._client_of[socket] = client.client_index
         self._poller.register(socket, zmq.POLLIN)
+        self.connections.watch_inputs(client, socket)
         logger.info("client %d attached", client.client_index)
 
     def _detach(self, client_index: int) -> None:
+        self.connections.forget(client_index)
         for socket, index in list(self._client_of.items()):
             if index == client_index:
                 self._poller.unregister(socket)

@@ -171,9 +171,12 @@ class Attach(msgspec.Struct, tag="attach"):
 
     session: str
     pid: int
+    """0 on another machine than the host's: its heartbeats alone say whether the client lives."""
     create_time: float
     input_address: str
     output_address: str
+    replaces: int = 0
+    """Index of this client's lease before, if it has lost one; that ends, too."""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
@@ -296,6 +299,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     """By rank."""
     incarnation: int = 0
     """See `EngineCoreOutputs`."""
+    machine: str = ""
+    """`machine_id` of where the pids mean something."""
 
 
 class EngineDead(msgspec.Struct, tag="dead"):
@@ -352,6 +357,12 @@ class DetachClient(msgspec.Struct, tag="detach_client"):
     client_index: int
 
 
+class ClientLost(msgspec.Struct, tag="client_lost"):
+    """Engine core to host: a connection to a client broke, and with it what was on its way. Its lease has to end."""
+
+    client_index: int
+
+
 class WantKVEvents(msgspec.Struct, tag="want_kv_events"):
     """Host to engine core: someone follows the prefix cache and needs a snapshot of it, or nobody does any more."""
 
@@ -400,7 +411,7 @@ HostToClient = (
     | Scaled
     | EngineDead
 )
-CoreToHost = Hello | Progress | EngineReady | EngineDead | GroupChanged
+CoreToHost = Hello | Progress | EngineReady | ClientLost | EngineDead | GroupChanged
 HostToCore = (
     EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine | ChangeGroup
 )
