@@ -26,6 +26,7 @@ from nbengine.magics.help import ENGINE_HELP
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.namespace import prompt_namespace
+from nbengine.magics.parallel import ParallelCommands
 from nbengine.magics.render import count, seconds
 from nbengine.magics.reports import (
     capacity,
@@ -65,6 +66,7 @@ class EngineMagics(Magics):
             "detach": self._detach,
             "logs": self._logs,
             "reap": self._reap,
+            **ParallelCommands(shell, session).commands,
             **ControlCommands(session).commands,
             "help": self._help,
         }
@@ -233,7 +235,12 @@ class EngineMagics(Magics):
         parser = _parser("logs", "Show the last lines of an engine's log, also after its end.")
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
         parser.add_argument("-n", type=int, default=_DEFAULT_LOG_LINES, metavar="N", help="how many lines")
-        parser.add_argument("--rank", type=int, metavar="R", help="of the worker of this rank instead")
+        parser.add_argument(
+            "--rank",
+            type=int,
+            metavar="R",
+            help="of the worker of this rank instead, counted through all engine cores",
+        )
         parsed = parser.parse_words(words)
         path = self._log_path(parsed.name)
         if parsed.rank is not None:

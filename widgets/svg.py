@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 FONT = "var(--jp-code-font-family,ui-monospace),Menlo,Consolas,'DejaVu Sans Mono',monospace"
 FONT_SIZE = 12.0
+PAGE_STYLE = "color:var(--jp-content-font-color1,inherit)"
+"""Of a picture in a page: letters have the page's colour."""
+STANDALONE_SHEET = (
+    "<style>svg{color:#1f2328;background:#fff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6e8eb;background:#14171a}}</style>"
+)
+"""Of a picture in a file: a ground of its own."""
 ADVANCE = 0.61
 """Width of a character of a monospaced font, in font sizes; the widest in use have 0.602."""
 LINE = 16.0
@@ -73,6 +81,13 @@ class Drawing:
             f'fill="{color}" fill-opacity="{opacity:g}" stroke="{color}" stroke-width="1.5"{dash}/>'
         )
 
+    def bar(self, rect: Rect, color: str, *, opacity: float) -> None:
+        """A filled rectangle without an outline."""
+        self._elements.append(
+            f'<rect x="{rect.x:.1f}" y="{rect.y:.1f}" width="{rect.width:.1f}" height="{rect.height:.1f}" '
+            f'fill="{color}" fill-opacity="{opacity:g}"/>'
+        )
+
     def text(
         self,
         x: float,
@@ -105,6 +120,18 @@ class Drawing:
             self._head(points[-2], points[-1])
         if start:
             self._head(points[1], points[0])
+
+    def curve(self, points: Sequence[tuple[float, float]], color: str, *, dashed: bool = False) -> None:
+        """A coloured line from point to point."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="6 4"' if dashed else ""
+        self._elements.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>'
+        )
+
+    def dot(self, x: float, y: float, color: str) -> None:
+        """A point of a curve."""
+        self._elements.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
 
     def cross(self, rect: Rect, color: str) -> None:
         """Both diagonals of a rectangle."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from nbengine.client.load_balancer import LoadBalancer
-from nbengine.engine.coordinator import DPCoordinatorProc
+from nbengine.engine.coordinator import DPCoordinator, DPCoordinatorProc
 from nbengine.ipc.messages import STATS_TOPIC, EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
@@ -32,7 +35,9 @@ class Costs:
     step_request: float
     """What each request in it adds."""
     take_in: float
-    """The coordinator reads an engine core's statistics."""
+    """The coordinator reads an engine core's statistics, one message of many."""
+    wake: float
+    """What it costs more to wait for it."""
     publish: float
     """The coordinator makes and sends a snapshot, and for each …"""
     publish_rank: float
@@ -46,6 +51,10 @@ class Costs:
     choose: float
     """A client chooses a rank, and for each …"""
     choose_rank: float
+    agree: float
+    """Engine cores in lock step agree: a sum of one number over all of them, for each doubling of their number."""
+    jitter: tuple[float, ...]
+    """How long one and the same step takes: the 1st to the 99th percentile, by the mean."""
 
     def publication(self, num_ranks: int, num_clients: int) -> float:
         """Of one snapshot."""
@@ -64,7 +73,8 @@ class Costs:
 
 def load(path: Path) -> Costs:
     """Read recorded costs."""
-    return Costs(**json.loads(path.read_text())["costs"])
+    costs = json.loads(path.read_text())["costs"]
+    return Costs(**costs | {"jitter": tuple(costs["jitter"])})
 
 
 def save(path: Path, costs: Costs, machine: dict[str, object]) -> None:
@@ -72,26 +82,29 @@ def save(path: Path, costs: Costs, machine: dict[str, object]) -> None:
     path.write_text(json.dumps({"machine": machine, "costs": asdict(costs)}, indent=1) + "\n")
 
 
-def measure(step_times: Path) -> Costs:
-    """Measure on this machine; steps are those of the default model in `async_scheduling.json`."""
+def measure(step_times: Path, all_reduce: Path) -> Costs:
+    """Measure on this machine; steps are those of the default model in `async_scheduling.json`, sums over ranks those of
+    `all_reduce.json`."""
     one, sixteen = _step_times(step_times)
     step_request = (sixteen - one) / 15
     few, many = 16, 256
     publications = {(r, c): _publication(r, c) for r in (few, many) for c in (1, 32)}
-    slopes = {c: (publications[many, c] - publications[few, c]) / (many - few) for c in (1, 32)}
-    bases = {c: publications[few, c] - few * slopes[c] for c in (1, 32)}
-    rank_client = max(0.0, (slopes[32] - slopes[1]) / 31)
-    client = max(0.0, (bases[32] - bases[1]) / 31)
+    encoded = (_encode(many) - _encode(few)) / (many - few)
+    each = {r: max(0.0, (publications[r, 32] - publications[r, 1]) / 31) for r in (few, many)}
+    rank_client = max(0.0, (each[many] - each[few]) / (many - few))
+    client = max(0.0, each[few] - few * rank_client)
     observed = {r: _observe(r) for r in (few, many)}
     chosen = {r: _choose(r) for r in (few, many)}
     observe_rank = (observed[many] - observed[few]) / (many - few)
+    take_in = _take_in(pause=0.0, count=100_000)
     choose_rank = max(0.0, (chosen[many] - chosen[few]) / (many - few))
     return Costs(
         step=one - step_request,
         step_request=step_request,
-        take_in=_take_in(),
-        publish=max(0.0, bases[1] - client),
-        publish_rank=max(0.0, slopes[1] - rank_client),
+        take_in=take_in,
+        wake=max(0.0, _take_in(pause=0.001, count=1000) - take_in),
+        publish=max(0.0, publications[few, 1] - client - few * (rank_client + encoded)),
+        publish_rank=encoded,
         publish_client=client,
         publish_rank_client=rank_client,
         deliver=_deliver(),
@@ -99,12 +112,32 @@ def measure(step_times: Path) -> Costs:
         observe_rank=observe_rank,
         choose=chosen[few] - few * choose_rank,
         choose_rank=choose_rank,
+        agree=_agree(all_reduce),
+        jitter=_jitter(),
     )
 
 
 def _step_times(path: Path) -> tuple[float, float]:
     rows = {row["ms a step"]: row["sync"] / 1000 for row in json.loads(path.read_text())["rows"]}
     return rows["model, 1 requests"], rows["model, 16 requests"]
+
+
+def _agree(path: Path) -> float:
+    rows = json.loads(path.read_text())["rows"]
+    return min(row["shared memory µs"] for row in rows if row["ranks"] == 2) / 1e6
+
+
+def _jitter(steps: int = 400) -> tuple[float, ...]:
+    """Of a computation on one core, by its CPU time: what other programs do on that core does not count."""
+    values = np.random.default_rng(0).standard_normal(200_000).astype(np.float32)
+    times = []
+    for _ in range(steps):
+        began = time.thread_time()
+        np.tanh(values)
+        times.append(time.thread_time() - began)
+    mean = statistics.fmean(times)
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    return tuple(round(cut / mean, 4) for cut in cuts)
 
 
 def _stats(rank: int, step: int) -> SchedulerStats:
@@ -141,6 +174,16 @@ class _Coordinator:
             while not subscriber.poll(10):
                 self.process.process_input_socket(self.process.publish_front, time.monotonic())
         self.drain()
+        self.now = time.monotonic()
+
+    def take_in(self) -> None:
+        """Read what the engine cores have pushed."""
+        self.process.process_input_socket(self.process.output_back, self.now)
+
+    def publish(self) -> None:
+        """Let time pass until a snapshot is due, and publish it."""
+        self.now += 1.0
+        self.process.publish_if_due(self.now)
 
     def drain(self) -> None:
         """Read what the subscribers have been sent."""
@@ -181,18 +224,56 @@ def _messages(num_ranks: int, steps: range) -> list[list[bytes]]:
     return [[bytes(frame) for frame in encoder.encode(output)] for output in outputs]
 
 
-def _take_in() -> float:
-    """CPU time of all threads, the one that moves bytes included."""
+_PUSH = """
+import sys, time, zmq
+address, count, pause, *frames = sys.argv[1:]
+context = zmq.Context()
+socket = context.socket(zmq.PUSH)
+socket.set_hwm(0)
+socket.connect(address)
+messages = [bytes.fromhex(frame) for frame in frames]
+socket.send(b"")
+for number in range(int(count)):
+    socket.send(messages[number % len(messages)])
+    if float(pause):
+        time.sleep(float(pause))
+socket.close(linger=-1)
+context.term()
+"""
+
+
+def _take_in(*, pause: float, count: int) -> float:
+    """CPU time a message, of all threads of this process, with another one that sends so many, `pause` seconds apart."""
 
     def use(coordinator: _Coordinator) -> float:
-        per_message = []
-        for round_number in range(8):
-            messages = _messages(64, range(1 + round_number * 10, 11 + round_number * 10))
-            coordinator.push(messages)
-            began = time.process_time()
-            coordinator.process.process_input_socket(coordinator.process.output_back, time.monotonic())
-            per_message.append((time.process_time() - began) / len(messages))
-        return statistics.median(per_message)
+        # Newer than anything before it only once: what is dropped as stale costs as much, but for the entry.
+        messages = [frame.hex() for (frame,) in _messages(64, range(1, 2))]
+        socket = coordinator.process.output_back
+        command = [
+            sys.executable,
+            "-c",
+            _PUSH,
+            socket.last_endpoint.decode().rstrip("\0"),
+            str(count),
+            str(pause),
+        ]
+        with subprocess.Popen([*command, *messages]) as sender:
+            socket.recv()
+            began, seen = time.process_time(), 0
+            observe = coordinator.process.state.observe
+
+            def counted(outputs: EngineCoreOutputs, now: float) -> object:
+                nonlocal seen
+                seen += 1
+                return observe(outputs, now)
+
+            coordinator.process.state.observe = counted  # type: ignore[method-assign,assignment]
+            while seen < count:
+                socket.poll(1000)
+                coordinator.take_in()
+            took = time.process_time() - began
+            sender.wait()
+        return took / count
 
     return _with_coordinator(64, 0, use)
 
@@ -202,18 +283,26 @@ def _publication(num_ranks: int, num_clients: int) -> float:
 
     def use(coordinator: _Coordinator) -> float:
         coordinator.push(_messages(num_ranks, range(1, 2)))
-        coordinator.process.process_input_socket(coordinator.process.output_back, time.monotonic())
+        coordinator.take_in()
         times = []
         for step in range(2, 42):
             coordinator.push(_messages(1, range(step, step + 1)))
-            coordinator.process.process_input_socket(coordinator.process.output_back, time.monotonic())
+            coordinator.take_in()
             began = time.process_time()
-            coordinator.process.publish_if_due(time.monotonic() + 1.0)
+            coordinator.publish()
             times.append(time.process_time() - began)
             coordinator.drain()
         return statistics.median(times)
 
     return _with_coordinator(num_ranks, num_clients, use)
+
+
+def _encode(num_ranks: int) -> float:
+    """Copying and encoding a snapshot."""
+    state, encoder = DPCoordinator(num_ranks), MsgpackEncoder()
+    for rank in range(num_ranks):
+        state.observe(EngineCoreOutputs(rank, scheduler_stats=_stats(rank, 1)), 0.0)
+    return _median_time([lambda: encoder.encode(state.publish(0.0, 0.0))] * 100)
 
 
 def _deliver() -> float:
@@ -225,8 +314,8 @@ def _deliver() -> float:
             began = time.perf_counter()
             coordinator.pusher.send_multipart(message)
             coordinator.process.output_back.poll()
-            coordinator.process.process_input_socket(coordinator.process.output_back, time.monotonic())
-            coordinator.process.publish_if_due(time.monotonic() + 1.0)
+            coordinator.take_in()
+            coordinator.publish()
             subscriber.poll()
             subscriber.recv_multipart()
             times.append((time.perf_counter() - began) / 2)

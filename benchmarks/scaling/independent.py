@@ -1,6 +1,6 @@
 """Many engine cores and many clients as a simulation of discrete events: independent ranks, real decisions.
 
-The coordinator's statistics are kept by `CoordinatorState`, the clients decide with the rules of `scaling.rules`; time,
+The coordinator's statistics are kept by `DPCoordinator`, the clients decide with the rules of `scaling.rules`; time,
 processes and sockets are made up from recorded costs. The coordinator is one server: it takes in a message after
 another, and publishes when nothing is left to read, as the host's poll loop does. A prompt costs no more than the step
 in which its first token comes.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -19,17 +20,24 @@ from scaling.costs import Costs
 from scaling.rules import CENTRAL, RULES, Rule
 
 from nbengine.engine import coordinator as coordinator_module
-from nbengine.engine.coordinator import CoordinatorState
+from nbengine.engine.coordinator import DPCoordinator
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
-LENGTHS: dict[str, Callable[[random.Random], int]] = {
-    "equal": lambda rng: 200,
-    "random": lambda rng: 1 + int(rng.expovariate(1 / 199)),
-    "skewed": lambda rng: 50 if rng.random() < 0.9 else 1550,
-}
-"""Output tokens of a request, 200 in the mean."""
+Draw = Callable[[random.Random], int]
 MEAN_LENGTH = 200
+LENGTHS: dict[str, tuple[Draw, Draw]] = {
+    "equal": (lambda rng: MEAN_LENGTH, lambda rng: 1 + rng.randrange(MEAN_LENGTH)),
+    "random": (
+        lambda rng: 1 + int(rng.expovariate(1 / (MEAN_LENGTH - 1))),
+        lambda rng: 1 + int(rng.expovariate(1 / (MEAN_LENGTH - 1))),
+    ),
+    "skewed": (
+        lambda rng: 50 if rng.random() < 0.9 else 1550,
+        lambda rng: 1 + rng.randrange(50 if rng.random() < 0.225 else 1550),
+    ),
+}
+"""Output tokens of a request, `MEAN_LENGTH` in the mean; and what is left of one that is met at a random moment."""
 SAMPLE_INTERVAL = 0.1
 
 
@@ -44,16 +52,23 @@ class Setting:
     rule: str = "ours"
     publish_interval: float = 0.1
     max_num_seqs: int = 32
-    seconds: float = 20.0
-    warm_up: float = 10.0
+    seconds: float = 15.0
+    warm_up: float = 5.0
     seed: int = 1
     speed: float = 1.0
     """How many times as fast the steps are as the recorded ones."""
 
     def request_rate(self, costs: Costs) -> float:
         """Requests a second of all clients together."""
-        step = costs.step_time(self.max_num_seqs) / self.speed
-        return self.load * self.num_ranks * self.max_num_seqs / step / MEAN_LENGTH
+        return self._tokens_a_second(costs) * self.num_ranks / MEAN_LENGTH
+
+    def steady_requests(self, costs: Costs) -> int:
+        """Requests of each rank if all have alike."""
+        rate = self._tokens_a_second(costs) / self.speed
+        return round(rate * costs.step / (1 - rate * costs.step_request))
+
+    def _tokens_a_second(self, costs: Costs) -> float:
+        return self.load * self.max_num_seqs / costs.step_time(self.max_num_seqs) * self.speed
 
 
 class Request:
@@ -119,6 +134,14 @@ class Outcome:
     """Seconds from a rank's step to the clients' knowledge of it."""
     num_publications: int = 0
     coordinator_busy: float = 0.0
+    busy_steps: int = 0
+    dummy_steps: int = 0
+    """In lock step: steps of ranks without work of their own."""
+    stepping: float = 0.0
+    """In lock step: seconds of all turns, and what they would take at the ranks' mean pace."""
+    stepping_alone: float = 0.0
+    starts: list[float] = field(default_factory=list)
+    """In lock step: seconds from a request in the paused state to the first turn of the wave."""
     client_busy: float = 0.0
     """Seconds, of all clients, spent with snapshots and with choosing."""
     duration: float = 0.0
@@ -146,9 +169,10 @@ class Simulation:
                 )
                 for client in range(setting.num_clients)
             ]
-        self._state = CoordinatorState(setting.num_ranks)
+        self._state = DPCoordinator(setting.num_ranks)
         self._free_at = 0.0
-        self._is_publishing = False
+        self._look_at = math.inf
+        """When to look next whether a snapshot is due."""
         self._unpublished: dict[int, float] = {}
         self._chosen: dict[int, tuple[int, int]] = {}
         """Since the last snapshot: how many requests each rank got, and the client that sent the last (-1: several)."""
@@ -158,6 +182,7 @@ class Simulation:
         setting = self.setting
         self._rate = setting.request_rate(self.costs)
         self._end = setting.warm_up + setting.seconds
+        self._fill()
         self._at(self._rng.expovariate(self._rate), self._arrive)
         self._at(setting.warm_up, self._sample)
         before, coordinator_module.PUBLISH_INTERVAL = (
@@ -173,6 +198,22 @@ class Simulation:
         self.outcome.num_unfinished = sum(core.outstanding for core in self._cores) + len(self._central or ())
         return self.outcome
 
+    def _fill(self) -> None:
+        """Begin with as many requests as there will be, in the midst of their work, so that little is to settle."""
+        _, residual = LENGTHS[self.setting.lengths]
+        for core in self._cores * self.setting.steady_requests(self.costs):
+            request = Request(self._rng.randrange(self.setting.num_clients), residual(self._rng), -1.0)
+            request.rank = core.number
+            if self._rules:
+                request.epoch = self._rules[request.client].adopt(core.number)
+            heapq.heappush(core.running, (request.length, next(self._numbers), request))
+            core.work += request.length
+            self.outcome.num_arrived += 1
+        for core in self._cores:
+            if core.running:
+                self._at(self._rng.random() * self.costs.step / self.setting.speed, self._begin_step, core)
+                core.stepping = True
+
     @property
     def _counts(self) -> bool:
         return self._now >= self.setting.warm_up
@@ -185,7 +226,7 @@ class Simulation:
     def _arrive(self) -> None:
         self._at(self._now + self._rng.expovariate(self._rate), self._arrive)
         client = self._rng.randrange(self.setting.num_clients)
-        request = Request(client, LENGTHS[self.setting.lengths](self._rng), self._now)
+        request = Request(client, LENGTHS[self.setting.lengths][0](self._rng), self._now)
         self.outcome.num_arrived += 1
         if self._central is not None:
             self._central.append(request)
@@ -216,6 +257,12 @@ class Simulation:
     # Steps.
 
     def _begin_step(self, core: Core) -> None:
+        self._admit(core)
+        core.stepping = True
+        duration = self.costs.step_time(len(core.running)) / self.setting.speed
+        self._at(self._now + duration, self._end_step, core)
+
+    def _admit(self, core: Core) -> None:
         room = self.setting.max_num_seqs - len(core.running)
         while core.waiting and room:
             request = core.waiting.popleft()
@@ -225,17 +272,18 @@ class Simulation:
             heapq.heappush(core.running, (core.step + request.length, next(self._numbers), request))
             core.fresh.append(request)
             room -= 1
-        core.stepping = True
-        duration = self.costs.step_time(len(core.running)) / self.setting.speed
-        self._at(self._now + duration, self._end_step, core)
 
-    def _end_step(self, core: Core) -> None:
+    def _take_tokens(self, core: Core) -> list[Request]:
+        """A step is over; returns the requests that it has ended."""
         core.step += 1
         core.work -= len(core.running)
         ended = []
         while core.running and core.running[0][0] <= core.step:
             ended.append(heapq.heappop(core.running)[2])
-        self._report(core, ended)
+        return ended
+
+    def _end_step(self, core: Core) -> None:
+        self._report(core, self._take_tokens(core))
         while self._central and core.outstanding < self.setting.max_num_seqs:
             self._give(core, self._central.popleft())
         if core.running or core.waiting:
@@ -250,7 +298,10 @@ class Simulation:
             return
         if begun or ended:
             self._at(self._now + self.costs.deliver, self._outputs, begun, ended)
-        self._at(self._now + self.costs.deliver, self._take_in, core.stats(), self._now)
+        self._at(self._now + self.costs.deliver, self._take_in, self._stats(core), self._now)
+
+    def _stats(self, core: Core) -> SchedulerStats:
+        return core.stats()
 
     def _outputs(self, begun: list[Request], ended: list[Request]) -> None:
         for request in begun:
@@ -261,25 +312,29 @@ class Simulation:
     # The coordinator.
 
     def _take_in(self, stats: SchedulerStats, made_at: float) -> None:
-        self._occupy(self.costs.take_in)
+        self._occupy(self.costs.take_in + (self.costs.wake if self._free_at <= self._now else 0.0))
         self._state.observe(EngineCoreOutputs(stats.engine_index, scheduler_stats=stats), self._now)
         self._unpublished[stats.engine_index] = made_at
-        if not self._is_publishing:
-            self._is_publishing = True
-            self._look_at_due()
+        self._publish_soon()
+
+    def _publish_soon(self) -> None:
+        due = self._state.due
+        if due is not None and due < self._look_at:
+            self._look_at = max(due, self._free_at)
+            self._at(self._look_at, self._look_at_due)
 
     def _look_at_due(self) -> None:
         due = self._state.due
-        if due is None:
-            self._is_publishing = False
-        elif max(due, self._free_at) > self._now:
-            self._at(max(due, self._free_at), self._look_at_due)
-        else:
+        if self._now < self._look_at or due is None:
+            return
+        self._look_at = math.inf
+        if max(due, self._free_at) <= self._now:
             self._publish()
+        else:
+            self._publish_soon()
 
     def _publish(self) -> None:
         setting = self.setting
-        self._is_publishing = False
         stats = self._state.publish(self._now, self._now)
         self._occupy(self.costs.publication(setting.num_ranks, setting.num_clients))
         made_at, self._unpublished = self._unpublished, {}

@@ -23,6 +23,9 @@ class Rule(Protocol):
     def send(self) -> tuple[int, int]:
         """Choose a rank for the next request and count it there; the second number is for `begin` and `end`."""
 
+    def adopt(self, rank: int) -> int:
+        """A request runs at a rank already, as if it had been sent there; returns what `end` wants to know."""
+
     def begin(self, rank: int, epoch: int) -> None:
         """A request has had its first output."""
 
@@ -47,6 +50,11 @@ class Ours:
     def choose(self) -> int:
         return self.balancer.pick()
 
+    def adopt(self, rank: int) -> int:
+        epoch = self.balancer.add(rank)
+        self.balancer.begin(rank, epoch)
+        return epoch
+
     def begin(self, rank: int, epoch: int) -> None:
         self.balancer.begin(rank, epoch)
 
@@ -67,6 +75,22 @@ class TwoChoices(Ours):
         first = self._rng.randrange(self._num_ranks)
         second = self._rng.randrange(self._num_ranks)
         return min(first, second, key=self.balancer.score)
+
+
+class Sample(Ours):
+    """The least busy one of as many ranks as there are for each client, drawn at random: all of them for one client, two
+    at least. So no two clients look at the same ranks, and together they look at all."""
+
+    def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
+        super().__init__(num_ranks, num_clients, client, rng)
+        self._rng = rng
+        self._size = max(2, num_ranks // num_clients)
+        self._num_ranks = num_ranks
+
+    def choose(self) -> int:
+        if self._size >= self._num_ranks:
+            return self.balancer.pick()
+        return min(self._rng.sample(range(self._num_ranks), self._size), key=self.balancer.score)
 
 
 class LeastScore:
@@ -90,6 +114,9 @@ class LeastScore:
             rank = self._scores.index(least)
         self._scores[rank] += 4 * self._increment
         return rank, 0
+
+    def adopt(self, rank: int) -> int:
+        return 0
 
     def begin(self, rank: int, epoch: int) -> None:
         """Nothing is known of single requests."""
@@ -115,6 +142,9 @@ class Blind:
         self._next = (self._next + 1) % self._num_ranks
         return self._next, 0
 
+    def adopt(self, rank: int) -> int:
+        return 0
+
     def begin(self, rank: int, epoch: int) -> None:
         """Not looked at."""
 
@@ -128,6 +158,7 @@ MakeRule = Callable[[int, int, int, random.Random], Rule]
 CENTRAL = "one queue for all"
 RULES: dict[str, MakeRule] = {
     "ours": Ours,
+    "sample": Sample,
     "two choices": TwoChoices,
     "snapshot alone": lambda ranks, clients, client, rng: LeastScore(0, ranks, client * ranks // clients),
     "snapshot + own": lambda ranks, clients, client, rng: LeastScore(1, ranks, client * ranks // clients),

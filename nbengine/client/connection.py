@@ -16,13 +16,14 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import zmq
 
 from nbengine.config import EngineConfig
 from nbengine.errors import NBEngineError
 from nbengine.ipc.curve import CurveKeys
 from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import EngineReady
-from nbengine.ipc.transport import any_port, host_of, own_address
+from nbengine.ipc.transport import EngineContext, any_port, host_of, own_address
 
 MAX_SOCKET_PATH = 100
 """Bytes that a UNIX socket path may have on every platform we care for (macOS: 104)."""
@@ -74,6 +75,10 @@ class ConnectionInfo(msgspec.Struct, kw_only=True):
         if self.keys is None:
             return socket_address(self.run_dir, socket_name)
         return any_port(own_address(host_of(self.address("host.sock"))))
+
+    def make_context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """A context for sockets of this engine's."""
+        return EngineContext.with_keys(self.keys, self.config.lease)
 
     @property
     def is_here(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -29,7 +30,7 @@ from nbengine.ipc.messages import (
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext, bound_address
+from nbengine.ipc.transport import bound_address
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class CoreLink:
         self._tensors: ShmTensorSender | None = None
         self._pending_messages: list[tuple[zmq.MessageTracker, object]] = []
         self._feed: StatsFeed | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         try:
             input_address = info.client_bind_address(f"c-{client_id.hex()}.in")
             output_address = info.client_bind_address(f"c-{client_id.hex()}.out")
@@ -180,7 +181,7 @@ class CoreLink:
         home = (lost.rank, lost.incarnation)
         self.router.table.on_lost(*home, restarting=lost.restarting)
         self.calls.lose(lost.rank, lost.cause)
-        begun = self.router.take_begun(*home)
+        begun = self.router.take_begun(home)
         self._fail(begun, lost.rank, f"engine core {lost.rank} ended while it worked on it: {lost.cause}")
         self._on_ranks_changed()
 
@@ -228,7 +229,7 @@ class CoreLink:
     def _on_stats(self, frames: Sequence[bytes]) -> None:
         stats = None if self._feed is None else self._feed.read(frames)
         if stats is not None:
-            self.router.balancer.observe(stats)
+            self.router.balancer.observe(stats, time.monotonic())
 
     # The rest.
 
@@ -239,8 +240,9 @@ class CoreLink:
         self._follow_stats()
         self._owner.on_usable()
         for home in router.table.departed():
-            for request in router.take_unbegun(*home):
+            for request in router.take_unbegun(home):
                 self.add(request)
+            router.table.forget(home)
         for request in router.take_waiting():
             self.add(request)
 

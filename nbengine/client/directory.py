@@ -36,7 +36,6 @@ from nbengine.errors import NBEngineError
 from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.messages import Shutdown
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext
 
 STOP_TIMEOUT = 10.0
 """Seconds that an engine gets to end when asked, before it is made to."""
@@ -107,7 +106,7 @@ def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = S
 
     It is asked first (with `drain` it may finish what runs, within `timeout` seconds), then terminated, then killed.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+    context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
     control = make_socket(context, info.address("host.sock"), zmq.DEALER, bind=False)
     try:
         control.send(encode_control(Shutdown(drain)))

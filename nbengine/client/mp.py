@@ -24,7 +24,14 @@ from nbengine.errors import (
     LeaseExpiredError,
     NBEngineError,
 )
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineLost, EngineReady, Progress
+from nbengine.ipc.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineLost,
+    EngineReady,
+    Progress,
+    Scaled,
+)
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.models.progress import ProgressCallback
 
@@ -59,6 +66,8 @@ class MPClient(EngineCoreClient):
         self.info = info
         self.config = info.config
         self.ready: EngineReady | None = None
+        self.later_progress: ProgressCallback | None = None
+        """Called, on the link's thread, with what engine cores report that start when this client is ready."""
         self._owns_engine = owns_engine
         self._error: NBEngineError | None = None
         self._is_dead = False
@@ -240,6 +249,8 @@ class MPClient(EngineCoreClient):
         """The start makes progress."""
         if self.ready is None:
             self._events.put(progress)
+        elif self.later_progress is not None:
+            self.later_progress(progress)
 
     def on_ready(self, ready: EngineReady) -> None:
         """An engine core is ready, at the start or later."""
@@ -257,6 +268,10 @@ class MPClient(EngineCoreClient):
     def on_engine_lost(self, lost: EngineLost) -> None:
         """One engine core of several has ended."""
         self._run_soon(self.cores.on_lost, lost)
+
+    def on_scaled(self, future: Future[int], answer: Scaled) -> None:
+        """The caller of `scale` finds the ranks changed."""
+        self._run_soon(self._answer_scale, future, answer)
 
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
         """All requests are gone, the client itself goes on."""
@@ -284,6 +299,14 @@ class MPClient(EngineCoreClient):
         rank, ranks = self.cores.router.bound_rank, self.cores.router.table.ranks
         allowed = f"None, or a rank of the engine ({', '.join(map(str, ranks))})"
         require("data_parallel_rank", rank, rank is None or rank in ranks, allowed)
+
+    def _answer_scale(self, future: Future[int], answer: Scaled) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if answer.error is None:
+            future.set_result(answer.data_parallel_size)
+        else:
+            future.set_exception(NBEngineError(f"engine {self.info.name} was not scaled: {answer.error}"))
 
     def _add_now(self, request: EngineCoreRequest) -> None:
         # If the lease was lost after this was posted, the request was lost with it.

@@ -18,7 +18,6 @@ import zmq
 from nbengine.client.connection import ConnectionInfo
 from nbengine.ipc.messages import KV_TOPIC, STATS_TOPIC
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
 from nbengine.metrics.stats import EngineStats
 
@@ -52,7 +51,7 @@ class StatsSubscriber:
         self._kv_decoder: msgspec.msgpack.Decoder[KVMessage] = msgspec.msgpack.Decoder(
             KVEventBatch | KVCacheSnapshot
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         address = info.address("stats.sock")
         self._socket = make_socket(self._context, address, zmq.SUB, bind=False, receive_hwm=RECEIVE_HWM)
         self._subscribe()

@@ -9,7 +9,7 @@ from nbengine.engine.coordinator import DPCoordinatorProc
 from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.messages import EngineHandshakeMetadata
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext, bound_address
+from nbengine.ipc.transport import bound_address
 
 COORDINATOR_SOCKETS = ("stats.sock", "back-out.sock", "back-pub.sock")
 MAX_CONTROL_BYTES = 16 << 20
@@ -20,7 +20,7 @@ class HostSockets:
     """Binds everything at once; where on a network that is, it notes in `info`."""
 
     def __init__(self, info: ConnectionInfo) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+        self.context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         bound: dict[str, zmq.Socket[bytes]] = {}
         try:
             for name in ("host.sock", "core.sock"):

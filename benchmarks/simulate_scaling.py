@@ -1,0 +1,291 @@
+"""Where the coordinator or the balancing rule breaks: 256 engine cores and 32 clients, as a simulation.
+
+    python benchmarks/simulate_scaling.py [--record] [--json PATH] [--images DIR] [--quick]
+
+The decisions are those of the real classes (`LoadBalancer`, `DPCoordinator`, `WaveState`), time and processes are made
+up; no process is started. What things cost is read from docs/benchmarks/scaling_costs.json, so that everybody gets the
+same figures; --record measures it anew on this machine first, which nothing else should use meanwhile. docs/scaling.md
+says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import machine, parser, report
+from scaling.chart import COLORS, Chart, draw
+from scaling.costs import Costs, load, measure, save
+from scaling.independent import MEAN_LENGTH, Outcome, Setting, Simulation
+from scaling.lock_step import LockStep
+from scaling.rules import CENTRAL
+
+DOCS = Path(__file__).parents[1] / "docs"
+RECORDED = DOCS / "benchmarks" / "scaling_costs.json"
+RULES = ("ours", "sample", "two choices", "snapshot alone", "random", CENTRAL)
+COLOR_OF = dict(zip((*RULES, "snapshot + own"), COLORS, strict=False))
+CLIENTS = (1, 2, 4, 8, 16, 32, 64)
+LOADS = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
+INTERVALS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+RANKS = (4, 16, 64, 256)
+SPEEDS = (1, 2, 4, 8, 16)
+LOCK_STEP_RANKS = (2, 4, 16, 64, 256)
+LOCK_STEP_LOADS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+Row = dict[str, Any]
+
+
+class Sweeps:
+    """Runs settings, and keeps a row of figures for each."""
+
+    def __init__(self, costs: Costs, seconds: float) -> None:
+        self._costs = costs
+        self._seconds = seconds
+
+    def by_rule(
+        self, sweep: str, name: str, values: Iterable[Any], rules: Iterable[str], **fixed: Any
+    ) -> list[Row]:
+        """Vary one thing, for each rule."""
+        rows = []
+        for value in values:
+            for rule in rules:
+                setting = Setting(rule=rule, seconds=self._seconds, **{name: value, **fixed})
+                outcome = Simulation(setting, self._costs).run()
+                rows.append({"sweep": sweep, name: value, "rule": rule, **self._figures(setting, outcome)})
+        return rows
+
+    def _figures(self, setting: Setting, outcome: Outcome) -> Row:
+        waits = percentiles(outcome.waits)
+        ages = percentiles(outcome.ages)
+        return {
+            "requests/s": round(setting.request_rate(self._costs), 1),
+            "wait p50 ms": ms(waits[49]),
+            "wait p99 ms": ms(waits[98]),
+            "most requests / mean": round(statistics.fmean(outcome.request_imbalance), 3),
+            "most work / mean": round(statistics.fmean(outcome.work_imbalance), 3),
+            "most to one rank": round(mean(outcome.crowding), 2),
+            "age p50 ms": ms(ages[49]),
+            "age p99 ms": ms(ages[98]),
+            "publications/s": round(outcome.num_publications / outcome.duration, 1),
+            "coordinator": round(outcome.coordinator_busy / outcome.duration, 4),
+            "client": round(outcome.client_busy / outcome.duration / setting.num_clients, 5),
+        }
+
+    def lock_step(self, sweep: str, settings: Iterable[Setting]) -> list[Row]:
+        """Run ranks in lock step."""
+        rows = []
+        for setting in settings:
+            outcome = LockStep(setting, self._costs).run()
+            steps = outcome.dummy_steps + outcome.busy_steps
+            rows.append(
+                {
+                    "sweep": sweep,
+                    "num_ranks": setting.num_ranks,
+                    "load": setting.load,
+                    "waves": len(outcome.starts),
+                    "start p50 ms": ms(statistics.median(outcome.starts)) if outcome.starts else None,
+                    "start worst ms": ms(max(outcome.starts)) if outcome.starts else None,
+                    "dummy steps": round(outcome.dummy_steps / steps, 4) if steps else None,
+                    "turn / mean step": round(outcome.stepping / outcome.stepping_alone, 4)
+                    if steps
+                    else None,
+                    "coordinator": round(outcome.coordinator_busy / outcome.duration, 4),
+                }
+            )
+        return rows
+
+    def rare(self, num_ranks: int, seconds_between: float) -> Setting:
+        """Requests so rare that each begins a wave, as long as the pause is."""
+        whole = Setting(num_ranks=num_ranks, load=1.0).request_rate(self._costs)
+        load = 1 / seconds_between / whole
+        return Setting(
+            num_ranks=num_ranks, load=load, lengths="equal", seconds=40 * seconds_between, warm_up=0.0
+        )
+
+
+def percentiles(values: Sequence[float]) -> list[float]:
+    """The 1st to the 99th."""
+    return (
+        statistics.quantiles(values, n=100, method="inclusive")
+        if len(values) > 1
+        else [*values, 0.0][:1] * 99
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 of nothing."""
+    return statistics.fmean(values) if values else 0.0
+
+
+def ms(seconds: float) -> float:
+    """Milliseconds, to three places."""
+    return round(seconds * 1000, 3)
+
+
+def run_all(costs: Costs, seconds: float) -> list[Row]:
+    """All sweeps around the middle: 256 ranks, 32 clients, load 0.85, skewed lengths, a snapshot each 0.1 s."""
+    sweeps = Sweeps(costs, seconds)
+    few = RULES[:3]
+    rows = sweeps.by_rule("clients", "num_clients", CLIENTS, RULES)
+    rows += sweeps.by_rule("load", "load", LOADS, RULES)
+    rows += sweeps.by_rule("lengths", "lengths", ("equal", "random", "skewed"), (*RULES, "snapshot + own"))
+    rows += sweeps.by_rule("publish interval", "publish_interval", INTERVALS, few)
+    rows += sweeps.by_rule("ranks", "num_ranks", RANKS, RULES)
+    rows += sweeps.by_rule("speed", "speed", SPEEDS, few[:1], load=0.85, warm_up=1.0, lengths="random")
+    rows += sweeps.by_rule("quiet", "load", (0.01, 0.02, 0.05, 0.1), few[:1], lengths="equal")
+    rows += sweeps.lock_step("wave start", [sweeps.rare(ranks, 8.0) for ranks in LOCK_STEP_RANKS])
+    for ranks in (8, 64, 256):
+        loads = [
+            Setting(num_ranks=ranks, load=load, lengths="random", seconds=seconds) for load in LOCK_STEP_LOADS
+        ]
+        rows += sweeps.lock_step("lock step", loads)
+    return rows
+
+
+def pick(rows: list[Row], sweep: str, name: str, figure: str) -> dict[str, list[float | None]]:
+    """A figure by rule, in the order of `name`'s values."""
+    series: dict[str, list[float | None]] = {}
+    for row in rows:
+        if row["sweep"] == sweep and name in row:
+            series.setdefault(row["rule"], []).append(row[figure])
+    return series
+
+
+def write_images(rows: list[Row], directory: Path) -> None:
+    """The charts of docs/scaling.md."""
+
+    def chart(
+        title: str, sweep: str, name: str, places: Sequence[object], figure: str, y: str, log: bool
+    ) -> Chart:
+        series = pick(rows, sweep, name, figure)
+        return Chart(title, x_labels[name], y, places, series, log, COLOR_OF)
+
+    x_labels = {
+        "num_clients": "clients",
+        "load": "load, as a share of what 256 ranks can do",
+        "publish_interval": "seconds between two snapshots",
+        "num_ranks": "ranks",
+        "speed": "speed of the steps",
+    }
+    wait, most = "wait p99 ms", "most requests / mean"
+    balance = [
+        chart(
+            "Wait for the first step: clients",
+            "clients",
+            "num_clients",
+            CLIENTS,
+            wait,
+            "ms, 99th percentile",
+            True,
+        ),
+        chart(
+            "Load of the busiest rank: clients",
+            "clients",
+            "num_clients",
+            CLIENTS,
+            most,
+            "requests, by the mean of all ranks",
+            False,
+        ),
+        chart("Wait for the first step: load", "load", "load", LOADS, wait, "ms, 99th percentile", True),
+        chart(
+            "Load of the busiest rank: ranks",
+            "ranks",
+            "num_ranks",
+            RANKS,
+            most,
+            "requests, by the mean of all ranks",
+            False,
+        ),
+        chart(
+            "Wait: age of the snapshots",
+            "publish interval",
+            "publish_interval",
+            INTERVALS,
+            wait,
+            "ms, 99th percentile",
+            True,
+        ),
+        chart(
+            "One rank between two snapshots",
+            "clients",
+            "num_clients",
+            CLIENTS,
+            "most to one rank",
+            "requests to the rank that gets most",
+            False,
+        ),
+    ]
+    (directory / "scaling_balance.svg").write_text(draw(balance, "Balancing with many ranks and clients"))
+    speeds = [row for row in rows if row["sweep"] == "speed"]
+    locked = [row for row in rows if row["sweep"] == "lock step"]
+    starts = [row for row in rows if row["sweep"] == "wave start"]
+    each = LOCK_STEP_LOADS
+    coordination = [
+        Chart(
+            "Coordinator: 256 ranks, faster steps",
+            "steps a second of each rank",
+            "share of one core",
+            [round(speed / 0.0275) for speed in SPEEDS],
+            {"coordinator": [row["coordinator"] for row in speeds]},
+        ),
+        Chart(
+            "Start of a wave",
+            "ranks",
+            "ms from the request to the first turn",
+            LOCK_STEP_RANKS,
+            {
+                "median": [row["start p50 ms"] for row in starts],
+                "worst": [row["start worst ms"] for row in starts],
+            },
+        ),
+        Chart(
+            "Dummy steps",
+            "load",
+            "share of all steps",
+            each,
+            {
+                f"{n} ranks": [row["dummy steps"] for row in locked if row["num_ranks"] == n]
+                for n in (8, 64, 256)
+            },
+        ),
+        Chart(
+            "A turn waits for its slowest rank",
+            "load",
+            "turn, by the mean of the ranks' steps",
+            each,
+            {
+                f"{n} ranks": [row["turn / mean step"] for row in locked if row["num_ranks"] == n]
+                for n in (8, 64, 256)
+            },
+        ),
+    ]
+    (directory / "scaling_coordination.svg").write_text(draw(coordination, "Coordinator and lock step"))
+
+
+def main() -> None:
+    """Simulate, print tables, write figures and charts."""
+    options = parser(__doc__)
+    options.add_argument(
+        "--record", action="store_true", help="measure what things cost on this machine first"
+    )
+    options.add_argument("--images", type=Path, help="write the charts here")
+    options.add_argument("--quick", action="store_true", help="short runs, for a look")
+    arguments = options.parse_args()
+    if arguments.record:
+        benchmarks = DOCS / "benchmarks"
+        recorded = measure(benchmarks / "async_scheduling.json", benchmarks / "all_reduce.json")
+        save(RECORDED, recorded, machine())
+    costs = load(RECORDED)
+    rows = run_all(costs, 3.0 if arguments.quick else 15.0)
+    for sweep in dict.fromkeys(row["sweep"] for row in rows):
+        report(sweep, [row for row in rows if row["sweep"] == sweep], None)
+    if arguments.json is not None:
+        report("all", rows, arguments.json, mean_length=MEAN_LENGTH)
+    if arguments.images is not None:
+        write_images(rows, arguments.images)
+
+
+if __name__ == "__main__":
+    main()
