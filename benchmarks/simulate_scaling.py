@@ -87,7 +87,9 @@ class Sweeps:
                     "start p50 ms": ms(statistics.median(outcome.starts)) if outcome.starts else None,
                     "start worst ms": ms(max(outcome.starts)) if outcome.starts else None,
                     "dummy steps": round(outcome.dummy_steps / steps, 4) if steps else None,
-                    "turn / mean step": round(outcome.stepping / outcome.stepping_alone, 4) if steps else None,
+                    "turn / mean step": round(outcome.stepping / outcome.stepping_alone, 4)
+                    if steps
+                    else None,
                     "coordinator": round(outcome.coordinator_busy / outcome.duration, 4),
                 }
             )

@@ -46,15 +46,14 @@ def lone_core_rows(stats: SchedulerStats, block_size: int, *, lock_step: bool) -
 
 
 def cores_table(
-    engines: Iterable[SchedulerStats], ready_of: Mapping[int, EngineReady], *, lock_step: bool
+    engines: Iterable[SchedulerStats], ready_of: Mapping[int, EngineReady], size: int, *, lock_step: bool
 ) -> tuple[str, str]:
-    """A row an engine core, as (plain text, HTML); those that take no requests now have a row, too."""
-    rows = {stats.engine_index: _row(stats, ready_of.get(stats.engine_index), lock_step) for stats in engines}
-    width = len(_HEADER) + 2 * lock_step + 3
-    for rank in ready_of.keys() - rows.keys():
-        rows[rank] = [str(rank), "", "gone", *[""] * (width - 3)]
+    """A row for each of `size` engine cores, as (plain text, HTML), those that take no requests now included."""
     waves = ["DUMMY STEPS", "WAVE"] if lock_step else []
     header = [*_HEADER, *waves, "MEMORY", "LAST STEP", "RESTARTS"]
+    rows = {stats.engine_index: _row(stats, ready_of.get(stats.engine_index), lock_step) for stats in engines}
+    for rank in set(range(size)) - rows.keys():
+        rows[rank] = [str(rank), "", "starting", *[""] * (len(header) - 3)]
     return table([row for _, row in sorted(rows.items())], header)
 
 

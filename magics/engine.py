@@ -26,6 +26,7 @@ from nbengine.magics.help import ENGINE_HELP
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.namespace import prompt_namespace
+from nbengine.magics.parallel import ParallelCommands
 from nbengine.magics.render import count, seconds
 from nbengine.magics.reports import (
     capacity,
@@ -65,6 +66,7 @@ class EngineMagics(Magics):
             "detach": self._detach,
             "logs": self._logs,
             "reap": self._reap,
+            **ParallelCommands(shell, session).commands,
             **ControlCommands(session).commands,
             "help": self._help,
         }

@@ -13,6 +13,9 @@ ENGINE_HELP = """\
   %engine restart [flags]         stop and start again, with the same arguments and those given here
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 
+  %engine scale --dp N            have N engine cores, while requests run
+  %engine waves [--seconds S]     what each engine core does over time: steps, dummy steps, waves
+
   %engine sleep [--level 2]       give memory back without ending it; %engine wake takes it again
   %engine pause / resume          hold all requests back, and go on
   %engine reset                   forget the prefix cache

@@ -95,7 +95,7 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
     """An engine's state as (plain text, HTML)."""
     config, ready, info = engine.client.config, engine.client.ready, engine.client.connection
     parallel, cores = config.parallel, cores_of(engine)
-    several = len(stats.engines) > 1 or len(cores) > 1
+    num_cores = newest(info).config.parallel.data_parallel_size
     rows = [
         ["engine", engine.name + (" (default)" if is_default else "")],
         ["model", config.model.model],
@@ -104,13 +104,13 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
             "topology",
             (
                 f"TP {parallel.tensor_parallel_size} × PP {parallel.pipeline_parallel_size} × "
-                f"DP {len(cores)}, {count(parallel.world_size * len(cores), 'worker')}, "
+                f"DP {num_cores}, {count(parallel.world_size * num_cores, 'worker')}, "
                 f"{count(len(session_processes(info)), 'process', 'processes')}"
             ),
         ],
         ["context", count(ready.max_model_len, "token")],
     ]
-    if several:
+    if num_cores > 1:
         rows += _totals(stats, lock_step=config.lock_step)
     else:
         for core in stats.engines:
@@ -120,8 +120,8 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
         ["log", info.log_path],
     ]
     tables = [table(rows)]
-    if several:
-        tables.append(cores_table(stats.engines, cores, lock_step=config.lock_step))
+    if num_cores > 1:
+        tables.append(cores_table(stats.engines, cores, num_cores, lock_step=config.lock_step))
     if any(len(core.workers) > 1 for core in stats.engines):
         tables.append(workers_table(stats.engines, cores, parallel))
     return "\n\n".join(plain for plain, _ in tables), "".join(html for _, html in tables)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,7 +46,7 @@ class EngineClient(Protocol):
         """What the engine said when it was ready."""
 
     @property
-    def engine_ranks(self) -> list[int]:
+    def engine_ranks(self) -> Sequence[int]:
         """The engine cores that take requests now."""
 
     @property
@@ -73,6 +73,11 @@ class EngineClient(Protocol):
 
     def stats_blocking(self) -> EngineStats:
         """A snapshot of the engine's state."""
+
+    def scale_blocking(
+        self, data_parallel_size: int, timeout: float | None = None, progress: ProgressCallback | None = None
+    ) -> int:
+        """Have so many engine cores, and return their number."""
 
     def detach(self) -> None:
         """Leave the engine running."""

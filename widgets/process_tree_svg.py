@@ -25,7 +25,7 @@ from nbengine.widgets.process_tree_text import (
     worker_name,
     worker_parts,
 )
-from nbengine.widgets.svg import LINE, Drawing, Rect
+from nbengine.widgets.svg import LINE, PAGE_STYLE, STANDALONE_SHEET, Drawing, Rect
 
 WIDTH = 760.0
 _BLUE, _PURPLE, _ORANGE, _GREEN, _GREY, _RED = (
@@ -50,11 +50,6 @@ _BUS = 14.0
 """Where in it the frontends' lines meet."""
 _LANE = 24.0
 """Width of the space beside the workers for the lines of further engine cores."""
-_THEMED = "color:var(--jp-content-font-color1,inherit)"
-_STANDALONE = (
-    "<style>svg{color:#1f2328;background:#fff}"
-    "@media(prefers-color-scheme:dark){svg{color:#e6e8eb;background:#14171a}}</style>"
-)
 
 
 def draw(tree: ProcessTree, *, standalone: bool = False) -> str:
@@ -116,7 +111,7 @@ class _Picture:
         else:
             self._engine(tree.host)
         self._row([_plain_label("process", process, _GREY) for process in tree.others])
-        style, sheet = ("", _STANDALONE) if standalone else (_THEMED, "")
+        style, sheet = ("", STANDALONE_SHEET) if standalone else (PAGE_STYLE, "")
         return self._drawing.render(WIDTH, self._y, summary(tree), str(tree), style=style, sheet=sheet)
 
     def _engine(self, host: ProcessUsage) -> None:

@@ -98,9 +98,8 @@ class Stage(Part):
 
         The share is that of all, those not heard of yet included, so that it never goes down when one of them begins.
         """
-        self.detail = (
-            f"{self.num_done} of {self.num_parts} {'workers' if self.is_of_workers else 'engine cores'}"
-        )
+        noun = "worker" if self.is_of_workers else "engine core"
+        self.detail = f"{self.num_done} of {self.num_parts} {noun}{'' if self.num_parts == 1 else 's'}"
         done = sum(1.0 if part.state == "done" else part.fraction or 0.0 for part in self.parts.values())
         self.fraction = min(1.0, done / self.num_parts)
 

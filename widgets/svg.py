@@ -9,6 +9,13 @@ from html import escape
 
 FONT = "var(--jp-code-font-family,ui-monospace),Menlo,Consolas,'DejaVu Sans Mono',monospace"
 FONT_SIZE = 12.0
+PAGE_STYLE = "color:var(--jp-content-font-color1,inherit)"
+"""Of a picture in a page: letters have the page's colour."""
+STANDALONE_SHEET = (
+    "<style>svg{color:#1f2328;background:#fff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6e8eb;background:#14171a}}</style>"
+)
+"""Of a picture in a file: a ground of its own."""
 ADVANCE = 0.61
 """Width of a character of a monospaced font, in font sizes; the widest in use have 0.602."""
 LINE = 16.0
@@ -72,6 +79,13 @@ class Drawing:
         self._elements.append(
             f'<rect x="{rect.x:g}" y="{rect.y:g}" width="{rect.width:g}" height="{rect.height:g}" rx="5" '
             f'fill="{color}" fill-opacity="{opacity:g}" stroke="{color}" stroke-width="1.5"{dash}/>'
+        )
+
+    def bar(self, rect: Rect, color: str, *, opacity: float) -> None:
+        """A filled rectangle without an outline."""
+        self._elements.append(
+            f'<rect x="{rect.x:.1f}" y="{rect.y:.1f}" width="{rect.width:.1f}" height="{rect.height:.1f}" '
+            f'fill="{color}" fill-opacity="{opacity:g}"/>'
         )
 
     def text(

@@ -6,13 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nbengine.widgets.svg import FONT_SIZE, LINE, Drawing, Rect, text_width
+from nbengine.widgets.svg import FONT_SIZE, LINE, STANDALONE_SHEET, Drawing, Rect, text_width
 
 COLORS = ("#3b82f6", "#2f9e6e", "#d9822b", "#e5484d", "#9b6dd6", "#8a8f98", "#12a5b5", "#b8860b")
-GROUND = (
-    "<style>svg{color:#1f2328;background:#fff}"
-    "@media(prefers-color-scheme:dark){svg{color:#e6e8eb;background:#14171a}}</style>"
-)
 _WIDTH, _HEIGHT = 470.0, 330.0
 _LEFT, _TOP, _RIGHT = 58.0, 44.0, 14.0
 
@@ -38,7 +34,9 @@ def draw(charts: Sequence[Chart], label: str, *, columns: int = 2) -> str:
         _draw_one(drawing, chart, number % columns * _WIDTH, number // columns * _HEIGHT)
     rows = -(-len(charts) // columns)
     words = "; ".join(chart.title for chart in charts)
-    return drawing.render(_WIDTH * min(columns, len(charts)), _HEIGHT * rows, label, words, sheet=GROUND)
+    return drawing.render(
+        _WIDTH * min(columns, len(charts)), _HEIGHT * rows, label, words, sheet=STANDALONE_SHEET
+    )
 
 
 def _draw_one(drawing: Drawing, chart: Chart, left: float, top: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -184,7 +185,7 @@ class CoreLink:
         home = (lost.rank, lost.incarnation)
         self.router.table.on_lost(*home, restarting=lost.restarting)
         self.calls.lose(lost.rank, lost.cause)
-        begun = self.router.take_begun(*home)
+        begun = self.router.take_begun(home)
         self._fail(begun, lost.rank, f"engine core {lost.rank} ended while it worked on it: {lost.cause}")
         self._on_ranks_changed()
 
@@ -232,7 +233,7 @@ class CoreLink:
     def _on_stats(self, frames: Sequence[bytes]) -> None:
         stats = None if self._feed is None else self._feed.read(frames)
         if stats is not None:
-            self.router.balancer.observe(stats)
+            self.router.balancer.observe(stats, time.monotonic())
 
     # The rest.
 
@@ -243,8 +244,9 @@ class CoreLink:
         self._follow_stats()
         self._owner.on_usable()
         for home in router.table.departed():
-            for request in router.take_unbegun(*home):
+            for request in router.take_unbegun(home):
                 self.add(request)
+            router.table.forget(home)
         for request in router.take_waiting():
             self.add(request)
 

@@ -66,6 +66,8 @@ class MPClient(EngineCoreClient):
         self.info = info
         self.config = info.config
         self.ready: EngineReady | None = None
+        self.later_progress: ProgressCallback | None = None
+        """Called, on the link's thread, with what engine cores report that start when this client is ready."""
         self._owns_engine = owns_engine
         self._error: NBEngineError | None = None
         self._is_dead = False
@@ -247,6 +249,8 @@ class MPClient(EngineCoreClient):
         """The start makes progress."""
         if self.ready is None:
             self._events.put(progress)
+        elif self.later_progress is not None:
+            self.later_progress(progress)
 
     def on_ready(self, ready: EngineReady) -> None:
         """An engine core is ready, at the start or later."""

@@ -6,11 +6,12 @@ engine's host or core must not be one itself. When a driver ends, Ray ends all o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -72,8 +73,8 @@ class Bridge:
             logger.debug("the owner is gone")
 
     def tell(self, message: BridgeToOwner) -> None:
-        """Send the owner a message, from any thread."""
-        with self._sending:
+        """Send the owner a message, from any thread; of no effect when it is gone."""
+        with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(msgspec.msgpack.encode(message))
 
     def _obey(self, message: OwnerToBridge) -> None:
@@ -144,8 +145,8 @@ def _make_actor(room: PlacementGroup, index: int, bundle: Mapping[str, float]) -
     return make(NodeActor).remote()
 
 
-def run_bridge(fd: int, address: str | None, name: str) -> None:
-    """Run the bridge in this process, which ends when the owner's end of the socket `fd` is closed.
+def run_bridge(fd: int, address: str | None, name: str, clean_up: Callable[[], None]) -> None:
+    """Run the bridge in this process until the owner's end of the socket `fd` is closed; then `clean_up` is called.
 
     `address` is the cluster's, None for the one that `RAY_ADDRESS` names or that this machine belongs to.
     """
@@ -169,6 +170,8 @@ def run_bridge(fd: int, address: str | None, name: str) -> None:
     patience.cancel()
     bridge.tell(Connected(cluster))
     bridge.run()
+    # Now: Ray may end this process.
+    clean_up()
     farewell = threading.Thread(target=ray.shutdown, daemon=True)
     farewell.start()
     farewell.join(SHUTDOWN_SECONDS)

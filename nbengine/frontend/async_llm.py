@@ -22,6 +22,7 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineErro
 from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import AsyncControl, Control, ControlOf
 from nbengine.frontend.input_processor import PromptType, prompt_text
+from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.loop_thread import LoopThread
 from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.output_collector import RequestOutputCollector
@@ -39,12 +40,11 @@ from nbengine.pooling_outputs import (
     as_embedding,
 )
 from nbengine.sampling_params import PoolingParams, SamplingParams
-from nbengine.widgets.process_tree import ProcessTree, read_process_tree
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(Prompting, AsyncControl):
+class AsyncLLM(Prompting, AsyncControl, Inspection):
     """An engine whose outputs are streamed; many requests at once, from any thread or event loop.
 
     All its sockets live on one daemon thread. The constructor blocks until the engine takes requests.
@@ -333,13 +333,16 @@ class AsyncLLM(Prompting, AsyncControl):
         done = asyncio.wrap_future(self.engine_core.submit_scale(data_parallel_size))
         return await asyncio.wait_for(done, timeout)
 
-    def scale_blocking(self, data_parallel_size: int, timeout: float | None = None) -> int:
-        """`scale` for code without an event loop."""
-        return self.engine_core.scale(data_parallel_size, timeout)
-
-    def process_tree(self) -> ProcessTree:
-        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
-        return read_process_tree(self.connection)
+    def scale_blocking(
+        self, data_parallel_size: int, timeout: float | None = None, progress: ProgressCallback | None = None
+    ) -> int:
+        """`scale` for code without an event loop; `progress` is called on another thread with what new engine cores
+        report of their start."""
+        self.engine_core.later_progress = progress
+        try:
+            return self.engine_core.scale(data_parallel_size, timeout)
+        finally:
+            self.engine_core.later_progress = None
 
     @property
     def control(self) -> Control:

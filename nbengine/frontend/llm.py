@@ -23,6 +23,7 @@ from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 from nbengine.widgets.process_tree import ProcessTree
+from nbengine.widgets.wave_recording import WaveRecording
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -169,6 +170,11 @@ class LLM(Control, OfflinePooling):
     def process_tree(self) -> ProcessTree:
         """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
         return self.llm_engine.process_tree()
+
+    def record_waves(self) -> WaveRecording:
+        """A context manager that records what each engine core does meanwhile; its `timeline` has it, a picture in a
+        notebook."""
+        return self.llm_engine.record_waves()
 
     @property
     def config(self) -> EngineConfig:

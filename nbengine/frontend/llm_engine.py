@@ -8,21 +8,23 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from nbengine.client.base import BlockingClient, EngineCoreClient
+from nbengine.client.connection import ConnectionInfo
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import RequestError
+from nbengine.errors import NotSupportedError, RequestError
 from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import Control
 from nbengine.frontend.input_processor import PromptType, prompt_text
+from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.prompting import Prompting
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import PoolingParams, SamplingParams
-from nbengine.widgets.process_tree import ProcessTree, read_own_process_tree, read_process_tree
+from nbengine.widgets.process_tree import ProcessTree, read_own_process_tree
 
 
-class LLMEngine(Prompting, Control):
+class LLMEngine(Prompting, Control, Inspection):
     """What `LLM` is built on: `add_request`, then `step` while there are unfinished requests. For one thread.
 
     With `n > 1` one request has n completions, which the outputs carry together.
@@ -155,12 +157,25 @@ class LLMEngine(Prompting, Control):
         """Have so many engine cores and return their number; see `EngineCoreClient.scale`."""
         return self.engine_core.scale(data_parallel_size, timeout)
 
-    def process_tree(self) -> ProcessTree:
-        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+    @property
+    def connection(self) -> ConnectionInfo:
+        """Where the engine lives.
+
+        Raises:
+            NotSupportedError: in this process.
+        """
         connection = self.engine_core.connection
         if connection is None:
+            raise NotSupportedError(
+                "an engine in this process publishes nothing; leave multiprocess=False out"
+            )
+        return connection
+
+    def process_tree(self) -> ProcessTree:
+        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+        if self.engine_core.connection is None:
             return read_own_process_tree(self.config, self.ready)
-        return read_process_tree(connection)
+        return super().process_tree()
 
     def shutdown(self, *, drain: bool = False) -> None:
         """End the engine and wait until all its processes are gone; calling it again does nothing."""

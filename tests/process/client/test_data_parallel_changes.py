@@ -86,12 +86,12 @@ def hold(tmp_path: Path) -> Path:
 async def test_requests_without_output_are_sent_elsewhere_when_their_rank_is_killed(
     start_async: StartAsync, hold: Path
 ) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"hold": str(hold)}, enable_prompt_embeds=True)
+    llm = start_async(data_parallel_size=2, knobs={"hold": str(hold), "hidden_size": 64})
     tasks = [asyncio.create_task(collect(llm, first)) for first in range(6)]
     several = SamplingParams(n=3, max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     whole = asyncio.create_task(anext(llm.generate(tokens(50), several)))
     # The fake model takes the very last number for the last token.
-    embeds = torch.full((2, 4), 70.0)
+    embeds = torch.full((2, 64), 70.0)
     final = params(output_kind=RequestOutputKind.FINAL_ONLY)
     embedded = asyncio.create_task(anext(llm.generate({"prompt_embeds": embeds}, final)))
     await until(lambda: in_flight(llm) == 10, "all requests on their way")

@@ -299,7 +299,7 @@ def test_status_has_a_row_for_each_of_several_engine_cores(
             ],
             *["0", "3 MiB", "3.2 ms", "2"],
         ],
-        ["2", "gone"],
+        ["2", "starting"],
     ]
 
 

@@ -153,7 +153,7 @@ def test_of_engine_cores_that_join_only_these_have_a_line() -> None:
     stages.take(load(None, 0.5, rank=1))
     assert [line.split()[1] for line in stages.lines()] == ["load", "DP1"]
     assert stages.take(load(None, 1.0, rank=1))[0].endswith("DP1")
-    assert stages.lines()[0].endswith("1 of 1 engine cores")
+    assert stages.lines()[0].endswith("1 of 1 engine core")
 
 
 @given(st.data())
