@@ -122,6 +122,11 @@ def host_of(address: str) -> str:
     return address.removeprefix(TCP_PREFIX).rpartition(":")[0].strip("[]")
 
 
+def port_of(address: str) -> int:
+    """The port in a `tcp://` address."""
+    return int(address.rpartition(":")[2])
+
+
 def own_address(towards: str | None = None) -> str:
     """This machine's address on the way to `towards`, another's or its own, or on the way out (None). Sends nothing.
 
