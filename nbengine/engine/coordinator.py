@@ -23,7 +23,7 @@ from nbengine.ipc.messages import (
     EngineCoreRequestType,
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
-from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.sockets import MAX_BULK_BYTES, MAX_CONTROL_BYTES, make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -218,10 +218,19 @@ class DPCoordinatorProc:
     ) -> None:
         self.state = DPCoordinator(num_engines, lock_step)
         self.publish_front = make_socket(
-            context, front_publish_address, zmq.XPUB, bind=True, send_hwm=FRONT_HWM
+            context,
+            front_publish_address,
+            zmq.XPUB,
+            bind=True,
+            send_hwm=FRONT_HWM,
+            max_frame_bytes=MAX_CONTROL_BYTES,
         )
-        self.output_back = make_socket(context, back_output_address, zmq.PULL, bind=True)
-        self.publish_back = make_socket(context, back_publish_address, zmq.XPUB, bind=True)
+        self.output_back = make_socket(
+            context, back_output_address, zmq.PULL, bind=True, max_frame_bytes=MAX_BULK_BYTES
+        )
+        self.publish_back = make_socket(
+            context, back_publish_address, zmq.XPUB, bind=True, max_frame_bytes=MAX_CONTROL_BYTES
+        )
         for socket in (self.publish_front, self.publish_back):
             socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
