@@ -61,6 +61,9 @@ class ExpertKernels(Protocol):
 
     name: str
 
+    def warm_up(self, gate_up: torch.Tensor, down: torch.Tensor, experts_per_token: int) -> None:
+        """Compile what blocks with weights of these shapes need, so that no step waits for it."""
+
     def experts(
         self,
         x: torch.Tensor,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 MIN_ROWS = 16  # what a tensor core takes
+MAX_ROWS = 64
 _CHUNK = 1024
 _COMBINED_COLUMNS = 256
 
@@ -41,7 +42,7 @@ def choose_tiling(assignments: int, num_experts: int, dtype: torch.dtype) -> Til
     average = triton.next_power_of_2(triton.cdiv(assignments, num_experts))
     if dtype == torch.float32:
         return Tiling(min(max(average, MIN_ROWS), 32), columns=32, depth=32, warps=4, stages=2)
-    return Tiling(min(max(average, MIN_ROWS), 64), columns=64, depth=64, warps=4, stages=3)
+    return Tiling(min(max(average, MIN_ROWS), MAX_ROWS), columns=64, depth=64, warps=4, stages=3)
 
 
 def max_tiles(assignments: int, num_experts: int, rows: int) -> int:
@@ -259,6 +260,18 @@ class TritonExperts:
     """The experts on one CUDA device."""
 
     name = "triton"
+
+    def warm_up(self, gate_up: torch.Tensor, down: torch.Tensor, experts_per_token: int) -> None:
+        """Run the kernels once with each number of rows that `choose_tiling` may choose."""
+        num_experts, hidden, _ = down.shape
+        rows = MIN_ROWS
+        while rows <= choose_tiling(MAX_ROWS * num_experts, num_experts, down.dtype).rows:
+            num_tokens = triton.cdiv(rows * num_experts, experts_per_token)
+            x = down.new_zeros(num_tokens, hidden)
+            weights = torch.zeros(num_tokens, experts_per_token, device=down.device)
+            experts = torch.arange(experts_per_token, device=down.device).repeat(num_tokens, 1)
+            self.experts(x, gate_up, down, weights, experts)
+            rows *= 2
 
     def experts(
         self,

@@ -235,7 +235,12 @@ class EngineMagics(Magics):
         parser = _parser("logs", "Show the last lines of an engine's log, also after its end.")
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
         parser.add_argument("-n", type=int, default=_DEFAULT_LOG_LINES, metavar="N", help="how many lines")
-        parser.add_argument("--rank", type=int, metavar="R", help="of the worker of this rank instead")
+        parser.add_argument(
+            "--rank",
+            type=int,
+            metavar="R",
+            help="of the worker of this rank instead, counted through all engine cores",
+        )
         parsed = parser.parse_words(words)
         path = self._log_path(parsed.name)
         if parsed.rank is not None:

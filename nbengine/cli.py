@@ -53,7 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     logs = commands.add_parser("logs", help="show an engine's log")
     logs.add_argument("name")
     logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="how many lines (default 50)")
-    logs.add_argument("--rank", type=int, metavar="R", help="of the worker of this rank instead")
+    logs.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="of the worker of this rank instead, counted through all engine cores",
+    )
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the engine ends")
     logs.set_defaults(run=_logs)
     return parser

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import zmq
 
 from nbengine.config import EngineConfig
 from nbengine.errors import NBEngineError
 from nbengine.ipc.curve import CurveKeys
 from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import EngineReady
-from nbengine.ipc.transport import any_port, host_of, own_address
+from nbengine.ipc.transport import EngineContext, any_port, host_of, own_address
 
 MAX_SOCKET_PATH = 100
 """Bytes that a UNIX socket path may have on every platform we care for (macOS: 104)."""
@@ -75,6 +76,10 @@ class ConnectionInfo(msgspec.Struct, kw_only=True):
             return socket_address(self.run_dir, socket_name)
         return any_port(own_address(host_of(self.address("host.sock"))))
 
+    def make_context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """A context for sockets of this engine's."""
+        return EngineContext.with_keys(self.keys, self.config.lease)
+
     @property
     def is_here(self) -> bool:
         """Whether the host is on this machine, so that its pid means something."""
@@ -92,7 +97,8 @@ def process_alive(pid: int, create_time: float) -> bool:
         process = psutil.Process(pid)
         same = abs(process.create_time() - create_time) < 1.0
         return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        # The latter where a peer has sent what is no pid.
         return False
 
 

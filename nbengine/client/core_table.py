@@ -31,7 +31,7 @@ class CoreTable:
         self._ready: dict[int, int] = {}
         self._connected: dict[int, int] = {}
         self._leaving: dict[int, int] = {}
-        self._gone: dict[int, int] = {}
+        self._gone: set[Home] = set()
 
     @property
     def expected(self) -> Sequence[int]:
@@ -66,7 +66,7 @@ class CoreTable:
 
     def on_farewell(self, rank: int, incarnation: int) -> None:
         """A core has said good-bye: what it has not answered it will not answer."""
-        self._gone[rank] = max(incarnation, self._gone.get(rank, incarnation))
+        self._gone.add(Home(rank, incarnation))
         self._update()
 
     def on_lost(self, rank: int, incarnation: int, *, restarting: bool) -> None:
@@ -76,14 +76,24 @@ class CoreTable:
         self.on_farewell(rank, incarnation)
 
     def departed(self) -> list[Home]:
-        """The cores that have gone and are not listed any more."""
-        return [Home(*home) for home in self._gone.items() if home[0] not in self.ranks]
+        """The cores that have gone and are not listed any more, or another in their place."""
+        return [
+            home
+            for home in self._gone
+            if home.rank not in self.ranks or self._ready.get(home.rank, home.incarnation) > home.incarnation
+        ]
+
+    def forget(self, home: Home) -> None:
+        """A departed core has nothing left that is to be sent elsewhere."""
+        if self._ready.get(home.rank, home.incarnation) > home.incarnation:
+            self._gone.discard(home)
 
     def disconnect(self) -> None:
         """The lease is lost, and every connection with it."""
         self.ranks, self.restarting = (), frozenset()
-        for known in (self._connected, self._leaving, self._gone):
-            known.clear()
+        self._connected.clear()
+        self._leaving.clear()
+        self._gone.clear()
         self._update()
 
     def _update(self) -> None:
@@ -92,6 +102,7 @@ class CoreTable:
             incarnation = self._ready.get(rank)
             if incarnation is None or self._connected.get(rank) != incarnation:
                 continue
-            if incarnation not in (self._leaving.get(rank), self._gone.get(rank)):
-                usable[rank] = Home(rank, incarnation)
+            home = Home(rank, incarnation)
+            if self._leaving.get(rank) != incarnation and home not in self._gone:
+                usable[rank] = home
         self.usable = usable

@@ -11,17 +11,21 @@ import uuid
 import weakref
 from collections import deque
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import zmq
 
 from nbengine.client.connection import ConnectionInfo, process_alive, remove_engine_files
+from nbengine.client.host_connection import HostConnection
 from nbengine.client.launch import bury_child, host_exit
+from nbengine.client.link_listener import LinkListener
 from nbengine.client.processes import create_time_of, kill_session, wait_for_host
+from nbengine.client.scale_calls import ScaleCalls
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError, WireError
 from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import (
     Attach,
     Attached,
@@ -36,11 +40,8 @@ from nbengine.ipc.messages import (
     Progress,
     RanksChanged,
     Scaled,
-    ScaleElasticEP,
     Shutdown,
 )
-from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext
 
 logger = logging.getLogger(__name__)
 
@@ -59,42 +60,13 @@ JOIN_TIMEOUT = 30.0
 """Seconds within which the link's thread ends in any case, whatever it has to clear away."""
 EXIT_TIMEOUT = 0.5
 """Seconds that the interpreter's exit may be delayed by."""
-
-
-class _ScaleCall(NamedTuple):
-    message: ScaleElasticEP
-    future: Future[int]
+NOT_SCALED = "the engine ended before it was scaled"
 
 
 class _Farewell(NamedTuple):
     """An engine core has said good-bye to the client."""
 
     rank: int
-
-
-class LinkListener(Protocol):
-    """What a `HostLink` tells its client. Called on the link's thread; must not block."""
-
-    def on_attached(self, client_index: int, engine_ranks: list[int], tensor_dir: str) -> None:
-        """A lease is held; the engines will connect to the client's sockets, and take tensors in `tensor_dir`."""
-
-    def on_progress(self, progress: Progress) -> None:
-        """The start makes progress."""
-
-    def on_ready(self, ready: EngineReady) -> None:
-        """An engine core is ready, at the start or later."""
-
-    def on_ranks_changed(self, engine_ranks: list[int]) -> None:
-        """Requests may be sent to these engine cores, and to no others."""
-
-    def on_engine_lost(self, lost: EngineLost) -> None:
-        """One engine core of several has ended; `on_ranks_changed` has come before."""
-
-    def on_lease_lost(self, error: LeaseExpiredError) -> None:
-        """What was asked for is gone; the link is attaching anew."""
-
-    def on_dead(self, error: EngineStartError | EngineDeadError) -> None:
-        """The engine has ended; nothing more will come."""
 
 
 class HostLink:
@@ -105,6 +77,9 @@ class HostLink:
     the listener, and makes sure that no process and no file of the engine is left. Outputs come on other sockets
     than the host's notice: after an end that was asked for, the listener is told when every core has said good-bye
     there, so that streams get their last outputs first.
+
+    Over a network, a connection that breaks ends the lease, because what was on its way may be lost; when none can be
+    made for half the time of a lease, the engine is out of reach. Nothing but this tells of a host elsewhere.
 
     A lost lease (this process did not run for too long) is replaced by a new one under a new session name: if the
     old name was taken over by another process, that one keeps it.
@@ -124,18 +99,17 @@ class HostLink:
         self._addresses = (input_address, output_address)
         self._listener = listener
         self._wake = WakePipe()
-        self._outbox: deque[ClientToHost | _ScaleCall | _Farewell | None] = deque()
-        self._scale_calls: deque[Future[int]] = deque()
-        self._context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
-        self._socket = make_socket(
-            self._context, info.address("host.sock"), zmq.DEALER, bind=False, linger=int(EXIT_TIMEOUT * 1000)
-        )
+        self._outbox: deque[ClientToHost | _Farewell | None] = deque()
+        self._scale_calls = ScaleCalls()
+        self._poller = zmq.Poller()
+        self._host = HostConnection(info, self._poller, linger=int(EXIT_TIMEOUT * 1000))
         self._decoder: ControlDecoder[HostToClient] = ControlDecoder(HostToClient)
         self._heartbeat_interval = min(info.config.lease / 4, LONGEST_HEARTBEAT_INTERVAL)
         self._next_heartbeat = float("inf")
         self._next_look = 0.0
         self._verdict_at = float("inf")
         self._attached = False
+        self._client_index = 0
         self._notice: EngineDead | None = None
         self._ranks: list[int] = []
         self._farewells: set[int] = set()
@@ -159,12 +133,11 @@ class HostLink:
 
     def scale(self, data_parallel_size: int) -> Future[int]:
         """Ask for so many engine cores; the future gets the host's answer. Safe on any thread."""
-        call = _ScaleCall(ScaleElasticEP(data_parallel_size), Future())
-        self._outbox.append(call)
+        future = self._scale_calls.begin(data_parallel_size, self._outbox.append)
         self._wake.wake()
         if self._ended:
-            self._fail_scale_calls()
-        return call.future
+            self._scale_calls.fail(EngineDeadError(NOT_SCALED))
+        return future
 
     def request_detach(self) -> None:
         """Give the lease back and end the link; does not wait. Safe on any thread and in finalizers."""
@@ -199,37 +172,36 @@ class HostLink:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         try:
             self._attach()
             while not self._closed:
-                poller.poll(self._patience_ms())
+                self._poller.poll(self._patience_ms())
                 self._wake.drain()
                 self._send_outbox()
                 self._receive()
+                self._look_at_connection(time.monotonic())
                 self._look_at_clock(time.monotonic())
         except Exception as error:
             logger.exception("the link to the host of engine %s failed", self.info.name)
             self._listener.on_dead(EngineDeadError(f"the link to the engine's host failed: {error!r}"))
         finally:
-            self._socket.close()
-            self._context.term()
+            self._host.close()
             self._wake.close()
             self._ended = True
-            self._fail_scale_calls()
+            self._scale_calls.fail(EngineDeadError(NOT_SCALED))
             self._gone.set()
 
     def _patience_ms(self) -> int:
-        due = min(self._next_heartbeat, self._next_look, self._verdict_at)
+        due = min(self._next_heartbeat, self._next_look, self._verdict_at, self._host.unreachable_at)
         return max(0, int((due - time.monotonic()) * 1000) + 1)
 
     def _attach(self) -> None:
         input_address, output_address = self._addresses
         created = create_time_of(os.getpid())
-        attach = Attach(self._session, os.getpid(), created or 0.0, input_address, output_address)
-        self._socket.send(encode_control(attach))
+        pid = os.getpid() if self.info.is_here else 0
+        attach = Attach(self._session, pid, created or 0.0, input_address, output_address, self._client_index)
+        self._host.socket.send(encode_control(attach))
 
     def _send_outbox(self) -> None:
         while self._outbox:
@@ -238,16 +210,13 @@ class HostLink:
                     self._closed = True
                 case _Farewell(rank):
                     self._on_farewell(rank)
-                case _ScaleCall(message, future):
-                    self._scale_calls.append(future)
-                    self._socket.send(encode_control(message))
                 case message:
-                    self._socket.send(encode_control(message))
+                    self._host.socket.send(encode_control(message))
 
     def _receive(self) -> None:
         while not self._closed:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame = self._host.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -259,6 +228,7 @@ class HostLink:
         match message:
             case Attached(client_index, engine_ranks, tensor_dir):
                 self._attached = True
+                self._client_index = client_index
                 self._ranks = engine_ranks
                 self._next_heartbeat = time.monotonic() + self._heartbeat_interval
                 self._listener.on_attached(client_index, engine_ranks, tensor_dir)
@@ -271,7 +241,9 @@ class HostLink:
             case EngineLost():
                 self._listener.on_engine_lost(message)
             case Scaled():
-                self._on_scaled(message)
+                future = self._scale_calls.take()
+                if future is not None:
+                    self._listener.on_scaled(future, message)
             case LeaseLost(reason):
                 self._on_lease_lost(reason)
             case EngineDead():
@@ -280,7 +252,7 @@ class HostLink:
     def _on_ready(self, ready: EngineReady) -> None:
         self._started = True
         self._farewells.discard(ready.rank)
-        created = create_time_of(ready.pid)
+        created = create_time_of(ready.pid) if ready.machine in ("", machine_id()) else None
         if created is not None:
             self._cores[ready.rank] = ready.pid, created
         self._listener.on_ready(ready)
@@ -298,23 +270,6 @@ class HostLink:
         self._farewells.add(rank)
         if rank in self._ranks:
             self._expect_last_words(time.monotonic())
-
-    def _on_scaled(self, answer: Scaled) -> None:
-        if not self._scale_calls:
-            return
-        future = self._scale_calls.popleft()
-        if not future.set_running_or_notify_cancel():
-            return
-        if answer.error is None:
-            future.set_result(answer.data_parallel_size)
-        else:
-            future.set_exception(NBEngineError(f"engine {self.info.name} was not scaled: {answer.error}"))
-
-    def _fail_scale_calls(self) -> None:
-        waiting = [item.future for item in self._outbox if isinstance(item, _ScaleCall)]
-        for future in [*self._scale_calls, *waiting]:
-            if not future.done() and future.set_running_or_notify_cancel():
-                future.set_exception(EngineDeadError("the engine ended before it was scaled"))
 
     def _on_notice(self, notice: EngineDead) -> None:
         self._notice = notice
@@ -334,12 +289,29 @@ class HostLink:
         )
         self._attach()
 
+    def _look_at_connection(self, now: float) -> None:
+        if self._closed or not self._host.look(now):
+            return
+        # Its last message may have come since the last look.
+        self._receive()
+        if self._notice is not None or self._closed:
+            return
+        self._host.reopen()
+        reason = "the connection to its host broke"
+        self._scale_calls.fail(
+            NBEngineError(f"it is not known whether {self.info.name} was scaled: {reason}")
+        )
+        if self._attached:
+            self._on_lease_lost(reason)
+        else:
+            self._attach()
+
     def _look_at_clock(self, now: float) -> None:
         if self._closed:
             return
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval
-            self._socket.send(encode_control(Heartbeat()))
+            self._host.socket.send(encode_control(Heartbeat()))
         if now >= self._next_look:
             self._next_look = now + WATCH_INTERVAL
             self._look_at_processes(now)
@@ -348,6 +320,9 @@ class HostLink:
                 self._die(self._notice.cause, self._notice.log_tail, started=self._notice.started)
         elif not self._closed and now >= self._verdict_at:
             self._die("an engine core ended, and the host does not say why")
+        elif not self._closed and now >= self._host.unreachable_at:
+            hint = "" if self._started else "; does it run, and is this its connection file?"
+            self._die(f"the engine's host is out of reach at {self._host.address}{hint}", remains=False)
 
     def _look_at_processes(self, now: float) -> None:
         if not self.info.host_alive:
@@ -368,11 +343,14 @@ class HostLink:
         if self._verdict_at == float("inf") and not self._shutting_down:
             self._verdict_at = now + LAST_WORDS_TIMEOUT
 
-    def _die(self, cause: str, tail: str = "", *, started: bool | None = None) -> None:
+    def _die(self, cause: str, tail: str = "", *, started: bool | None = None, remains: bool = True) -> None:
+        """End the link. `remains`: the engine is at its end, and nothing may be left of it on this machine."""
         self._closed = True
         started = self._started if started is None else started
         kind = EngineDeadError if started else EngineStartError
         self._listener.on_dead(kind(cause, tail or log_tail(self.info.log_path)))
+        if not (remains and self.info.is_here):
+            return
         wait_for_host(self.info, HOST_EXIT_TIMEOUT)
         self._remove_remains(grace=CORE_EXIT_GRACE)
 

@@ -24,7 +24,14 @@ from nbengine.errors import (
     LeaseExpiredError,
     NBEngineError,
 )
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineLost, EngineReady, Progress
+from nbengine.ipc.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineLost,
+    EngineReady,
+    Progress,
+    Scaled,
+)
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.models.progress import ProgressCallback
 
@@ -262,6 +269,10 @@ class MPClient(EngineCoreClient):
         """One engine core of several has ended."""
         self._run_soon(self.cores.on_lost, lost)
 
+    def on_scaled(self, future: Future[int], answer: Scaled) -> None:
+        """The caller of `scale` finds the ranks changed."""
+        self._run_soon(self._answer_scale, future, answer)
+
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
         """All requests are gone, the client itself goes on."""
         self._has_lease = False
@@ -288,6 +299,14 @@ class MPClient(EngineCoreClient):
         rank, ranks = self.cores.router.bound_rank, self.cores.router.table.ranks
         allowed = f"None, or a rank of the engine ({', '.join(map(str, ranks))})"
         require("data_parallel_rank", rank, rank is None or rank in ranks, allowed)
+
+    def _answer_scale(self, future: Future[int], answer: Scaled) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if answer.error is None:
+            future.set_result(answer.data_parallel_size)
+        else:
+            future.set_exception(NBEngineError(f"engine {self.info.name} was not scaled: {answer.error}"))
 
     def _add_now(self, request: EngineCoreRequest) -> None:
         # If the lease was lost after this was posted, the request was lost with it.

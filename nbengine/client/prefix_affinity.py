@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.kv_cache.prefix import BlockHasher
 
@@ -51,7 +53,9 @@ class PrefixAffinity:
             salt = request.cache_salt
             extra_keys = () if salt is None else (("cache_salt", salt),)
             first = request.prompt_token_ids[: MAX_BLOCKS * self._hasher.block_size]
-            self._hasher.extend(hashes, first, extra_keys)
+            # A malformed prompt has no blocks; the engine core refuses it.
+            with contextlib.suppress(RequestError):
+                self._hasher.extend(hashes, first, extra_keys)
         return hashes
 
     def best(self, hashes: Iterable[bytes], ranks: Iterable[int]) -> int | None:

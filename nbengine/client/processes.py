@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-from nbengine.client.connection import ConnectionInfo, process_alive
+from nbengine.client.connection import ConnectionInfo
 
 POLL_INTERVAL = 0.01
 _KILL_TIMEOUT = 5.0
@@ -30,7 +30,7 @@ def session_processes(info: ConnectionInfo) -> list[psutil.Process]:
     The session's number is the host's pid. It is taken again at the earliest when the whole session has ended; a
     host of another start time tells that this has happened.
     """
-    if not info.host_pid:
+    if not (info.host_pid and info.is_here):
         return []
     leader_created = create_time_of(info.host_pid)
     if leader_created is not None and abs(leader_created - info.host_create_time) >= 1.0:
@@ -80,8 +80,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def wait_for_host(info: ConnectionInfo, timeout: float) -> bool:
-    """Wait until the host's process has ended; False if it still runs after `timeout` seconds."""
-    return wait_until(lambda: not process_alive(info.host_pid, info.host_create_time), timeout)
+    """Wait until the host's process has ended; False if it still runs, or is on another machine, after `timeout` seconds."""
+    return wait_until(lambda: not info.host_alive, timeout)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from nbengine.client.core_table import CoreTable, Home
@@ -15,11 +16,11 @@ from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineRe
 class _InFlight:
     """A request that an engine core has."""
 
-    __slots__ = ("epoch", "home", "request")
+    __slots__ = ("home", "request", "ticket")
 
-    def __init__(self, home: Home, epoch: int, request: EngineCoreRequest) -> None:
+    def __init__(self, home: Home, ticket: int, request: EngineCoreRequest) -> None:
         self.home = home
-        self.epoch = epoch
+        self.ticket = ticket
         self.request: EngineCoreRequest | None = request
         """To be sent elsewhere if need be; None once there was an output."""
 
@@ -71,8 +72,8 @@ class RequestRouter:
         if home is None:
             self._waiting[request.request_id] = request
             return None
-        epoch = self.balancer.add(home.rank)
-        self._in_flight[request.request_id] = _InFlight(home, epoch, request)
+        ticket = self.balancer.add(home.rank, time.monotonic())
+        self._in_flight[request.request_id] = _InFlight(home, ticket, request)
         return home.rank
 
     def abort(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
@@ -98,10 +99,10 @@ class RequestRouter:
                 continue
             if entry.request is not None:
                 entry.request = None
-                self.balancer.begin(entry.home.rank, entry.epoch)
+                self.balancer.begin(entry.home.rank, entry.ticket)
             if output.finish_reason is not None:
                 del in_flight[output.request_id]
-                self.balancer.end(entry.home.rank, entry.epoch, begun=True)
+                self.balancer.end(entry.home.rank, entry.ticket, begun=True)
         if stale:
             outputs.outputs = [output for output in outputs.outputs if output.request_id not in stale]
         if outputs.finished_requests:
@@ -137,23 +138,15 @@ class RequestRouter:
         entries = [self._take(request_id, home) for request_id in request_ids]
         return [entry.request for entry in entries if entry is not None and entry.request is not None]
 
-    def take_unbegun(self, rank: int, incarnation: int) -> list[EngineCoreRequest]:
+    def take_unbegun(self, home: tuple[int, int]) -> list[EngineCoreRequest]:
         """The requests without output of a core that has gone, to be routed again."""
-        ids = [
-            name
-            for name, entry in self._in_flight.items()
-            if entry.home.rank == rank and entry.home.incarnation <= incarnation and entry.request is not None
-        ]
-        entries = map(self._take, ids)
-        return [entry.request for entry in entries if entry is not None and entry.request is not None]
+        return self.take_back(
+            [name for name, entry in self._in_flight.items() if entry.home == home and entry.request], home
+        )
 
-    def take_begun(self, rank: int, incarnation: int) -> list[str]:
+    def take_begun(self, home: tuple[int, int]) -> list[str]:
         """Ids of the other requests of a core that has gone: what was streamed cannot be taken back."""
-        ids = [
-            name
-            for name, entry in self._in_flight.items()
-            if entry.home.rank == rank and entry.home.incarnation <= incarnation and entry.request is None
-        ]
+        ids = [name for name, entry in self._in_flight.items() if entry.home == home and not entry.request]
         return [name for name in ids if self._take(name)]
 
     def clear(self) -> None:
@@ -205,5 +198,5 @@ class RequestRouter:
         if entry is None or (home is not None and entry.home != home):
             return None
         del self._in_flight[request_id]
-        self.balancer.end(entry.home.rank, entry.epoch, begun=entry.request is None)
+        self.balancer.end(entry.home.rank, entry.ticket, begun=entry.request is None)
         return entry

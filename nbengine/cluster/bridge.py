@@ -6,10 +6,12 @@ engine's host or core must not be one itself. When a driver ends, Ray ends all o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import nbengine
 from nbengine.cluster.actor import IN, LANES, OUT, NodeActor
-from nbengine.cluster.describe import describe_ray_error, no_room
+from nbengine.cluster.describe import describe_ray_error, no_cluster, no_room
 from nbengine.cluster.messages import (
     BridgeToOwner,
     Connected,
@@ -39,6 +41,8 @@ from nbengine.cluster.messages import (
 
 logger = logging.getLogger(__name__)
 
+CONNECT_SECONDS, ANSWER_SECONDS = 30.0, 5.0
+"""How long it may take to become a driver of the cluster, and to find somebody listening at its address."""
 SHUTDOWN_SECONDS = 3.0
 """How long Ray may take to say goodbye to the cluster."""
 
@@ -69,8 +73,8 @@ class Bridge:
             logger.debug("the owner is gone")
 
     def tell(self, message: BridgeToOwner) -> None:
-        """Send the owner a message, from any thread."""
-        with self._sending:
+        """Send the owner a message, from any thread; of no effect when it is gone."""
+        with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(msgspec.msgpack.encode(message))
 
     def _obey(self, message: OwnerToBridge) -> None:
@@ -141,26 +145,46 @@ def _make_actor(room: PlacementGroup, index: int, bundle: Mapping[str, float]) -
     return make(NodeActor).remote()
 
 
-def run_bridge(fd: int, address: str | None, name: str) -> None:
-    """Run the bridge in this process, which ends when the owner's end of the socket `fd` is closed."""
+def run_bridge(fd: int, address: str | None, name: str, clean_up: Callable[[], None]) -> None:
+    """Run the bridge in this process until the owner's end of the socket `fd` is closed; then `clean_up` is called.
+
+    `address` is the cluster's, None for the one that `RAY_ADDRESS` names or that this machine belongs to.
+    """
     os.set_inheritable(fd, False)
     bridge = Bridge(Connection(fd))
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+
+    def give_up() -> None:
+        bridge.tell(NoCluster(no_cluster(address, f"no answer within {CONNECT_SECONDS:g} s")))
+        os._exit(1)
+
+    patience = threading.Timer(CONNECT_SECONDS, give_up)
+    patience.daemon = True
+    patience.start()
     try:
-        bridge.tell(Connected(_connect(address, name)))
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        cluster = _connect(address, name)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         logger.debug("no cluster", exc_info=True)
-        bridge.tell(NoCluster(describe_ray_error(error)))
+        bridge.tell(NoCluster(no_cluster(address, describe_ray_error(error))))
         return
+    patience.cancel()
+    bridge.tell(Connected(cluster))
     bridge.run()
+    # Now: Ray may end this process.
+    clean_up()
     farewell = threading.Thread(target=ray.shutdown, daemon=True)
     farewell.start()
     farewell.join(SHUTDOWN_SECONDS)
 
 
-def _connect(address: str | None, name: str) -> str:
+def _connect(address: str, name: str) -> str:
     """Become a driver of the cluster, and return the address that its nodes know it by."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        # Ray would try for minutes.
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
     ray.init(
-        address or "auto",
+        address,
         namespace=name,
         job_config=JobConfig(metadata={"job_name": name}),
         log_to_driver=False,

@@ -14,7 +14,16 @@ def describe_ray_error(error: BaseException) -> str:
     if "No module named 'nbengine" in text:
         return "nbengine is not installed there: install it on all nodes, for the Python that Ray runs with"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def no_cluster(address: str, reason: str) -> str:
+    """Why there is no cluster at `address`, and what to do."""
+    where = "on this machine" if address == "auto" else f"at {address}"
+    return (
+        f"no Ray cluster was found {where} ({reason}); start one with `ray start --head`, have the other machines join it "
+        "with `ray start --address=HOST:PORT`, and if this machine belongs to several say which with ray_address or RAY_ADDRESS"
+    )
 
 
 def no_room(

@@ -125,13 +125,15 @@ class RemoteProcess:
 
 
 class Cluster:
-    """A Ray cluster, by way of a bridge.
+    """A Ray cluster, by way of a bridge, which outlives this process for a moment.
+
+    `run_dir` is that of the engine whose host this process is: the bridge removes the engine's files if it does not.
 
     Raises:
         EngineStartError: Ray is not installed.
     """
 
-    def __init__(self, address: str | None, name: str) -> None:
+    def __init__(self, address: str | None, name: str, run_dir: str | None = None) -> None:
         if importlib.util.find_spec("ray") is None:
             raise EngineStartError('Ray is not installed here: pip install "nbengine[ray]"')
         self._numbers = itertools.count()
@@ -143,8 +145,10 @@ class Cluster:
         """Where the cluster is, for every node of it; empty until `connect` returns."""
         theirs, ours = socket.socketpair()
         with theirs, ours:
+            options = [] if run_dir is None else [f"--run-dir={run_dir}"]
+            arguments = [str(theirs.fileno()), name, *([address] if address else [])]
             self._bridge = subprocess.Popen(
-                [*engine_command("bridge", str(theirs.fileno()), name), *([address] if address else [])],
+                engine_command("bridge", *options, *arguments),
                 stdin=subprocess.DEVNULL,
                 env=child_environment() | QUIET,
                 pass_fds=(theirs.fileno(),),
@@ -186,8 +190,9 @@ class Cluster:
     def close(self) -> None:
         """Leave the cluster; processes that still run there end."""
         with self._lock, contextlib.suppress(OSError):
-            # The reader holds the connection, so that closing it here would not be seen.
-            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_WR)
+            # Closing it would not be seen at the other end, as long as the reader waits for something to come.
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+                end.shutdown(socket.SHUT_WR)
         try:
             self._bridge.wait(BRIDGE_GRACE)
         except subprocess.TimeoutExpired:

@@ -21,7 +21,8 @@ class ParallelConfig:
     `data_parallel_rank` is that of the engine core that has this configuration. `data_parallel_address` is the
     address of this machine (or its name) that others reach it by, None to find it out where that is needed; an engine
     that is given one listens there; `ray_address` that of the Ray cluster,
-    None for the one that runs here. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
+    None for the one that RAY_ADDRESS names or that this machine belongs to, and `ray_timeout` is how many seconds it may take
+    it to make room. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
     to be cached. `data_parallel_init_method` is where the workers of engine cores in lock step find each other, in the manner
     of `distributed_init_method`; who starts the engine cores chooses it. With `data_parallel_joins_later` an engine core
     is started beside others that run already: its workers get their weights from those when they join them.
@@ -68,6 +69,17 @@ class ParallelConfig:
         method = self.distributed_init_method
         is_url = method is None or method.startswith(("tcp://", "file://"))
         require("distributed_init_method", method, is_url, "None, 'tcp://HOST:PORT' or 'file://PATH'")
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        method, address = self.distributed_init_method, self.ray_address
+        if self.distributed_executor_backend == "ray":
+            is_reachable = method is None or method.startswith("tcp://")
+            allowed = "None or 'tcp://HOST:PORT' with distributed_executor_backend='ray'"
+            require("distributed_init_method", method, is_reachable, allowed)
+        ok = address is None or (bool(address) and "://" not in address)
+        require("ray_address", address, ok, "None, 'auto' or 'HOST:PORT'; Ray Client (ray://) cannot be used")
+        require("ray_timeout", self.ray_timeout, self.ray_timeout > 0, "more than 0 seconds")
 
     @property
     def world_size(self) -> int:
@@ -77,8 +89,7 @@ class ParallelConfig:
     @property
     def networked(self) -> bool:
         """Whether engine cores and clients may be on other machines, so that the engine's sockets are on a network."""
-        backends = (self.data_parallel_backend, self.distributed_executor_backend)
-        return self.data_parallel_address is not None or "ray" in backends
+        return self.data_parallel_address is not None or self.data_parallel_backend == "ray"
 
 
 def _is_of_one_machine(address: str) -> bool:

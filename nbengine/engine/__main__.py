@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
-from nbengine.client.connection import engine_file, read_connection, remove_core_files
+from nbengine.client.connection import engine_file, read_connection, remove_core_files, remove_engine_files
 from nbengine.engine.lifeline import Lifeline
 from nbengine.engine.logs import configure_logging
 from nbengine.engine.processes import HOST_FD_VARIABLE
@@ -46,6 +46,9 @@ def main() -> int:
     bridge.add_argument("fd", type=int, help="socket that says what to do")
     bridge.add_argument("name")
     bridge.add_argument("address", nargs="?")
+    bridge.add_argument(
+        "--run-dir", help="of the engine whose host the owner is, to be removed when that is gone"
+    )
     arguments = parser.parse_args()
     # An interrupt of the notebook is no business of its engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -113,7 +116,13 @@ def _bridge(arguments: argparse.Namespace) -> NoReturn:
     configure_logging("bridge")
     from nbengine.cluster.bridge import run_bridge
 
-    run_bridge(arguments.fd, arguments.address, arguments.name)
+    def clean_up() -> None:
+        # A host that was killed has removed nothing, and its engine cores may be elsewhere.
+        if info is not None:
+            remove_engine_files(info)
+
+    info = None if arguments.run_dir is None else read_connection(engine_file(arguments.run_dir))
+    run_bridge(arguments.fd, arguments.address, arguments.name, clean_up)
     _exit(0)
 
 

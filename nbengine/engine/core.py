@@ -19,6 +19,7 @@ from nbengine.engine.kv_cache_start import initialize_kv_cache
 from nbengine.engine.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import RequestError, UtilityError
+from nbengine.ipc.liveness import machine_id
 from nbengine.ipc.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -29,6 +30,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.kv_cache.events import KVEventStream
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.models.description import describe_model
 from nbengine.sampling.logits_processor import check_params, load_logits_processors
 from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.output import SchedulerOutput
@@ -112,6 +114,7 @@ class EngineCore:
             "stats": self.stats,
             "check_health": self.model_executor.check_health,
             "ping": lambda: "pong",
+            "describe_model": lambda: describe_model(self.config.model),
             "kv_cache_snapshot": lambda: self.kv_events.snapshot(time.time()),
             **self.control.utilities,
         }
@@ -349,6 +352,7 @@ class EngineCore:
             supported_tasks=list(self.supported_tasks),
             pid=os.getpid(),
             workers=self.workers,
+            machine=machine_id(),
         )
 
     def shutdown(self) -> None:

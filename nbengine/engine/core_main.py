@@ -21,7 +21,6 @@ from nbengine.executor.files import ExecutorFiles
 from nbengine.ipc.handshake import encode_control, say_hello
 from nbengine.ipc.messages import EngineDead, EngineHandshakeMetadata, Progress, engine_identity
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ CONTROL_LINGER_MS = 1000
 def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
     """Run an engine core from its handshake to its end, and return the process's exit status."""
     name = f"engine core {rank} (pid {os.getpid()})"
-    context: zmq.Context[zmq.Socket[bytes]] = EngineContext.with_keys(info.keys)
+    context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
     control = make_socket(
         context,
         info.address("core.sock"),
@@ -83,7 +82,10 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
 def config_of_rank(config: EngineConfig, rank: int, handshake: EngineHandshakeMetadata) -> EngineConfig:
     """Return the configuration of one engine core; how many there are may have changed since it was written."""
     parallel = dataclasses.replace(
-        config.parallel, data_parallel_rank=rank, data_parallel_size=handshake.data_parallel_size
+        config.parallel,
+        data_parallel_rank=rank,
+        data_parallel_size=handshake.data_parallel_size,
+        data_parallel_joins_later=handshake.joins_later,
     )
     return dataclasses.replace(config, parallel=parallel)
 

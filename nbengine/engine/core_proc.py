@@ -323,3 +323,4 @@ class EngineCoreProc(EngineCore):
         self.output_queue.put(ENGINE_CORE_DEAD)
         if self._output_thread.ident is not None:
             self._output_thread.join()
+        self._input_thread.connections.close()

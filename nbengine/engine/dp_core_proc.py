@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,10 @@ import zmq
 from nbengine.config import EngineConfig
 from nbengine.engine.core_proc import EngineCoreProc, EngineShutdownState
 from nbengine.engine.step_in_flight import StepInFlight
-from nbengine.engine.waves import Standing, Verdict, WaveState, conclude
+from nbengine.engine.waves import Standing, Verdict, WaveState, conclude, greatest_wave
 from nbengine.engine.work import COORDINATOR_INDEX, StartWave
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import EngineCoreOutputs, EngineHandshakeMetadata
+from nbengine.ipc.messages import ChangeGroup, EngineCoreOutputs, EngineHandshakeMetadata, GroupChanged
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.scheduler.output import SchedulerOutput
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from nbengine.executor.files import ExecutorFiles
+
+
+logger = logging.getLogger(__name__)
 
 
 class DPEngineCoreProc(EngineCoreProc):
@@ -44,14 +48,21 @@ class DPEngineCoreProc(EngineCoreProc):
         handshake: EngineHandshakeMetadata,
         files: ExecutorFiles | None = None,
     ) -> None:
-        self.waves = WaveState(config.parallel.data_parallel_size, rank)
+        parallel = config.parallel
+        self.waves = WaveState(
+            parallel.data_parallel_size, rank, joins_later=parallel.data_parallel_joins_later
+        )
         super().__init__(config, executor_class, rank, context, control, handshake, files)
         self._dummy_batches: deque[Future[Any]] = deque()
         self._num_dummy_steps = 0
+        self._change: ChangeGroup | None = None
         self._leaves_alone = False
         self._has_left = False
         self.control.is_needed = lambda: self.waves.running
-        self._handlers[StartWave] = lambda item: self.waves.announce(item.wave)
+        self._handlers |= {
+            StartWave: lambda item: self.waves.announce(item.wave),
+            ChangeGroup: self._prepare_change,
+        }
 
     # The busy loop.
 
@@ -59,10 +70,14 @@ class DPEngineCoreProc(EngineCoreProc):
         """Whether there is a turn to take, a wave to begin, or something to tell the workers."""
         if self.waves.running or self.batch_queue or self.waves.can_begin(self._standing()):
             return True
+        if not self.waves.has_joined:
+            return self._change is not None
         return self.scheduler.has_requests() and not self.scheduler.has_runnable_requests()
 
     def _process_engine_step(self) -> None:
-        if not self.waves.running:
+        if not self.waves.has_joined:
+            self._change_group()
+        elif not self.waves.running:
             begun = self.waves.begin(self._standing())
             if begun is not None:
                 self._tell_coordinator(EngineCoreOutputs(start_wave=begun))
@@ -110,6 +125,7 @@ class DPEngineCoreProc(EngineCoreProc):
         return Standing(
             has_work=self.scheduler.has_runnable_requests(),
             is_asleep=self.control.is_asleep,
+            is_ready=self._is_ready,
             is_leaving=self._is_leaving,
         )
 
@@ -121,6 +137,8 @@ class DPEngineCoreProc(EngineCoreProc):
         if verdict is not Verdict.RUN:
             self._end_wave()
         self._has_left = verdict is Verdict.LEAVE
+        if verdict is Verdict.REGROUP:
+            self._change_group()
         if not standing.has_work:
             self._publish_stats()
 
@@ -147,6 +165,33 @@ class DPEngineCoreProc(EngineCoreProc):
         stats.num_dummy_steps = self._num_dummy_steps
         return stats
 
+    # Other cores come, or some leave.
+
+    def _prepare_change(self, change: ChangeGroup) -> None:
+        self._change = change
+
+    @property
+    def _is_ready(self) -> bool:
+        if self._change is None:
+            return False
+        stays = self.engine_index < self._change.after
+        return stays or not self.scheduler.has_unfinished_requests()
+
+    def _change_group(self) -> None:
+        """Go along with the change that all know of, if there is one."""
+        change, self._change = self._change, None
+        if change is None:
+            return
+        self.model_executor.reconfigure_data_parallel(change.before, change.after, change.init_method)
+        self.waves.num_ranks = change.after
+        self.waves.has_joined = self.engine_index < change.after
+        self._has_left = not self.waves.has_joined
+        if self.waves.has_joined:
+            wave = conclude(greatest_wave(self.waves.wave), self._any_rank)
+            self.waves.joined(change.after, wave)
+            self._input_thread.tell_host(GroupChanged(self.engine_index, change.after))
+        logger.info("engine core %d: there are %d in lock step now", self.engine_index, change.after)
+
     # The end.
 
     def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
@@ -168,6 +213,10 @@ class DPEngineCoreProc(EngineCoreProc):
         # What is held up would have to wait for somebody to wake the engine.
         self._drain = self._drain and not self.waves.is_held_up
         goes_on = super()._handle_shutdown()
-        if goes_on or self._leaves_alone or self.waves.num_ranks == 1:
+        if goes_on or self._leaves_alone or (self._is_alone and self._change is None):
             return goes_on
         return not self._has_left
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.waves.num_ranks == 1 or not self.waves.has_joined

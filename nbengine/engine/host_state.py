@@ -44,6 +44,7 @@ from nbengine.ipc.messages import (
     Attach,
     AttachClient,
     Attached,
+    ClientLost,
     ClientToHost,
     CoreToHost,
     Detach,
@@ -52,6 +53,7 @@ from nbengine.ipc.messages import (
     EngineHandshakeMetadata,
     EngineLost,
     EngineReady,
+    GroupChanged,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -189,6 +191,10 @@ class HostState:
     def _on_core(self, life: RankLife, message: CoreToHost, now: float) -> list[Action]:
         if isinstance(message, Hello):
             return self._greet(life)
+        if isinstance(message, ClientLost):
+            reason = f"the connection to engine core {life.rank} broke"
+            lost = self.leases.drop(message.client_index, reason)
+            return [] if lost is None else self._after_leases([lost], now)
         if not (life.greeted and life.is_unaware):
             # Of a process that is gone, or told to go.
             return []
@@ -198,6 +204,8 @@ class HostState:
                 return self._to_all_clients(message)
             case EngineReady():
                 return self._on_ready(life, message, now)
+            case GroupChanged():
+                return []
             case EngineDead():
                 return self._on_core_dying(life, message, now)
 
@@ -337,7 +345,7 @@ class HostState:
 
     def _stop(self, notice: EngineDead, *, drain: bool, now: float) -> list[Action]:
         cuts_drain_short = self._draining and not drain
-        if self._notice is not None and not cuts_drain_short:
+        if self.phase is HostPhase.ENDED or (self._notice is not None and not cuts_drain_short):
             return []
         started = self.phase is not HostPhase.STARTING
         if self._notice is None or not notice.expected:

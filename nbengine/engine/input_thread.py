@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import zmq
 
+from nbengine.engine.connections import Connections
 from nbengine.engine.logs import describe_exception
 from nbengine.engine.work import (
     AbortRequests,
@@ -25,9 +26,12 @@ from nbengine.engine.work import (
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc.handshake import ControlDecoder
+from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
     AttachClient,
+    ChangeGroup,
+    ClientLost,
+    CoreToHost,
     DetachClient,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -55,8 +59,8 @@ Preprocess = Callable[[EngineCoreRequest], tuple[Request, int]]
 class InputThread(threading.Thread):
     """Reads the control socket and every client's DEALER. It owns `control` while it runs.
 
-    `stop`, to be called on one other thread, ends it. Clients may leave tensors in `tensor_dir`, if there is one.
-    Cores in lock step hear of waves at `wave_address`.
+    `stop`, to be called on one other thread, ends it; `tell_host` is for the same thread. Clients may leave tensors in
+    `tensor_dir`, if there is one. Cores in lock step hear of waves at `wave_address`.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class InputThread(threading.Thread):
         self._stopper = make_socket(context, STOP_ADDRESS, zmq.PAIR, bind=True)
         self._poller = zmq.Poller()
         self._client_of: dict[zmq.Socket[bytes], int] = {}
+        self.connections = Connections(context, self._poller)
         self._control_decoder: ControlDecoder[HostToCore] = ControlDecoder(HostToCore)
         tensors = ShmTensorReceiver(tensor_dir) if tensor_dir else None
         self._add_decoder: MsgpackDecoder[EngineCoreRequest] = MsgpackDecoder(EngineCoreRequest, tensors)
@@ -92,6 +97,10 @@ class InputThread(threading.Thread):
         self._utility_decoder: MsgpackDecoder[UtilityRequest] = MsgpackDecoder(UtilityRequest, tensors)
         self._any_decoder: MsgpackDecoder[Any] = MsgpackDecoder(Any, tensors)
         self._wave_decoder: MsgpackDecoder[tuple[int, int]] = MsgpackDecoder(tuple[int, int])
+
+    def tell_host(self, message: CoreToHost) -> None:
+        """Send a message on the control socket, after `start`."""
+        self._stopper.send(encode_control(message))
 
     def stop(self) -> None:
         """End the thread and wait for it; the control socket is the caller's again."""
@@ -110,8 +119,10 @@ class InputThread(threading.Thread):
         except Exception as error:
             logger.exception("the input thread failed")
             self._input_queue.put(ThreadFailed(self.name, error))
-            stop.recv()
+            while stop.recv():
+                pass
         finally:
+            self.connections.stop()
             for socket in (stop, *self._client_of):
                 socket.close()
 
@@ -119,17 +130,24 @@ class InputThread(threading.Thread):
         for socket in (stop, self._control, self._waves):
             if socket is not None:
                 self._poller.register(socket, zmq.POLLIN)
+        self.connections.watch_host(self._control, self._waves)
         while True:
             for socket, _ in cast("list[tuple[zmq.Socket[bytes], int]]", self._poller.poll()):
                 if socket is stop:
-                    return
-                if socket is self._control:
+                    message = stop.recv()
+                    if not message:
+                        return
+                    self._control.send(message)
+                elif socket is self._control:
                     self._on_control(socket.recv())
                 elif socket is self._waves:
                     self._on_wave(socket.recv_multipart())
                 # A client may have been detached since the poll.
                 elif (client_index := self._client_of.get(socket)) is not None:
                     self._on_client(client_index, socket.recv_multipart(copy=False))
+                elif (lost := self.connections.look(socket)) is not None:
+                    logger.warning("a connection to client %d broke", lost)
+                    self._control.send(encode_control(ClientLost(lost)))
 
     def _on_control(self, frame: bytes) -> None:
         try:
@@ -144,7 +162,7 @@ class InputThread(threading.Thread):
                 self._detach(client_index)
                 self._aborts_queue.put((client_index, None))
                 self._input_queue.put(message)
-            case WantKVEvents() | ShutdownEngine():
+            case WantKVEvents() | ShutdownEngine() | ChangeGroup():
                 self._input_queue.put(message)
             case _:
                 logger.warning("dropped a %s that came after the handshake", type(message).__name__)
@@ -170,14 +188,17 @@ class InputThread(threading.Thread):
         except NBEngineError as error:
             logger.warning("client %d cannot be attached: %s", client.client_index, error)
             return
+        self.connections.watch_outputs(client)
         self._output_queue.put(client)
         # A ROUTER can send to a peer only after it has heard from it.
         socket.send(self._announcement)
         self._client_of[socket] = client.client_index
         self._poller.register(socket, zmq.POLLIN)
+        self.connections.watch_inputs(client, socket)
         logger.info("client %d attached", client.client_index)
 
     def _detach(self, client_index: int) -> None:
+        self.connections.forget(client_index)
         for socket, index in list(self._client_of.items()):
             if index == client_index:
                 self._poller.unregister(socket)
@@ -241,7 +262,7 @@ class InputThread(threading.Thread):
             return
         if request_type is EngineCoreRequestType.ADD and fields and isinstance(fields[0], str):
             self._output_queue.put(refusal(client_index, fields[0], reason))
-        elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and isinstance(fields[1], int):
+        elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and type(fields[1]) is int:
             answer = UtilityOutput(fields[1], failure_message=reason)
             self._output_queue.put((client_index, EngineCoreOutputs(utility_output=answer)))
 

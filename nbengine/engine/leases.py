@@ -57,11 +57,13 @@ class LeaseTable:
         return list(self._by_identity.values())
 
     def grant(self, attach: Attach, identity: bytes, now: float) -> tuple[Lease, list[EndedLease]]:
-        """Open a lease; an older one of the same session or the same connection ends."""
+        """Open a lease; an older one of the same session, connection or client ends."""
         superseded = [
             self._end(lease, f"session {attach.session!r} attached again", final=self._is_gone(lease))
             for lease in self.leases
-            if lease.session == attach.session or lease.identity == identity
+            if lease.session == attach.session
+            or lease.identity == identity
+            or lease.client_index == attach.replaces
         ]
         lease = Lease(
             client_index=self._next_index,
@@ -90,6 +92,13 @@ class LeaseTable:
         lease = self._by_identity.get(identity)
         return None if lease is None else self._end(lease, "detached", final=True)
 
+    def drop(self, client_index: int, reason: str) -> EndedLease | None:
+        """End the lease with this epoch, if it is still held; the client may attach again."""
+        for lease in self.leases:
+            if lease.client_index == client_index:
+                return self._end(lease, reason, final=False)
+        return None
+
     def expire(self, now: float) -> list[EndedLease]:
         """End the leases that have lapsed and those whose process is gone."""
         ended = [
@@ -114,7 +123,7 @@ class LeaseTable:
         return min(lapse, self._next_look)
 
     def _is_gone(self, lease: Lease) -> bool:
-        return not self._alive(lease.pid, lease.create_time)
+        return lease.pid != 0 and not self._alive(lease.pid, lease.create_time)
 
     def _end(self, lease: Lease, reason: str, *, final: bool) -> EndedLease:
         del self._by_identity[lease.identity]

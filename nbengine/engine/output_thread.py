@@ -18,6 +18,7 @@ import zmq
 
 from nbengine.config.engine import DEFAULT_CLIENT_BACKLOG_BYTES
 from nbengine.engine.backlog import Backlog, EncodedAnswer
+from nbengine.engine.connections import output_watch_name
 from nbengine.engine.work import (
     COORDINATOR_INDEX,
     AbortRequests,
@@ -28,6 +29,7 @@ from nbengine.engine.work import (
     ThreadFailed,
 )
 from nbengine.errors import NBEngineError
+from nbengine.ipc.connection_watch import ConnectionWatch
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     KV_TOPIC,
@@ -39,6 +41,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import is_tcp
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
 from nbengine.units import size
 
@@ -211,6 +214,7 @@ class OutputThread(threading.Thread):
             return self._encoder.encode_into(outputs, buffer), buffer
 
     def _publish(self, message: KVMessage) -> None:
+        message.incarnation = self._incarnation
         # A host that does not read loses it, and the subscribers see the gap.
         with contextlib.suppress(zmq.Again):
             frames = [KV_TOPIC, *self._encoder.encode(message)]
@@ -276,14 +280,19 @@ class OutputThread(threading.Thread):
 
     def _attach(self, client: AttachClient) -> None:
         try:
-            self._sinks[client.client_index] = self._connect(client.output_address)
+            sink = self._connect(client.output_address)
         except NBEngineError as error:
             logger.warning("no outputs for client %d: %s", client.client_index, error)
+            return
+        self._sinks[client.client_index] = sink
+        if is_tcp(client.output_address):
+            ConnectionWatch.announce(sink.socket, output_watch_name(client.client_index))
 
     def _detach(self, client_index: int) -> None:
         self._behind.discard(client_index)
         sink = self._sinks.pop(client_index, None)
         if sink is not None:
+            ConnectionWatch.withdraw(sink.socket)
             sink.socket.close()
 
     def _send_engine_dead(self) -> None:
@@ -292,6 +301,7 @@ class OutputThread(threading.Thread):
         for client_index, sink in sorted(self._sinks.items(), key=lambda item: item[0] in self._behind):
             if client_index != COORDINATOR_INDEX and not self._send_last(sink, end):
                 logger.warning("client %d cannot be told of the end", client_index)
+            ConnectionWatch.withdraw(sink.socket)
             sink.socket.close(linger=int(1000 * self.patience))
 
     def _send_last(self, sink: _Sink, end: float) -> bool:

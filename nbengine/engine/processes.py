@@ -123,13 +123,13 @@ def start_worker(log: str | os.PathLike[str] | None, *, own_session: bool = Fals
     """Start a worker in this process's session and group; what it is to do it reads from the line.
 
     With `own_session` it survives what ends this process's whole group, and sees the end of the line then. Its output
-    goes to the file `log` (0600), which is emptied, or where this process's goes.
+    is added to the file `log` (0600), or goes where this process's goes.
     """
     theirs, ours = socket.socketpair()
     with theirs, ours, contextlib.ExitStack() as stack:
         output = None
         if log is not None:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             stack.callback(os.close, output)
         process = subprocess.Popen(
             engine_command("worker", str(theirs.fileno())),

@@ -91,7 +91,7 @@ class RayLauncher:
     def __init__(self, info: ConnectionInfo, on_exit: Callable[[], None]) -> None:
         self._info = info
         self._on_exit = on_exit
-        self._cluster = Cluster(info.config.parallel.ray_address, info.name)
+        self._cluster = Cluster(info.config.parallel.ray_address, info.name, info.run_dir)
 
     def start(self, rank: int, incarnation: int) -> CoreHandle:
         return RayCore(self._cluster, self._info, rank, incarnation, self._on_exit)

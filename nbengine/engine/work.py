@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from nbengine.errors import EngineDeadError
 from nbengine.ipc.messages import (
     AttachClient,
+    ChangeGroup,
     DetachClient,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -82,6 +83,7 @@ InputItem = (
     | DetachClient
     | WantKVEvents
     | ShutdownEngine
+    | ChangeGroup
     | StartWave
     | Wakeup
     | ThreadFailed

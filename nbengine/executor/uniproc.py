@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from nbengine.config import EngineConfig
 from nbengine.distributed.layout import RankLayout
-from nbengine.errors import EngineDeadError, NBEngineError
+from nbengine.errors import EngineDeadError, NBEngineError, PeerDiedError, QueueClosedError
 from nbengine.executor.async_scheduling import schedules_asynchronously
 from nbengine.executor.base import Executor, check_reply_rank
+from nbengine.executor.failures import SETTLE_SECONDS
 from nbengine.executor.files import ExecutorFiles
 from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback
@@ -42,6 +45,7 @@ class UniProcExecutor(Executor):
         self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
         self._worker: Worker | None = Worker(config, progress, RankLayout.of(0, parallel), files)
         self._board = self._worker.board
+        self._has_peers = config.lock_step
         try:
             self._call(self._worker.init_device)
             self._call(self._worker.load_model)
@@ -104,11 +108,21 @@ class UniProcExecutor(Executor):
             raise EngineDeadError("the executor has been shut down")
         return self._worker
 
-    def _call(self, function: Callable[[], T], *, non_block: bool = False) -> T | Future[T]:
+    def _call(self, call: Callable[[], T], *, non_block: bool = False) -> T | Future[T]:
+        function = partial(_settled, call) if self._has_peers else call
         if self._thread is not None:
             future = self._thread.submit(function)
             return future if non_block else future.result()
         return _completed(function) if non_block else function()
+
+
+def _settled(call: Callable[[], T]) -> T:
+    """What `call` returns; a lost peer is told of when its own end, the cause, must be known to whoever watches it."""
+    try:
+        return call()
+    except (PeerDiedError, QueueClosedError):
+        time.sleep(SETTLE_SECONDS)
+        raise
 
 
 def _completed(call: Callable[[], T]) -> Future[T]:

@@ -6,18 +6,25 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from nbengine.client.base import EngineCoreClient
 from nbengine.config import EngineConfig
 from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
 from nbengine.ipc.messages import EngineReady, Progress
+from nbengine.models.description import ModelDescription, described_model
 from nbengine.models.hf_config import load_hf_config
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.sharding import check_parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+DESCRIPTION_TIMEOUT = 60.0
+"""Seconds that the files of a tokenizer may take from another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +61,28 @@ def resolve_files(config: EngineConfig, progress: ProgressCallback | None = None
 def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> FrontendParts:
     """Load the tokenizer while the engine starts, and wait until it is ready.
 
+    Of an engine on another machine the files that a frontend needs are asked for.
     Whatever keeps it from getting ready, an interrupt included, ends an engine that `client` has started.
     """
-    config = client.config
+    config, connection = client.config, client.connection
     try:
-        tokenizer = load_tokenizer(config.model)
+        if connection is None or connection.is_here:
+            tokenizer = load_tokenizer(config.model)
+            return _assemble(config, tokenizer, client.wait_ready(progress))
         ready = client.wait_ready(progress)
-        return FrontendParts(
-            ready,
-            tokenizer,
-            InputProcessor(config, tokenizer, ready.max_model_len, ready.supported_tasks),
-            OutputProcessor(tokenizer.backend_tokenizer, stream_interval=config.scheduler.stream_interval),
-        )
+        answer = client.call_utility("describe_model", timeout=DESCRIPTION_TIMEOUT)
+        description = msgspec.convert(answer, ModelDescription)
+        with described_model(config.model, description) as model:
+            return _assemble(dataclasses.replace(config, model=model), load_tokenizer(model), ready)
     except BaseException:
         client.abandon()
         raise
+
+
+def _assemble(config: EngineConfig, tokenizer: PreTrainedTokenizerFast, ready: EngineReady) -> FrontendParts:
+    return FrontendParts(
+        ready,
+        tokenizer,
+        InputProcessor(config, tokenizer, ready.max_model_len, ready.supported_tasks),
+        OutputProcessor(tokenizer.backend_tokenizer, stream_interval=config.scheduler.stream_interval),
+    )

@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_address: str | None
     data_parallel_prefix_affinity: bool
     ray_address: str | None
+    ray_timeout: float
     data_parallel_backend: str
     keep_alive: float
     lease: float

@@ -171,9 +171,12 @@ class Attach(msgspec.Struct, tag="attach"):
 
     session: str
     pid: int
+    """0 on another machine than the host's: its heartbeats alone say whether the client lives."""
     create_time: float
     input_address: str
     output_address: str
+    replaces: int = 0
+    """Index of this client's lease before, if it has lost one; that ends, too."""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
@@ -296,6 +299,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     """By rank."""
     incarnation: int = 0
     """See `EngineCoreOutputs`."""
+    machine: str = ""
+    """`machine_id` of where the pids mean something."""
 
 
 class EngineDead(msgspec.Struct, tag="dead"):
@@ -334,6 +339,8 @@ class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
     """See `EngineCoreOutputs`."""
     data_parallel_size: int = 1
     """How many engine cores there are now, this one included."""
+    joins_later: bool = False
+    """The others are in lock step already: this one joins them with a `ChangeGroup`."""
 
 
 class AttachClient(msgspec.Struct, tag="attach_client"):
@@ -346,6 +353,12 @@ class AttachClient(msgspec.Struct, tag="attach_client"):
 
 class DetachClient(msgspec.Struct, tag="detach_client"):
     """Host to engine core: abort what the client asked for and close its sockets."""
+
+    client_index: int
+
+
+class ClientLost(msgspec.Struct, tag="client_lost"):
+    """Engine core to host: a connection to a client broke, and with it what was on its way. Its lease has to end."""
 
     client_index: int
 
@@ -367,6 +380,25 @@ class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
     requeue: bool = False
 
 
+class ChangeGroup(msgspec.Struct, tag="change_group"):
+    """Host to engine cores in lock step: `after` of them are to step together instead of `before`.
+
+    All of them get it, those that come and those that leave too. They make the change between two waves when the last one
+    knows of it and those that leave have no requests any more. `init_method` is where their workers meet then.
+    """
+
+    before: int
+    after: int
+    init_method: str
+
+
+class GroupChanged(msgspec.Struct, tag="group_changed"):
+    """Engine core to host: it is one of `after` now. A core that leaves says nothing, and ends once it is told to."""
+
+    rank: int
+    after: int
+
+
 ClientToHost = Attach | Heartbeat | Detach | Shutdown | ScaleElasticEP
 HostToClient = (
     Attached
@@ -379,8 +411,10 @@ HostToClient = (
     | Scaled
     | EngineDead
 )
-CoreToHost = Hello | Progress | EngineReady | EngineDead
-HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine
+CoreToHost = Hello | Progress | EngineReady | ClientLost | EngineDead | GroupChanged
+HostToCore = (
+    EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine | ChangeGroup
+)
 
 
 def engine_identity(rank: int) -> bytes:

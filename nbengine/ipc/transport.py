@@ -17,20 +17,23 @@ from nbengine.ipc.curve import CurveKeys, SocketOptions, client_options, server_
 from nbengine.ipc.gatekeeper import Gatekeeper
 
 TCP_PREFIX = "tcp://"
-HEARTBEAT_MS = 5000
-"""Between two signs of life on a connection over a network; it ends when three are missed."""
+DEFAULT_PATIENCE = 30.0
+"""Seconds for which a peer may be out of reach."""
+HEARTBEATS_PER_PATIENCE = 6
+"""A connection ends when half of them are missed; the other half of the time is for making another."""
+SHORTEST_HEARTBEAT_MS = 100
 HANDSHAKE_MS = 5000
 """How long somebody may be connected before having shown a key."""
 CONNECT_MS = 5000
 """How long an attempt to connect may take before the next one."""
+BACKLOG = 1024
+"""Connections that may wait to be accepted, so that those of strangers do not keep others waiting for seconds."""
 LONGEST_RECONNECT_MS = 2000
 _FAR_AWAY = "192.0.2.1"
 """An address of nobody (RFC 5737), to ask the kernel which way leads out of here."""
 _ANY_PORT = 9
 
 _TCP_OPTIONS: SocketOptions = {
-    zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-    zmq.HEARTBEAT_TIMEOUT: 3 * HEARTBEAT_MS,
     zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
     zmq.CONNECT_TIMEOUT: CONNECT_MS,
     zmq.RECONNECT_IVL_MAX: LONGEST_RECONNECT_MS,
@@ -47,12 +50,17 @@ class EngineContext(zmq.Context[zmq.Socket[bytes]]):
     # pyzmq takes other attributes for options of sockets.
     _keys: CurveKeys | None = None
     _gatekeeper: Gatekeeper | None = None
+    _heartbeat_ms: int = 0
 
     @classmethod
-    def with_keys(cls, keys: CurveKeys | None) -> EngineContext:
-        """A new context; `keys` may be None for an engine that is not networked."""
+    def with_keys(cls, keys: CurveKeys | None, patience: float = DEFAULT_PATIENCE) -> EngineContext:
+        """A new context; `keys` is None for an engine of one machine.
+
+        A connection over a network that is silent for half of `patience` seconds ends.
+        """
         context = cls()
         context._keys = keys
+        context._heartbeat_ms = max(SHORTEST_HEARTBEAT_MS, int(patience * 1000 / HEARTBEATS_PER_PATIENCE))
         return context
 
     def tcp_options(self, address: str, *, bind: bool) -> SocketOptions:
@@ -64,13 +72,18 @@ class EngineContext(zmq.Context[zmq.Socket[bytes]]):
         keys = self._keys
         if keys is None or (bind and not keys.server_secret):
             raise NBEngineError("a socket on a network needs the engine's keys, and there are none here")
-        options = _TCP_OPTIONS | {zmq.IPV6: int("[" in address)}
+        silence = HEARTBEATS_PER_PATIENCE // 2 * self._heartbeat_ms
+        options = _TCP_OPTIONS | {
+            zmq.IPV6: int("[" in address),
+            zmq.HEARTBEAT_IVL: self._heartbeat_ms,
+            zmq.HEARTBEAT_TIMEOUT: silence,
+        }
         if not bind:
             return options | client_options(keys)
         if self._gatekeeper is None:
             self._gatekeeper = Gatekeeper(self, keys)
             self._gatekeeper.start()
-        return options | server_options(keys)
+        return options | {zmq.BACKLOG: BACKLOG} | server_options(keys)
 
     def term(self) -> None:
         """Close the context; all its sockets must be closed."""
@@ -107,6 +120,11 @@ def bound_address(bound: zmq.Socket[bytes]) -> str:
 def host_of(address: str) -> str:
     """The host in a `tcp://` address."""
     return address.removeprefix(TCP_PREFIX).rpartition(":")[0].strip("[]")
+
+
+def port_of(address: str) -> int:
+    """The port in a `tcp://` address."""
+    return int(address.rpartition(":")[2])
 
 
 def own_address(towards: str | None = None) -> str:

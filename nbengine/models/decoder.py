@@ -223,6 +223,11 @@ class DecoderForCausalLM:
         for block in self.moe_blocks:
             block(nothing)
 
+    def warm_up(self) -> None:
+        """Compile what the experts need, so that no step waits for it."""
+        for block in self.moe_blocks[:1]:
+            block.warm_up()
+
     @property
     def moe_blocks(self) -> list[SparseMoeBlock]:
         """The blocks of this stage's layers that have experts."""

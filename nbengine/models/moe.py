@@ -137,6 +137,11 @@ class SparseMoeBlock:
             weights /= weights.sum(dim=-1, keepdim=True)
         return weights, experts
 
+    def warm_up(self) -> None:
+        """Compile what the block needs."""
+        part = self.experts
+        self._kernels.warm_up(part.gate_up, part.down, self.moe.experts_per_token)
+
     def redivide(self, parallel: ParallelState) -> dict[str, WeightSlot]:
         """Divide the experts as `parallel` has it, and use its groups from now on; all workers of the stage do so.
 

@@ -16,6 +16,7 @@ from nbengine.executor.files import ExecutorFiles
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.redivision import Redivision
+from nbengine.models.sharding import check_parallel
 from nbengine.worker.joining import data_parallel_group
 
 
@@ -45,11 +46,13 @@ def change_group(
 
     Raises:
         EngineStartError: the others cannot be reached.
+        InvalidArgumentError: so many cannot divide the experts; nothing has been exchanged.
         NBEngineError: the engine cores of this model do not work in lock step.
     """
     end, after = parallel.dp, config.parallel.data_parallel_size
     if not isinstance(end, DataParallelEnd) or not isinstance(model, DecoderForCausalLM):
         raise NBEngineError("the number of engine cores concerns only those in lock step")
+    check_parallel(hf_config, config.parallel)
     layout = replace(parallel.layout, dp_size=after)
     changed = replace(parallel, layout=layout)
 

@@ -105,6 +105,7 @@ class ModelRunner:
         self._kv_caches = self._new_kv_caches(num_blocks)
         model, shard = self._model.config, self._model.shard
         self._kernels.warm_up(shard.num_heads, shard.num_kv_heads, model.head_dim, block_size)
+        self._model.warm_up()
         self._batch = InputBatch(
             scheduler.max_num_seqs,
             max_model_len,

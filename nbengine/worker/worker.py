@@ -297,12 +297,12 @@ class Worker:
 
         Raises:
             EngineStartError: the others cannot be reached.
+            InvalidArgumentError: so many cannot divide the experts; nothing has changed.
             NBEngineError: the engine cores of this model do not work in lock step.
         """
-        self.config = resized(self.config, after, init_method)
-        self._parallel = change_group(
-            self.config, self.hf_config, self.model, self._parallel, self._files, before
-        )
+        config = resized(self.config, after, init_method)
+        self._parallel = change_group(config, self.hf_config, self.model, self._parallel, self._files, before)
+        self.config = config
         self.layout = self._parallel.layout
         self._footprint = Footprint(self.config, self.hf_config, self.device, self.dtype, self.layout)
         self._limit_threads()

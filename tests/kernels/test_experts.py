@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels import reference
+from nbengine.kernels import experts_torch, reference
 from nbengine.kernels.dispatch import select_expert_kernels
 from nbengine.kernels.experts_torch import TorchExperts
 
@@ -79,3 +79,10 @@ def test_the_cpu_gets_plain_torch_without_a_warning_and_cuda_with_one(monkeypatc
 def test_other_types_are_refused_by_name():
     with pytest.raises(InvalidArgumentError, match="dtype must be float32, bfloat16 or float16"):
         select_expert_kernels(CPU, torch.float64)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 90])
+def test_few_rows_of_large_weights_equal_the_reference(expert_batch, num_tokens):
+    batch = expert_batch.random(num_tokens, 2, 1, hidden=512, inner=264)
+    assert min(batch.gate_up[0].numel(), batch.down[0].numel()) >= experts_torch._LARGE_WEIGHT
+    batch.check(batch.run(KERNELS))

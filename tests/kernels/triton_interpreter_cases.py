@@ -106,3 +106,18 @@ def test_assignments_are_sorted_in_chunks_as_in_one(monkeypatch, expert_batch):
     whole = batch.run(experts_triton.TritonExperts())
     monkeypatch.setattr(experts_triton, "_CHUNK", 16)
     assert torch.equal(batch.run(experts_triton.TritonExperts()), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_warm_up_runs_every_tiling_that_can_be_chosen(monkeypatch, expert_batch, dtype):
+    batch = expert_batch.random(4, 3, 2, hidden=32, inner=16, dtype=dtype)
+    choose, chosen = experts_triton.choose_tiling, []
+
+    def noting(*arguments):
+        tiling = choose(*arguments)
+        chosen.append(tiling)
+        return tiling
+
+    monkeypatch.setattr(experts_triton, "choose_tiling", noting)
+    experts_triton.TritonExperts().warm_up(batch.gate_up, batch.down, 2)
+    assert set(chosen) == {choose(assignments, 3, dtype) for assignments in range(1, 2000)}

@@ -15,6 +15,7 @@ from process_support.lock_step_executor import LOCK_STEP_EXECUTOR, new_meeting
 from process_support.ranks_client import PATIENCE, Asked, RanksClient
 
 from nbengine.client.directory import list_engines, reap
+from nbengine.client.logs import find_worker_log
 from nbengine.client.processes import is_running
 from nbengine.config import ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.engine.rank_table import MAX_DEATHS
@@ -166,6 +167,9 @@ def test_the_workers_of_a_killed_rank_are_gone_before_it_is_back(start_ranks) ->
     """Even those that do not notice the end of their core."""
     engine = start_ranks(2, executor=FAKE_WORKERS_EXECUTOR, tp=2)
     client = join(engine, 2)
+    logs = [find_worker_log(engine.log_path, rank) for rank in range(4)]
+    assert len(set(logs)) == 4
+    written = [log.read_text() for log in logs]
     workers = [psutil.Process(worker.pid) for worker in client.ready_of[1].workers]
     others = [psutil.Process(worker.pid) for worker in client.ready_of[0].workers]
     for worker in workers:
@@ -175,6 +179,8 @@ def test_the_workers_of_a_killed_rank_are_gone_before_it_is_back(start_ranks) ->
     client.run_until(lambda: client.ready_of[1].incarnation == 1, "the next incarnation")
     assert not any(map(is_running, workers))
     assert all(map(is_running, others))
+    added = [log.read_text()[len(before) :] for log, before in zip(logs, written, strict=True)]
+    assert [bool(text) for text in added] == [False, False, True, True]
 
 
 def test_several_ranks_are_one_engine_to_list_and_reap(start_ranks) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -58,7 +58,9 @@ def wait_for(condition: Callable[[], object], what: str, deadline: float = DEADL
 class EngineUnderTest:
     """A host process and its cores, started as a launcher would."""
 
-    def __init__(self, config: EngineConfig, name: str | None = None, **popen) -> None:
+    def __init__(
+        self, config: EngineConfig, name: str | None = None, *, prefix: Sequence[str] = (), **popen
+    ) -> None:
         self.name = name or f"t-{uuid.uuid4().hex[:8]}"
         self.run_dir = new_run_dir()
         self.log_path = log_dir() / f"{self.name}.log"
@@ -79,7 +81,7 @@ class EngineUnderTest:
         environment = os.environ | {"PYTHONPATH": SUPPORT_PATH} | popen.pop("env")
         with open(self.log_path, "ab") as log:
             self.host = subprocess.Popen(
-                [sys.executable, "-m", "nbengine.engine", "host", str(self.run_dir)],
+                [*prefix, sys.executable, "-m", "nbengine.engine", "host", str(self.run_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -136,13 +136,13 @@ class RanksClient(RawClient):
 
     def take_in(self, timeout_ms: int) -> None:
         """Take in what has come, or comes in time."""
-        ready = dict(self.poller.poll(timeout_ms))
-        if self.input in ready:
+        self.poller.poll(timeout_ms)
+        if self.input.poll(0):
             identity, incarnation = self.input.recv_multipart()
             self.connected[int.from_bytes(identity, "little")] = int.from_bytes(incarnation, "little")
-        if self.host in ready:
+        if self.host.poll(0):
             self.on_host(self.control_decoder.decode(self.host.recv()))
-        if self.output in ready:
+        if self.output.poll(0):
             self.read_one()
         self.send_unsent()
 
@@ -201,6 +201,8 @@ class RanksClient(RawClient):
             self.take_back_from_departed()
             return
         outputs = self.decoder.decode(frames)
+        if outputs.utility_output is not None:
+            self.utility[outputs.utility_output.call_id] = outputs.utility_output
         home = (outputs.engine_index, outputs.incarnation)
         for output in outputs.outputs:
             asked = self.asked[output.request_id]

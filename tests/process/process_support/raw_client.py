@@ -32,7 +32,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
-from nbengine.ipc.transport import EngineContext, bound_address
+from nbengine.ipc.transport import bound_address
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import SamplingParams
 
@@ -46,7 +46,7 @@ class RawClient:
         self.info = info
         self.session = session or uuid.uuid4().hex
         self.process = psutil.Process(pid or os.getpid())
-        self.context = EngineContext.with_keys(info.keys)
+        self.context = info.make_context()
         self.sockets: list[zmq.Socket] = []
         self.client_index = -1
         self.ready: EngineReady | None = None

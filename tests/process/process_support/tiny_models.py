@@ -28,7 +28,7 @@ SURE = 2e-5
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A Llama-like model; `kind` as in transformers' `KindForCausalLM`."""
+    """A Llama-like model, or one with experts; `kind` as in transformers' `KindForCausalLM`."""
 
     kind: str
     heads: int
@@ -50,7 +50,7 @@ class TinyModel:
     def _make(self) -> PreTrainedModel:
         import transformers
 
-        settings = {"head_dim": HEAD_DIM} if self.kind == "Qwen3" else {}
+        settings = {"head_dim": HEAD_DIM} if self.kind.startswith("Qwen3") else {}
         config = getattr(transformers, f"{self.kind}Config")(
             vocab_size=VOCAB_SIZE,
             hidden_size=HEAD_DIM * self.heads,
@@ -72,7 +72,7 @@ class TinyModel:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
-                scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5
+                scale = parameter.shape[-1] ** -0.5 if parameter.dim() >= 2 else 0.5
                 parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * scale)
         return model.float().eval()
 

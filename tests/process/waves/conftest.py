@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from process_support.engine_under_test import EngineUnderTest, fake_config
+from process_support.engine_under_test import EngineUnderTest, fake_config, wait_for
 from process_support.lock_step_executor import (
     ASYNC_LOCK_STEP_EXECUTOR,
     LOCK_STEP_EXECUTOR,
@@ -16,7 +17,7 @@ from process_support.lock_step_executor import (
 )
 from process_support.raw_client import RawClient
 
-from nbengine.config import ParallelConfig
+from nbengine.config import CacheConfig, ParallelConfig
 
 EXECUTORS = {"one-batch": LOCK_STEP_EXECUTOR, "two-batches": ASYNC_LOCK_STEP_EXECUTOR}
 
@@ -26,7 +27,8 @@ class LockStepEngine(EngineUnderTest):
 
     def __init__(self, num_ranks: int, meeting: str, executor: str, knobs: dict) -> None:
         config = fake_config(
-            {"meeting": meeting, "max_position_embeddings": 4096} | knobs,
+            {"meeting": meeting, "max_position_embeddings": 4096, "vocab_size": 10_000} | knobs,
+            cache=CacheConfig(num_gpu_blocks_override=512),
             parallel=ParallelConfig(data_parallel_size=num_ranks, distributed_executor_backend=executor),
         )
         self.num_ranks = num_ranks
@@ -36,6 +38,12 @@ class LockStepEngine(EngineUnderTest):
     def attached(self) -> RawClient:
         """A client, when all cores are ready."""
         return self.client().attach()
+
+    def cores(self) -> list[psutil.Process]:
+        """The processes of the cores, by rank."""
+        host = psutil.Process(self.host.pid)
+        wait_for(lambda: len(host.children()) == self.num_ranks, "all engine cores")
+        return sorted(host.children(), key=lambda core: int(core.name().split()[2]))
 
     def num_batches(self) -> list[int]:
         """How many batches each core has begun."""

@@ -32,6 +32,9 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("model", ""),
     ("num_gpu_blocks_override", 0),
     ("pipeline_parallel_size", 0),
+    ("ray_address", "ray://10.0.0.1:10001"),
+    ("ray_address", ""),
+    ("ray_timeout", 0.0),
     ("runner", "draft"),
     ("scheduling_policy", "lottery"),
     ("seed", -1),
@@ -40,8 +43,6 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("tokenizer_mode", "mistral"),
 ]
 NOT_YET: list[tuple[str, Any]] = [
-    ("distributed_executor_backend", "ray"),
-    ("data_parallel_backend", "ray"),
     ("quantization", "fp8"),
     ("enable_lora", True),
     ("speculative_config", {"method": "ngram"}),

@@ -16,10 +16,10 @@ from nbengine.errors import (
     EngineStartError,
     InvalidArgumentError,
     NBEngineError,
-    NotSupportedError,
 )
 from nbengine.executor.base import Executor
 from nbengine.executor.multiproc import MultiprocExecutor
+from nbengine.executor.ray import RayExecutor
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import Progress
 from nbengine.models.tiny import random_tiny
@@ -74,10 +74,9 @@ def test_several_workers_or_the_mp_backend_have_processes_of_their_own(
     assert Executor.get_class(replace(config, parallel=parallel)) is MultiprocExecutor
 
 
-def test_a_backend_that_is_missing_is_named(config: EngineConfig) -> None:
+def test_the_ray_backend_has_its_own(config: EngineConfig) -> None:
     parallel = ParallelConfig(distributed_executor_backend="ray")
-    with pytest.raises(NotSupportedError, match="distributed_executor_backend='ray'"):
-        Executor.get_class(replace(config, parallel=parallel))
+    assert Executor.get_class(replace(config, parallel=parallel)) is RayExecutor
 
 
 def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> None:

@@ -1,9 +1,10 @@
-"""The model `random-tiny`: what the seed decides, and that it loads as transformers loads it."""
+"""The models `random-tiny` and `random-tiny-moe`: what the seed decides, and that they load as transformers loads them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nbengine.config import ModelConfig
+from nbengine.config import ModelConfig, ParallelConfig
 from nbengine.models.files import resolve_model
 from nbengine.models.hf_config import eos_token_ids, load_hf_config
-from nbengine.models.tiny import random_tiny
+from nbengine.models.sharding import check_parallel
+from nbengine.models.tiny import random_tiny, random_tiny_moe
 
 
 def weights(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
 
 
-def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
-    first, again = random_tiny(tmp_path / "a", 3), random_tiny(tmp_path / "b", 3)
+@pytest.mark.parametrize("make", [random_tiny, random_tiny_moe])
+def test_the_seed_decides_the_weights(make: Callable[[Path, int], Path], tmp_path: Path) -> None:
+    first, again = make(tmp_path / "a", 3), make(tmp_path / "b", 3)
     assert weights(first) == weights(again)
-    assert weights(first) != weights(random_tiny(tmp_path / "a", 4))
-    assert random_tiny(tmp_path / "a", 3) == first
+    assert weights(first) != weights(make(tmp_path / "a", 4))
+    assert make(tmp_path / "a", 3) == first
 
 
 @pytest.fixture
@@ -33,13 +36,45 @@ def directory(private_cache: Path) -> str:
     return resolve_model(ModelConfig("random-tiny", seed=7)).directory
 
 
-def test_logits_equal_transformers(directory: str, load: Any, make_runner: Any) -> None:
+@pytest.mark.parametrize("name", ["random-tiny", "random-tiny-moe"])
+def test_logits_equal_transformers(name: str, private_cache: Path, load: Any, make_runner: Any) -> None:
+    directory = resolve_model(ModelConfig(name, seed=7)).directory
     oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     tokens = list(range(0, 256, 3))
     with torch.inference_mode():
         expected = oracle(torch.tensor([tokens])).logits[0]
-    logits = make_runner(load("random-tiny", seed=7)).step({"a": tokens})["a"]
+    logits = make_runner(load(name, seed=7)).step({"a": tokens})["a"]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_two_or_four_workers_divide_the_mixture_of_experts(
+    num_workers: int, whole_experts: bool, private_cache: Path
+) -> None:
+    hf_config = load_hf_config(resolve_model(ModelConfig("random-tiny-moe")))
+    for tp_size in range(1, num_workers + 1):
+        if num_workers % tp_size == 0:
+            sizes = {"tensor_parallel_size": tp_size, "data_parallel_size": num_workers // tp_size}
+            check_parallel(hf_config, ParallelConfig(**sizes, enable_expert_parallel=whole_experts))
+
+
+def test_no_expert_is_idle(load: Any, make_runner: Any, private_cache: Path) -> None:
+    model = load("random-tiny-moe")
+    chosen: set[tuple[int, int]] = set()
+    for layer, block in enumerate(model.moe_blocks):
+        route = block.route
+
+        def note(
+            x: torch.Tensor, layer: int = layer, route: Any = route
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, experts = route(x)
+            chosen.update((layer, expert) for expert in experts.flatten().tolist())
+            return weights, experts
+
+        block.route = note
+    make_runner(model).step({"a": list(range(256))})
+    assert len(chosen) == 2 * 8
 
 
 def test_every_text_survives_the_tokenizer(directory: str) -> None:
@@ -59,8 +94,11 @@ def test_the_chat_template_marks_the_turns(directory: str) -> None:
     assert text == "<|bos|>user\nhi<|eos|>\n<|bos|>assistant\n"
 
 
-def test_greedy_output_depends_on_the_whole_prompt(load: Any, make_runner: Any, private_cache: Path) -> None:
-    model = load("random-tiny")
+@pytest.mark.parametrize("name", ["random-tiny", "random-tiny-moe"])
+def test_greedy_output_depends_on_the_whole_prompt(
+    name: str, load: Any, make_runner: Any, private_cache: Path
+) -> None:
+    model = load(name)
     outputs = set()
     for first in range(12):
         runner = make_runner(model)
@@ -75,7 +113,7 @@ def test_greedy_output_depends_on_the_whole_prompt(load: Any, make_runner: Any, 
 def test_loading_does_not_import_torchs_compiler(private_cache: Path) -> None:
     script = (
         "import sys, torch\n"
-        "from nbengine.config import ModelConfig\n"
+        "from nbengine.config import ModelConfig, ParallelConfig\n"
         "from nbengine.models.files import resolve_model\n"
         "from nbengine.models.registry import load_model\n"
         "load_model(resolve_model(ModelConfig('random-tiny')), torch.device('cpu'), torch.float32)\n"

@@ -146,6 +146,62 @@ def test_each_rank_has_a_gpu_of_its_own(
         Worker(config, None, RankLayout(1, 2, 1, 2), ExecutorFiles("", "")).init_device()
 
 
+def in_core(config: EngineConfig, rank: int, cores: int, **parallel: Any) -> EngineConfig:
+    """The configuration of one engine core of several."""
+    own = replace(config.parallel, data_parallel_rank=rank, data_parallel_size=cores, **parallel)
+    return replace(config, parallel=own)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_engine_cores_take_the_gpus_one_after_the_other_unless_ray_has_given_them_theirs(
+    tiny_config: EngineConfig, joins: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(joining, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * workers)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    one = tiny_config if workers == 1 else among_others(tiny_config, 2, 1)
+    files = None if workers == 1 else ExecutorFiles("", "")
+
+    def chosen(config: EngineConfig) -> list[str]:
+        return [str(joining.choose_device(config, each, files)) for each in layouts(config.parallel)]
+
+    numbers = [f"cuda:{number}" for number in range(2 * workers)]
+    assert chosen(in_core(one, 0, 2)) + chosen(in_core(one, 1, 2)) == numbers
+    with pytest.raises(
+        EngineStartError, match=f"needs {3 * workers} GPUs for engine core 2 and those before"
+    ):
+        chosen(in_core(one, 2, 3))
+    by_ray = chosen(in_core(one, 2, 3, data_parallel_backend="ray"))
+    assert by_ray == (["cuda"] if workers == 1 else numbers[:2])
+
+
+def test_engine_cores_of_one_machine_share_the_default_budget_and_its_cores(
+    tiny_config: EngineConfig,
+    joins: list[dict[str, Any]],
+    free_memory: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = replace(tiny_config, model=replace(tiny_config.model, max_model_len=None))
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=10**6))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    shares: list[int] = []
+    monkeypatch.setattr(TorchThreads, "limit", lambda self, weights_bytes, ranks: shares.append(ranks))
+
+    def budget(config: EngineConfig) -> int:
+        (worker,) = started(config)
+        available = worker.determine_available_memory()
+        worker.shutdown()
+        return available
+
+    free_memory[0] = 8 * 10**6
+    alone = budget(in_core(config, 0, 1))
+    assert [budget(in_core(config, rank, 4)) for rank in range(4)] == [alone // 4] * 4
+    assert budget(in_core(config, 3, 4, data_parallel_backend="ray")) == alone
+    assert shares == [1, 4, 4, 4, 4, 1]
+    asked = replace(config, cache=replace(config.cache, kv_cache_memory_bytes=10**6))
+    assert budget(in_core(asked, 1, 4)) == 10**6, "what is asked for is one engine core's"
+
+
 @pytest.mark.parametrize(("tp_size", "pp_size"), SIZES)
 def test_ranks_on_a_cpu_keep_together_to_the_budget_of_one(
     tiny_config: EngineConfig, joins: list[dict[str, Any]], free_memory: list[int], tp_size: int, pp_size: int

@@ -1,0 +1,128 @@
+"""kill -9 of any process of engine cores in lock step: one clear error soon, with the first cause, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from process_support.engine_under_test import wait_for
+
+from nbengine import AsyncLLM, SamplingParams
+from nbengine.client.connection import connection_file
+from nbengine.client.processes import session_processes
+from nbengine.errors import EngineDeadError, EngineStartError
+from nbengine.ipc.messages import Progress
+from nbengine.sampling_params import RequestOutputKind
+
+StartEngine = Callable[..., AsyncLLM]
+
+DEADLINE = 6.0
+OPTIONS: dict[str, Any] = {
+    "model": "random-tiny-moe",
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 128,
+    "name": "victim",
+    "data_parallel_size": 2,
+}
+ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def start(no_leftovers: None) -> Iterator[StartEngine]:
+    engines: list[AsyncLLM] = []
+
+    def start(**options: Any) -> AsyncLLM:
+        engines.append(AsyncLLM(**OPTIONS | options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.shutdown()
+
+
+async def run_until_the_end(engine: AsyncLLM, rank: int, started: asyncio.Event) -> None:
+    while True:
+        async for _ in engine.generate("hello", ENDLESS, data_parallel_rank=rank):
+            started.set()
+
+
+def core_processes(engine: AsyncLLM) -> list[psutil.Process]:
+    """The engine cores' processes, by rank."""
+    cores = [p for p in session_processes(engine.connection) if " core " in f" {' '.join(p.cmdline())} "]
+    return sorted(cores, key=lambda process: process.cmdline()[-1])
+
+
+def check_end(engine: AsyncLLM, error: object, cause: str, killed_at: float) -> None:
+    assert time.monotonic() - killed_at < DEADLINE
+    assert isinstance(error, EngineDeadError), error
+    assert cause in error.cause
+    assert "SIGKILL" in error.cause
+    info = engine.connection
+    wait_for(lambda: not session_processes(info), "the end of the engine's processes")
+    wait_for(lambda: not Path(info.run_dir).exists(), "the end of the run directory")
+    wait_for(lambda: not connection_file(info.name).exists(), "the end of the connection file")
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+async def test_an_engine_core_that_is_killed_is_named_as_the_cause(start: StartEngine, busy: bool) -> None:
+    engine = start()
+    started = [asyncio.Event() for _ in range(4)]
+    # With requests for the other engine core alone, whose worker waits for the one that is killed.
+    streams = [asyncio.create_task(run_until_the_end(engine, 0, event)) for event in started if busy]
+    if busy:
+        await asyncio.gather(*(event.wait() for event in started))
+    killed_at = time.monotonic()
+    core_processes(engine)[1].kill()
+    for error in await asyncio.gather(*streams, return_exceptions=True):
+        check_end(engine, error, "engine core 1 (", killed_at)
+    if not busy:
+        wait_for(lambda: engine.engine_core._is_dead, "the news of the end", DEADLINE)
+        with pytest.raises(EngineDeadError) as caught:
+            async for _ in engine.generate("hello", GREEDY):
+                pass
+        check_end(engine, caught.value, "engine core 1 (", killed_at)
+
+
+async def test_a_worker_that_is_killed_is_named_as_the_cause(start: StartEngine) -> None:
+    engine = start(tensor_parallel_size=2, enable_expert_parallel=True)
+    started = [asyncio.Event() for _ in range(4)]
+    streams = [
+        asyncio.create_task(run_until_the_end(engine, n % 2, event)) for n, event in enumerate(started)
+    ]
+    await asyncio.gather(*(event.wait() for event in started))
+    killed_at = time.monotonic()
+    victim = core_processes(engine)[1].children()[1]
+    victim.kill()
+    for error in await asyncio.gather(*streams, return_exceptions=True):
+        check_end(engine, error, f"worker 1 (TP1), pid {victim.pid}", killed_at)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_an_engine_core_that_is_killed_while_another_waits_for_it_to_start_is_named(
+    start: StartEngine, private_socket_dir: Path, rank: int
+) -> None:
+    killed: list[float] = []
+
+    def kill(progress: Progress) -> None:
+        if progress.rank == rank or killed or "waiting" not in progress.detail:
+            return
+        (host,) = psutil.Process().children()
+        (victim,) = [core for core in host.children() if f"core {rank} " in " ".join(core.cmdline())]
+        killed.append(time.monotonic())
+        victim.kill()
+
+    with pytest.raises(EngineStartError) as caught:
+        start(progress=kill)
+    assert time.monotonic() - killed[0] < DEADLINE
+    assert f"engine core {rank} (" in caught.value.cause
+    assert "SIGKILL" in caught.value.cause
+    wait_for(lambda: not list(private_socket_dir.iterdir()), "the end of the run directory")
