@@ -24,6 +24,7 @@ from nbengine.ipc.messages import (
     EngineLost,
     EngineReady,
     FinishReason,
+    UtilityRequest,
     decode_home,
     engine_identity,
 )
@@ -147,11 +148,7 @@ class CoreLink:
     def call(self, call_id: int) -> None:
         """Send a registered utility call."""
         ranks = list(self.router.table.usable)
-        for rank, request in self.calls.address(call_id, ranks, self.client_index):
-            try:
-                self._send(rank, EngineCoreRequestType.UTILITY, request)
-            except WireError as error:
-                self.calls.refuse(call_id, str(error))
+        self._send_calls(self.calls.address(call_id, ranks, self.client_index))
 
     # What the host tells.
 
@@ -211,7 +208,7 @@ class CoreLink:
             logger.error("dropped outputs of engine %s: %s", self.info.name, error)
             return
         if outputs.utility_output is not None:
-            self.calls.answer(outputs.engine_index, outputs.utility_output)
+            self._send_calls(self.calls.answer(outputs.engine_index, outputs.utility_output))
             return
         self.router.take_in(outputs)
         if outputs.outputs or outputs.finished_requests:
@@ -264,6 +261,13 @@ class CoreLink:
             self._owner.unwatch(self._feed.socket)
             self._feed.close()
             self._feed = None
+
+    def _send_calls(self, calls: Iterable[tuple[int, UtilityRequest]]) -> None:
+        for rank, request in calls:
+            try:
+                self._send(rank, EngineCoreRequestType.UTILITY, request)
+            except WireError as error:
+                self.calls.refuse(request.call_id, str(error))
 
     def _send(self, rank: int, request_type: EngineCoreRequestType, payload: Any) -> None:
         """Encode and send.

@@ -354,6 +354,7 @@ class Histories(RuleBasedStateMachine):
         self.greeted: set[int] = set()
         self.introduced: dict[int, set[int]] = {0: set(), 1: set()}
         self.ends: list[End] = []
+        self.signalled: set[int] = set()
         self.killed = False
 
     def take(self, actions: list[Action]) -> None:
@@ -364,6 +365,7 @@ class Histories(RuleBasedStateMachine):
                     self.note(rank, message)
                 case SignalCores(number, ranks):
                     assert set(ranks) <= self.running
+                    self.signalled.update(ranks)
                     self.killed = self.killed or number is signal.SIGKILL
                 case End():
                     self.ends.append(action)
@@ -391,8 +393,12 @@ class Histories(RuleBasedStateMachine):
     @rule(rank=st.sampled_from([0, 1]))
     def greets(self, rank) -> None:
         if rank in self.running - self.greeted:
+            actions = self.host.core(Hello(rank, 100 + rank), rank)
+            if rank in self.signalled:
+                assert actions == []
+                return
             self.greeted.add(rank)
-            self.take(self.host.core(Hello(rank, 100 + rank), rank))
+            self.take(actions)
 
     @rule(rank=st.sampled_from([0, 1]))
     def gets_ready(self, rank) -> None:
