@@ -37,7 +37,7 @@ class Meeting:
     def __init__(self, path: str, rank: int, size: int) -> None:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), MAX_RANKS * _ROW)
-        self._rank = rank
+        self.rank = rank
         self._size = size
         self._number = 0
         self.is_over = False
@@ -46,7 +46,7 @@ class Meeting:
         """Make a call; tells, when all have made it, whether any of them set its flag."""
         self._number += 1
         if kind == BATCH:
-            self._write(_BATCHES, self.num_batches(self._rank) + 1)
+            self._write(_BATCHES, self.num_batches(self.rank) + 1)
         self._write(8 * (self._number % 2), self._number << 8 | kind << 1 | flag)
         answers = [self._wait_for(rank, kind) for rank in range(self._size)]
         return any(answers)
@@ -72,7 +72,7 @@ class Meeting:
         return _CALL.unpack_from(self._memory, rank * _ROW + offset)[0]
 
     def _write(self, offset: int, value: int) -> None:
-        _CALL.pack_into(self._memory, self._rank * _ROW + offset, value)
+        _CALL.pack_into(self._memory, self.rank * _ROW + offset, value)
 
 
 class _Meets(FakeExecutor):
@@ -91,6 +91,18 @@ class _Meets(FakeExecutor):
         if self.given_back:
             raise RuntimeError(f"computing without {self.given_back}")
         self.meeting.meet(BATCH)
+
+    def reconfigure_data_parallel(self, before, after, init_method):
+        """Those that are left, or have come, meet in another file."""
+        rank = self.meeting.rank
+        if rank >= after:
+            return
+        path = Path(init_method.removeprefix("file://"))
+        # Whoever comes first makes it; for the others this changes nothing.
+        with path.open("ab") as file:
+            file.truncate(MAX_RANKS * _ROW)
+        self.meeting = Meeting(str(path), rank, after)
+        self.ask(False)
 
     def ask(self, flag: bool) -> bool:
         return self.meeting.meet(QUESTION, flag)
