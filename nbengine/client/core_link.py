@@ -30,7 +30,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorSender
-from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.sockets import MAX_BULK_BYTES, MAX_CONTROL_BYTES, make_socket
 from nbengine.ipc.transport import bound_address
 
 logger = logging.getLogger(__name__)
@@ -88,10 +88,14 @@ class CoreLink:
         try:
             input_address = info.client_bind_address(f"c-{client_id.hex()}.in")
             output_address = info.client_bind_address(f"c-{client_id.hex()}.out")
-            self._input = make_socket(self._context, input_address, zmq.ROUTER, bind=True)
+            self._input = make_socket(
+                self._context, input_address, zmq.ROUTER, bind=True, max_frame_bytes=MAX_CONTROL_BYTES
+            )
             # After a lost lease, and after a restart, an engine core comes back under the same identity.
             self._input.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._output = make_socket(self._context, output_address, zmq.PULL, bind=True)
+            self._output = make_socket(
+                self._context, output_address, zmq.PULL, bind=True, max_frame_bytes=MAX_BULK_BYTES
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise

@@ -190,8 +190,9 @@ class Cluster:
     def close(self) -> None:
         """Leave the cluster; processes that still run there end."""
         with self._lock, contextlib.suppress(OSError):
-            # The reader holds the connection, so that closing it here would not be seen.
-            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_WR)
+            # Closing it would not be seen at the other end, as long as the reader waits for something to come.
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+                end.shutdown(socket.SHUT_WR)
         try:
             self._bridge.wait(BRIDGE_GRACE)
         except subprocess.TimeoutExpired:

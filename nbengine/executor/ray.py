@@ -16,6 +16,7 @@ from nbengine.cluster.worker import RemoteWorker
 from nbengine.config import EngineConfig
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import EngineStartError
+from nbengine.executor.files import OwnDirectories
 from nbengine.executor.multiproc import TAIL_LINES, MultiprocExecutor
 from nbengine.executor.watch import Watched
 from nbengine.executor.worker_proc import WorkerSpec
@@ -85,7 +86,13 @@ class RayExecutor(MultiprocExecutor):
             log=place.log_path,
             board=f"{directory}/{BOARD}",
         )
-        spec = replace(spec, files=files, answer_address=any_port(place.address))
+        spec = replace(
+            spec,
+            files=files,
+            # If its keeper is killed.
+            own_directories=OwnDirectories((place.tensor_dir, place.run_dir)),
+            answer_address=any_port(place.address),
+        )
         self._workers.append(Watched(layout, worker, worker.connection))
         logger.info(
             "worker %d runs on %s (%s), log %s", layout.rank, place.hostname, place.address, place.log_path
