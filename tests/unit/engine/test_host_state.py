@@ -32,6 +32,7 @@ from nbengine.ipc.messages import (
     Attach,
     AttachClient,
     Attached,
+    ClientLost,
     Detach,
     DetachClient,
     EngineDead,
@@ -177,6 +178,18 @@ def test_a_lapsed_lease_is_told_to_client_and_core_and_the_sockets_stay() -> Non
         ToCore(0, DetachClient(1)),
         RemoveTensors(frozenset()),
     ]
+
+
+def test_a_client_to_which_a_connection_broke_loses_its_lease_once() -> None:
+    host = Host().start()
+    host.client(attach())
+    actions = host.core(ClientLost(1))
+    assert actions == [
+        ToClient(b"a", LeaseLost("the connection to engine core 0 broke")),
+        ToCore(0, DetachClient(1)),
+        RemoveTensors(frozenset()),
+    ]
+    assert host.core(ClientLost(1)) == []
 
 
 def test_who_detaches_or_dies_leaves_no_sockets() -> None:
