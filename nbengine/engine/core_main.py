@@ -86,7 +86,7 @@ def config_of_rank(config: EngineConfig, rank: int, handshake: EngineHandshakeMe
         config.parallel,
         data_parallel_rank=rank,
         data_parallel_size=handshake.data_parallel_size,
-        data_parallel_joins_later=handshake.joins_later,
+        data_parallel_joins_later=config.lock_step and handshake.joins_later,
     )
     return dataclasses.replace(config, parallel=parallel)
 
