@@ -77,7 +77,7 @@ class ParallelCommands:
         parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
         parser.add_argument(
             "--seconds",
-            type=_duration,
+            type=_span,
             default=DEFAULT_SECONDS,
             metavar="S",
             help=f"how long (default: {DEFAULT_SECONDS:g})",
@@ -105,8 +105,11 @@ class ParallelCommands:
             return
 
 
-def _duration(text: str) -> float:
-    value = float(text)
+def _span(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 3600")
     return value

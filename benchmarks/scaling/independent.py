@@ -64,6 +64,8 @@ class Setting:
 
     def steady_requests(self, costs: Costs) -> int:
         """Requests of each rank if all have alike."""
+        if self.load >= 1:
+            return self.max_num_seqs
         rate = self._tokens_a_second(costs) / self.speed
         return round(rate * costs.step / (1 - rate * costs.step_request))
 

@@ -97,7 +97,8 @@ def process_alive(pid: int, create_time: float) -> bool:
         process = psutil.Process(pid)
         same = abs(process.create_time() - create_time) < 1.0
         return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        # The latter where a peer has sent what is no pid.
         return False
 
 

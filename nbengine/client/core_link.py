@@ -24,12 +24,13 @@ from nbengine.ipc.messages import (
     EngineLost,
     EngineReady,
     FinishReason,
+    UtilityRequest,
     decode_home,
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.shm_tensors import ShmTensorSender
-from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.sockets import MAX_BULK_BYTES, MAX_CONTROL_BYTES, make_socket
 from nbengine.ipc.transport import bound_address
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,14 @@ class CoreLink:
         try:
             input_address = info.client_bind_address(f"c-{client_id.hex()}.in")
             output_address = info.client_bind_address(f"c-{client_id.hex()}.out")
-            self._input = make_socket(self._context, input_address, zmq.ROUTER, bind=True)
+            self._input = make_socket(
+                self._context, input_address, zmq.ROUTER, bind=True, max_frame_bytes=MAX_CONTROL_BYTES
+            )
             # After a lost lease, and after a restart, an engine core comes back under the same identity.
             self._input.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._output = make_socket(self._context, output_address, zmq.PULL, bind=True)
+            self._output = make_socket(
+                self._context, output_address, zmq.PULL, bind=True, max_frame_bytes=MAX_BULK_BYTES
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -143,11 +148,7 @@ class CoreLink:
     def call(self, call_id: int) -> None:
         """Send a registered utility call."""
         ranks = list(self.router.table.usable)
-        for rank, request in self.calls.address(call_id, ranks, self.client_index):
-            try:
-                self._send(rank, EngineCoreRequestType.UTILITY, request)
-            except WireError as error:
-                self.calls.refuse(call_id, str(error))
+        self._send_calls(self.calls.address(call_id, ranks, self.client_index))
 
     # What the host tells.
 
@@ -207,7 +208,7 @@ class CoreLink:
             logger.error("dropped outputs of engine %s: %s", self.info.name, error)
             return
         if outputs.utility_output is not None:
-            self.calls.answer(outputs.engine_index, outputs.utility_output)
+            self._send_calls(self.calls.answer(outputs.engine_index, outputs.utility_output))
             return
         self.router.take_in(outputs)
         if outputs.outputs or outputs.finished_requests:
@@ -260,6 +261,13 @@ class CoreLink:
             self._owner.unwatch(self._feed.socket)
             self._feed.close()
             self._feed = None
+
+    def _send_calls(self, calls: Iterable[tuple[int, UtilityRequest]]) -> None:
+        for rank, request in calls:
+            try:
+                self._send(rank, EngineCoreRequestType.UTILITY, request)
+            except WireError as error:
+                self.calls.refuse(request.call_id, str(error))
 
     def _send(self, rank: int, request_type: EngineCoreRequestType, payload: Any) -> None:
         """Encode and send.

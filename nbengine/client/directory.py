@@ -33,9 +33,10 @@ from nbengine.client.processes import (
     wait_until,
 )
 from nbengine.errors import NBEngineError
-from nbengine.ipc.handshake import encode_control
-from nbengine.ipc.messages import Shutdown
+from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.messages import EngineDead, HostToClient, Shutdown
 from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import port_of
 
 STOP_TIMEOUT = 10.0
 """Seconds that an engine gets to end when asked, before it is made to."""
@@ -105,15 +106,20 @@ def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = S
     """End an engine that this process need not be a client of, and wait until nothing is left of it.
 
     It is asked first (with `drain` it may finish what runs, within `timeout` seconds), then terminated, then killed.
+
+    Raises:
+        NBEngineError: it is on another machine, where it can only be asked, and has not ended in time.
     """
     context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
     control = make_socket(context, info.address("host.sock"), zmq.DEALER, bind=False)
     try:
         control.send(encode_control(Shutdown(drain)))
-        gone = wait_for_host(info, timeout)
+        gone = wait_for_host(info, timeout) if info.is_here else _says_that_it_ends(control, timeout)
     finally:
         control.close()
         context.term()
+    if not (gone or info.is_here):
+        raise NBEngineError(f"engine {info.name} on another machine has not ended within {timeout:g} s")
     if not gone:
         for process in session_processes(info)[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -122,6 +128,16 @@ def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = S
     kill_session(info)
     remove_engine_files(info)
     bury_child(info.run_dir)
+
+
+def _says_that_it_ends(control: zmq.Socket[bytes], timeout: float) -> bool:
+    """Wait for the last message of a host that was asked to end: it comes when nothing is left of the engine."""
+    decoder = ControlDecoder[HostToClient](HostToClient)
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        if control.poll(int(left * 1000) + 1) and isinstance(decoder.decode(control.recv()), EngineDead):
+            return True
+    return False
 
 
 def reap(*, end_unattached: bool = False) -> ReapReport:
@@ -138,7 +154,13 @@ def reap(*, end_unattached: bool = False) -> ReapReport:
             remove_engine_files(info)
             bury_child(info.run_dir)
             report.dead.append(info.name)
-        elif end_unattached and not info.config.bound and info.ready and not count_clients(info):
+        elif (
+            end_unattached
+            and info.is_here
+            and not info.config.bound
+            and info.ready
+            and not count_clients(info)
+        ):
             stop_engine(info)
             report.ended.append(info.name)
     report.killed_pids += _kill_orphans()
@@ -147,8 +169,19 @@ def reap(*, end_unattached: bool = False) -> ReapReport:
 
 
 def count_clients(info: ConnectionInfo) -> int:
-    """How many clients have a socket open in the run directory."""
+    """How many clients are connected; of an engine on another machine it is not known, and 0."""
+    if info.keys is not None:
+        return _count_connections(info) if info.is_here else 0
     return sum(_listens(path) for path in Path(info.run_dir).glob("c-*.in"))
+
+
+def _count_connections(info: ConnectionInfo) -> int:
+    """Connections to the socket that each client has one to. A stranger's counts until it is refused."""
+    port = port_of(info.address("host.sock"))
+    with contextlib.suppress(psutil.Error):
+        connections = psutil.Process(info.host_pid).net_connections("tcp")
+        return sum(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in connections)
+    return 0
 
 
 def _listing(info: ConnectionInfo) -> EngineListing:
@@ -158,6 +191,8 @@ def _listing(info: ConnectionInfo) -> EngineListing:
         with contextlib.suppress(psutil.NoSuchProcess):
             memory += process.memory_info().rss
     state = "dead" if not info.host_alive else "ready" if info.ready else "starting"
+    if not info.is_here:
+        state = "elsewhere"
     return EngineListing(info, state, count_clients(info), [p.pid for p in processes], memory)
 
 
@@ -221,4 +256,5 @@ def _is_stray(path: Path) -> bool:
         info = read_connection(engine_file(path))
     except (OSError, NBEngineError):
         return False
-    return info.run_dir == str(path) and not _listens(path / "host.sock")
+    lives = info.host_alive if info.keys is not None else _listens(path / "host.sock")
+    return info.run_dir == str(path) and not lives

@@ -14,6 +14,8 @@ LATENCY = 0.01
 """Seconds that a request and a report may be under way."""
 LONGEST_STEP = 0.5
 """Seconds; longer ones are not told from pauses."""
+HELD = 1 << 40
+"""Added to the score of a rank that is paused or sleeps, so that it gets requests only if all do."""
 CROWDING_FACTOR = 1.5
 CROWDING_ALLOWANCE = 4 * WAITING_WEIGHT
 """A rank is taken for what it has in its cache while its score is at most `CROWDING_FACTOR` times the least score plus
@@ -23,11 +25,13 @@ this much."""
 class _Load:
     """What is known of one engine core."""
 
-    __slots__ = ("reported_at", "running", "seen", "step_seconds", "unreported", "waiting")
+    __slots__ = ("held", "reported_at", "running", "seen", "step_seconds", "unreported", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
         self.running = 0
+        self.held = False
+        """It is paused or sleeps: what is sent there waits for somebody."""
         self.unreported: dict[int, float] = {}
         """When requests were sent that have no output and that the newest report may have been made without."""
         self.seen: tuple[int, int, int, int] | None = None
@@ -36,7 +40,8 @@ class _Load:
         self.step_seconds = 0.0
 
     def score(self, share: int) -> int:
-        return WAITING_WEIGHT * (self.waiting + share * len(self.unreported)) + self.running
+        score = WAITING_WEIGHT * (self.waiting + share * len(self.unreported)) + self.running
+        return score + HELD if self.held else score
 
     def report(self, seen: tuple[int, int, int, int], now: float) -> None:
         if self.seen is not None and seen[1] > self.seen[1]:
@@ -77,6 +82,9 @@ class LoadBalancer:
 
     Of several clients, each sees the same statistics and sends to the same idle rank. Therefore a request that is on
     its way counts as many times as there are requests of all clients to one of this client (`MAX_SHARE` at most).
+
+    A rank that is paused or sleeps while others are not (it has been started again, or could not be woken up) gets
+    nothing.
 
     Times are seconds of any monotonic clock. For one thread. The scores are in one list, so that the least of 64 is
     found by one pass in C.
@@ -121,6 +129,7 @@ class LoadBalancer:
             if index is None:
                 continue
             load = self._loads[index]
+            load.held = engine.is_paused or engine.is_sleeping
             seen = (engine.current_wave, engine.step_counter, waiting, running)
             if seen != load.seen:
                 load.report(seen, now)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from nbengine.client.connection import ConnectionInfo
+from nbengine.ipc.transport import host_of, port_of
 
 _CONNECT_TIMEOUT = 0.2
 _CREDENTIALS = struct.Struct("3i")
@@ -55,9 +56,19 @@ def usage_of(pid: int, *, session: int | None = None, parent: int | None = None)
 
 
 def client_pids(info: ConnectionInfo) -> list[int]:
-    """The processes that have a client's socket open in the run directory; empty where the system does not tell."""
+    """The processes of this machine that are clients of the engine; empty where the system does not tell."""
+    if info.keys is not None:
+        return _connected_pids(info.address("host.sock"))
     pids = {_listener(path) for path in Path(info.run_dir).glob("c-*.in")}
     return sorted(pid for pid in pids if pid)
+
+
+def _connected_pids(address: str) -> list[int]:
+    place = host_of(address), port_of(address)
+    with contextlib.suppress(psutil.AccessDenied):
+        connections = psutil.net_connections("tcp")
+        return sorted({c.pid for c in connections if c.pid and c.raddr and tuple(c.raddr) == place})
+    return []
 
 
 def _usage(process: psutil.Process) -> ProcessUsage:

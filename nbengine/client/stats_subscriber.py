@@ -45,7 +45,8 @@ class StatsSubscriber:
         self.num_losses = 0
         self._topics = (STATS_TOPIC, KV_TOPIC) if kv_events else (STATS_TOPIC,)
         self._run_length = 0
-        self._seqs: dict[int, int] = {}
+        self._seqs: dict[int, tuple[int, int]] = {}
+        """(incarnation, seq) of the newest message of each engine core."""
         self._ask_again_at: float | None = None
         self._stats_decoder = msgspec.msgpack.Decoder(EngineStats)
         self._kv_decoder: msgspec.msgpack.Decoder[KVMessage] = msgspec.msgpack.Decoder(
@@ -108,23 +109,30 @@ class StatsSubscriber:
 
     def _is_next(self, message: KVMessage) -> bool:
         rank = message.engine_index
+        number = (message.incarnation, message.seq)
         known = self._seqs.get(rank)
+        if known is not None and message.incarnation > known[0]:
+            # It was started again, with an empty cache; what was known of the one before is no loss.
+            known = None
         is_snapshot = isinstance(message, KVCacheSnapshot)
         if is_snapshot:
             self._ask_again_at = None
         if known is None:
             is_next = is_snapshot
-        elif message.seq <= known:
+            if not is_next and self._ask_again_at is None:
+                # Another engine core's snapshot has come, this one's has not.
+                self._ask_again_at = time.monotonic() + SNAPSHOT_TIMEOUT
+        elif number <= known:
             # A snapshot that another subscriber needed, or what was under way before ours.
             is_next = False
         else:
-            is_next = is_snapshot or message.seq == known + 1
+            is_next = is_snapshot or message.seq == known[1] + 1
             self.num_losses += is_snapshot or not is_next
             if not is_next:
                 del self._seqs[rank]
                 self._subscribe()
         if is_next:
-            self._seqs[rank] = message.seq
+            self._seqs[rank] = number
         return is_next
 
     def _subscribe(self) -> None:

@@ -55,14 +55,20 @@ MERGES: dict[str, Merge] = {
     "reset_prefix_cache": all,
     "pause_generation": _first,
     "resume_generation": _first,
-    "is_paused": all,
+    "is_paused": any,
     "sleep": _first,
     "wake_up": _first,
-    "is_sleeping": all,
+    "is_sleeping": any,
     "start_profile": _first,
     "stop_profile": _merged_reports,
 }
 """Methods that concern all engine cores, and how their answers become one; any other goes to the first core alone."""
+UNDONE_BY = {
+    "pause_generation": "resume_generation",
+    "sleep": "wake_up",
+    "start_profile": "stop_profile",
+}
+"""What is called on the cores that did something when others could not: it is done by all of them or by none."""
 
 
 def merged_answers(method: str, answers: Sequence[Any]) -> Any:
@@ -76,11 +82,18 @@ class _Call:
         self.args = args
         self.future: Future[Any] = Future()
         self.ranks: list[int] = []
+        self.client_index = 0
         self.answers: dict[int, Any] = {}
+        self.failures: dict[int, str] = {}
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that have not answered."""
+        return {*self.ranks} - self.answers.keys() - self.failures.keys()
 
 
 class UtilityCalls:
-    """The calls that have no answer yet. Of a call to several cores the first failure is the answer.
+    """The calls that have no answer yet. Of a call to several cores the failure of the lowest rank is the answer.
 
     `begin` and `fail` are safe on any thread, the others belong to the thread of the sockets.
     """
@@ -102,36 +115,28 @@ class UtilityCalls:
         call = self._calls.get(call_id)
         if call is None:
             return []
+        call.client_index = client_index
         call.ranks = list(ranks) if call.method in MERGES else list(ranks[:1])
         if not call.ranks:
             self._settle(call_id, UtilityError(f"{call.method}: no engine core takes calls at the moment"))
         request = UtilityRequest(client_index, call_id, call.method, list(call.args))
         return [(rank, request) for rank in call.ranks]
 
-    def answer(self, rank: int, output: UtilityOutput) -> None:
-        """A core has answered."""
+    def answer(self, rank: int, output: UtilityOutput) -> list[tuple[int, UtilityRequest]]:
+        """A core has answered; returns what is to be sent to others because of it, by rank."""
         call = self._calls.get(output.call_id)
-        if call is None or rank not in call.ranks:
-            return
-        if output.failure_message is not None:
-            where = f"engine core {rank}: " if len(call.ranks) > 1 else ""
-            self._settle(output.call_id, UtilityError(where + output.failure_message))
-            return
-        call.answers[rank] = output.result
-        if len(call.answers) < len(call.ranks):
-            return
-        answers = [call.answers[rank] for rank in call.ranks]
-        try:
-            result = merged_answers(call.method, answers)
-        except msgspec.ValidationError as error:
-            self._settle(output.call_id, UtilityError(f"{call.method}: the answer is malformed: {error}"))
+        if call is None or rank not in call.missing:
+            return []
+        if output.failure_message is None:
+            call.answers[rank] = output.result
         else:
-            self._settle(output.call_id, result=result)
+            call.failures[rank] = output.failure_message
+        return [] if call.missing else self._conclude(output.call_id, call)
 
     def lose(self, rank: int, cause: str) -> None:
         """A core has ended: what it has not answered fails."""
         for call_id, call in list(self._calls.items()):
-            if rank in call.ranks and rank not in call.answers:
+            if rank in call.missing:
                 self._settle(call_id, UtilityError(f"{call.method}: engine core {rank} has ended: {cause}"))
 
     def refuse(self, call_id: int, reason: str) -> None:
@@ -142,6 +147,25 @@ class UtilityCalls:
         """All calls fail with copies of `error`."""
         for call_id in list(self._calls):
             self._settle(call_id, copy.copy(error))
+
+    def _conclude(self, call_id: int, call: _Call) -> list[tuple[int, UtilityRequest]]:
+        """All have answered."""
+        if call.failures:
+            rank = min(call.failures)
+            where = f"engine core {rank}: " if len(call.ranks) > 1 else ""
+            self._settle(call_id, UtilityError(where + call.failures[rank]))
+            undo = UNDONE_BY.get(call.method)
+            if undo is None or not call.answers:
+                return []
+            undo_id, _ = self.begin(undo, ())
+            return self.address(undo_id, sorted(call.answers), call.client_index)
+        try:
+            result = merged_answers(call.method, [call.answers[rank] for rank in call.ranks])
+        except msgspec.ValidationError as error:
+            self._settle(call_id, UtilityError(f"{call.method}: the answer is malformed: {error}"))
+        else:
+            self._settle(call_id, result=result)
+        return []
 
     def _settle(self, call_id: int, error: NBEngineError | None = None, result: Any = None) -> None:
         call = self._calls.pop(call_id, None)

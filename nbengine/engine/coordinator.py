@@ -7,7 +7,9 @@ It lives in the host process and is driven by the host's poll loop. `DPCoordinat
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Container
 from typing import NamedTuple
 
 import zmq
@@ -21,7 +23,7 @@ from nbengine.ipc.messages import (
     EngineCoreRequestType,
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
-from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.sockets import MAX_BULK_BYTES, MAX_CONTROL_BYTES, make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,10 @@ PUBLISH_INTERVAL = 0.1
 """Seconds between two publications while the engines are busy."""
 FRONT_HWM = 1000
 """Snapshots kept for a subscriber that does not read, then dropped."""
+GATHER_SECONDS = 0.01
+"""How long the engines' messages gather under load before they are read."""
+HIGH_LOAD = 100.0
+"""Messages a second from which on they do."""
 NOBODY = -1
 """Excluded rank of a START_DP_WAVE that is for all."""
 
@@ -195,6 +201,10 @@ class DPCoordinatorProc:
 
     What is published to the engines is START_DP_WAVE and a msgpack `WaveStart`. Nothing of that is ever lost: it is
     little, waits without bound, and is repeated to whoever subscribes while the wave runs.
+
+    Under load the engines' messages are left to gather for `GATHER_SECONDS`: most of what a report costs is to be woken for
+    it alone. What the first message after a quiet time says is heard at once, and so is whatever has come when a client
+    says `FIRST_REQ`.
     """
 
     def __init__(
@@ -208,10 +218,19 @@ class DPCoordinatorProc:
     ) -> None:
         self.state = DPCoordinator(num_engines, lock_step)
         self.publish_front = make_socket(
-            context, front_publish_address, zmq.XPUB, bind=True, send_hwm=FRONT_HWM
+            context,
+            front_publish_address,
+            zmq.XPUB,
+            bind=True,
+            send_hwm=FRONT_HWM,
+            max_frame_bytes=MAX_CONTROL_BYTES,
         )
-        self.output_back = make_socket(context, back_output_address, zmq.PULL, bind=True)
-        self.publish_back = make_socket(context, back_publish_address, zmq.XPUB, bind=True)
+        self.output_back = make_socket(
+            context, back_output_address, zmq.PULL, bind=True, max_frame_bytes=MAX_BULK_BYTES
+        )
+        self.publish_back = make_socket(
+            context, back_publish_address, zmq.XPUB, bind=True, max_frame_bytes=MAX_CONTROL_BYTES
+        )
         for socket in (self.publish_front, self.publish_back):
             socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._decoder: MsgpackDecoder[EngineCoreOutputs] = MsgpackDecoder(EngineCoreOutputs)
@@ -219,6 +238,9 @@ class DPCoordinatorProc:
         self._encoder = MsgpackEncoder()
         self._topics: set[bytes] = set()
         self._kv_wishes: list[bool] = []
+        self._load = _Load()
+        self._gathers_until: float | None = None
+        self._poller: zmq.Poller | None = None
         self._readers = {
             self.publish_front: self._read_front,
             self.output_back: self._read_back,
@@ -230,12 +252,44 @@ class DPCoordinatorProc:
         """The sockets that the host polls for input."""
         return list(self._readers)
 
-    def process_input_socket(self, socket: zmq.Socket[bytes], now: float) -> None:
-        """Read everything that one of `sockets` holds. A message that is none is dropped, and logged."""
+    def register(self, poller: zmq.Poller) -> None:
+        """Have the host's poller look at `sockets`, except while messages gather in one."""
+        self._poller = poller
+        for socket in self._readers:
+            poller.register(socket, zmq.POLLIN)
+
+    @property
+    def deadline(self) -> float:
+        """When `process` has something to do though no socket is ready; infinity if never."""
+        moments = (self.state.due, self._gathers_until)
+        return min((moment for moment in moments if moment is not None), default=math.inf)
+
+    def process(self, ready: Container[object], now: float) -> None:
+        """Read what the sockets in `ready` hold, and what has gathered; publish if that is due."""
+        for socket in self._readers:
+            if socket is self.output_back:
+                if socket in ready or (self._gathers_until is not None and self._gathers_until <= now):
+                    self._gather(now, self.process_input_socket(socket, now))
+            elif socket in ready:
+                self.process_input_socket(socket, now)
+        self.publish_if_due(now)
+
+    def _gather(self, now: float, num_read: int) -> None:
+        gathered = self._gathers_until is not None
+        gathers = self._load.is_high(now, num_read) and num_read > 0
+        self._gathers_until = now + GATHER_SECONDS if gathers else None
+        if gathers is not gathered and self._poller is not None:
+            self._poller.register(self.output_back, 0 if gathers else zmq.POLLIN)
+
+    def process_input_socket(self, socket: zmq.Socket[bytes], now: float) -> int:
+        """Read everything that one of `sockets` holds, and return how many messages that were. One that is none is
+        dropped, and logged."""
         read = self._readers[socket]
+        count = 0
         try:
             while True:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
+                count += 1
                 try:
                     start = read(frames, now)
                 except WireError as error:
@@ -244,7 +298,7 @@ class DPCoordinatorProc:
                     if start is not None:
                         self._start_wave(start)
         except zmq.Again:
-            return
+            return count
 
     def publish_if_due(self, now: float) -> None:
         """Send a snapshot to the frontends if one is due."""
@@ -269,6 +323,8 @@ class DPCoordinatorProc:
     def _read_front(self, frames: list[bytes], now: float) -> WaveStart | None:
         if frames[0] == FIRST_REQ:
             rank, wave = self._first_decoder.decode(frames[1:])
+            # The end of the wave that the client has seen may be there already.
+            self.process_input_socket(self.output_back, now)
             return self.state.first_request(rank, wave, now)
         kind, topic = frames[0][:1], frames[0][1:]
         if len(frames) > 1 or kind not in (_SUBSCRIBE, _UNSUBSCRIBE):
@@ -302,6 +358,23 @@ class DPCoordinatorProc:
 
     def _send(self, stats: EngineStats) -> None:
         self.publish_front.send_multipart([STATS_TOPIC, *self._encoder.encode(stats)])
+
+
+class _Load:
+    """Whether messages come so fast that they are better read several at a time."""
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+        self._count = 0
+        self._is_high = False
+
+    def is_high(self, now: float, count: int) -> bool:
+        """Note that `count` messages have been read at `now`."""
+        self._count += count
+        if now - self._since >= PUBLISH_INTERVAL:
+            self._is_high = self._count > HIGH_LOAD * (now - self._since)
+            self._since, self._count = now, 0
+        return self._is_high
 
 
 def _unfinished(stats: SchedulerStats) -> bool:

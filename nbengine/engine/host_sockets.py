@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import resource
+
 import zmq
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.engine.coordinator import DPCoordinatorProc
 from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.messages import EngineHandshakeMetadata
-from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.sockets import MAX_CONTROL_BYTES, make_socket
 from nbengine.ipc.transport import bound_address
 
 COORDINATOR_SOCKETS = ("stats.sock", "back-out.sock", "back-pub.sock")
-MAX_CONTROL_BYTES = 16 << 20
-"""Of one frame from a client or an engine core."""
+MAX_OPEN_FILES = 65536
 
 
 class HostSockets:
     """Binds everything at once; where on a network that is, it notes in `info`."""
 
     def __init__(self, info: ConnectionInfo) -> None:
+        if info.keys is not None:
+            _raise_file_limit()
         self.context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         bound: dict[str, zmq.Socket[bytes]] = {}
         try:
@@ -45,8 +48,23 @@ class HostSockets:
 
     def _bind_router(self, address: str) -> zmq.Socket[bytes]:
         # A peer that comes back after its connection broke takes its place, though the old one is not gone yet.
-        options: SocketOptions = {zmq.ROUTER_HANDOVER: 1, zmq.MAXMSGSIZE: MAX_CONTROL_BYTES}
-        return make_socket(self.context, address, zmq.ROUTER, bind=True, options=options)
+        options: SocketOptions = {zmq.ROUTER_HANDOVER: 1}
+        return make_socket(
+            self.context,
+            address,
+            zmq.ROUTER,
+            bind=True,
+            max_frame_bytes=MAX_CONTROL_BYTES,
+            options=options,
+        )
+
+
+def _raise_file_limit() -> None:
+    """Make room for the connections of strangers, each of which is an open file until it is refused."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def handshake_of(info: ConnectionInfo) -> EngineHandshakeMetadata:

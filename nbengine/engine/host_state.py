@@ -345,7 +345,7 @@ class HostState:
 
     def _stop(self, notice: EngineDead, *, drain: bool, now: float) -> list[Action]:
         cuts_drain_short = self._draining and not drain
-        if self._notice is not None and not cuts_drain_short:
+        if self.phase is HostPhase.ENDED or (self._notice is not None and not cuts_drain_short):
             return []
         started = self.phase is not HostPhase.STARTING
         if self._notice is None or not notice.expected:

@@ -262,7 +262,7 @@ class InputThread(threading.Thread):
             return
         if request_type is EngineCoreRequestType.ADD and fields and isinstance(fields[0], str):
             self._output_queue.put(refusal(client_index, fields[0], reason))
-        elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and isinstance(fields[1], int):
+        elif request_type is EngineCoreRequestType.UTILITY and len(fields) > 1 and type(fields[1]) is int:
             answer = UtilityOutput(fields[1], failure_message=reason)
             self._output_queue.put((client_index, EngineCoreOutputs(utility_output=answer)))
 

@@ -5,13 +5,37 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 from nbengine.errors import EngineEndError, NBEngineError
 
 TAIL_LINES = 30
+MAX_REPETITIONS = 100
+REPETITION_WINDOW = 60.0
+"""Seconds in which as many messages of a kind are logged."""
 _TAIL_BYTES = 32 * 1024
 _FORMAT = "%(asctime)s %(levelname)s [{process}] %(name)s: %(message)s"
+
+
+class RepetitionLimit(logging.Filter):
+    """Lets each message through so many times in `REPETITION_WINDOW` seconds: what a peer can cause must not fill a disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._window = 0.0
+        self._seen: Counter[tuple[str, object]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether `record` is written; the last one that is says that more are not."""
+        if record.created >= self._window + REPETITION_WINDOW:
+            self._window = record.created
+            self._seen.clear()
+        key = record.name, record.msg
+        self._seen[key] += 1
+        if self._seen[key] == MAX_REPETITIONS:
+            record.msg = f"{record.msg} (more like this for {REPETITION_WINDOW:g} s are left out)"
+        return self._seen[key] <= MAX_REPETITIONS
 
 
 def configure_logging(process: str) -> None:
@@ -24,6 +48,8 @@ def configure_logging(process: str) -> None:
         format=_FORMAT.format(process=process),
         force=True,
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RepetitionLimit())
     if level is None:
         logging.getLogger(__name__).warning("NBENGINE_LOG_LEVEL=%s is not a log level, using INFO", wanted)
 

@@ -214,6 +214,7 @@ class OutputThread(threading.Thread):
             return self._encoder.encode_into(outputs, buffer), buffer
 
     def _publish(self, message: KVMessage) -> None:
+        message.incarnation = self._incarnation
         # A host that does not read loses it, and the subscribers see the gap.
         with contextlib.suppress(zmq.Again):
             frames = [KV_TOPIC, *self._encoder.encode(message)]

@@ -91,7 +91,7 @@ class RankLife:
 
     def end(self, now: float) -> None:
         """Its process is gone: wait to be started again if it is wanted."""
-        self.greeted, self.kill_at = False, math.inf
+        self.kill_at = math.inf
         if self.wanted:
             self.phase = RankPhase.DOWN
             self.restart_at = now + FIRST_RESTART_DELAY * 2 ** max(0, self.deaths - 1)

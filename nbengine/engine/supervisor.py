@@ -111,8 +111,9 @@ class Supervisor:
 
     def run(self) -> EngineDead:
         """Run the engine to its end and return what the clients were told about it."""
-        for source in (self._clients, self._core_control, *self._coordinator.sockets):
+        for source in (self._clients, self._core_control):
             self._poller.register(source, zmq.POLLIN)
+        self._coordinator.register(self._poller)
         self._poller.register(self._signal_input.fileno(), zmq.POLLIN)
         if self._parent_fd is not None:
             self._poller.register(self._parent_fd, zmq.POLLIN)
@@ -154,10 +155,7 @@ class Supervisor:
         for router, read in ((self._core_control, self._read_core), (self._clients, self._read_client)):
             if router in ready:
                 self._read_all(router, read)
-        for source in self._coordinator.sockets:
-            if source in ready:
-                self._coordinator.process_input_socket(source, now)
-        self._coordinator.publish_if_due(now)
+        self._coordinator.process(ready, now)
         for wanted in self._coordinator.take_kv_wishes():
             self._tell_cores(WantKVEvents(wanted))
         if self._signal_input.fileno() in ready:
@@ -168,8 +166,7 @@ class Supervisor:
             self._feed(TimePassed())
 
     def _timeout_ms(self, now: float) -> int | None:
-        due = self._coordinator.state.due
-        deadline = min(self._state.next_deadline(), math.inf if due is None else due)
+        deadline = min(self._state.next_deadline(), self._coordinator.deadline)
         if self.info.config.bound:
             deadline = min(deadline, now + PARENT_INTERVAL)
         return None if deadline == math.inf else max(0, math.ceil((deadline - now) * 1000))

@@ -11,6 +11,10 @@ from nbengine.ipc.curve import SocketOptions
 from nbengine.ipc.transport import EngineContext, is_tcp
 
 IPC_PREFIX = "ipc://"
+MAX_CONTROL_BYTES = 16 << 20
+"""Of a frame on a socket that listens for control messages and subscriptions."""
+MAX_BULK_BYTES = 1 << 30
+"""Of a frame on a socket that listens for outputs and snapshots: it is held in memory before its sender is known."""
 
 
 def make_socket(
@@ -23,13 +27,15 @@ def make_socket(
     linger: int = 0,
     send_hwm: int = 0,
     receive_hwm: int = 0,
+    max_frame_bytes: int = -1,
     options: SocketOptions | None = None,
 ) -> zmq.Socket[bytes]:
     """Create a socket of `kind` (a `zmq.SocketType`) and bind or connect it.
 
     The queues are unbounded unless `send_hwm` or `receive_hwm` (messages) say otherwise: a ROUTER silently
     drops what exceeds its bound, and what a client may have outstanding is bounded by its lease. `linger` is
-    how many milliseconds `close` leaves for unsent messages. `options` are set before the socket is used. The
+    how many milliseconds `close` leaves for unsent messages. A peer that sends a frame of more than `max_frame_bytes`
+    (-1: any) is disconnected. `options` are set before the socket is used. The
     file of a bound `ipc://` socket is its owner's alone; a `tcp://` one takes the keys of its `EngineContext`.
 
     Raises:
@@ -48,6 +54,7 @@ def make_socket(
             socket.sndhwm = send_hwm
         if receive_hwm:
             socket.rcvhwm = receive_hwm
+        socket.maxmsgsize = max_frame_bytes
         if identity is not None:
             socket.routing_id = identity
         for option, value in options.items():

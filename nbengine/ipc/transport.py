@@ -26,6 +26,8 @@ HANDSHAKE_MS = 5000
 """How long somebody may be connected before having shown a key."""
 CONNECT_MS = 5000
 """How long an attempt to connect may take before the next one."""
+BACKLOG = 1024
+"""Connections that may wait to be accepted, so that those of strangers do not keep others waiting for seconds."""
 LONGEST_RECONNECT_MS = 2000
 _FAR_AWAY = "192.0.2.1"
 """An address of nobody (RFC 5737), to ask the kernel which way leads out of here."""
@@ -81,7 +83,7 @@ class EngineContext(zmq.Context[zmq.Socket[bytes]]):
         if self._gatekeeper is None:
             self._gatekeeper = Gatekeeper(self, keys)
             self._gatekeeper.start()
-        return options | server_options(keys)
+        return options | {zmq.BACKLOG: BACKLOG} | server_options(keys)
 
     def term(self) -> None:
         """Close the context; all its sockets must be closed."""
@@ -118,6 +120,11 @@ def bound_address(bound: zmq.Socket[bytes]) -> str:
 def host_of(address: str) -> str:
     """The host in a `tcp://` address."""
     return address.removeprefix(TCP_PREFIX).rpartition(":")[0].strip("[]")
+
+
+def port_of(address: str) -> int:
+    """The port in a `tcp://` address."""
+    return int(address.rpartition(":")[2])
 
 
 def own_address(towards: str | None = None) -> str:

@@ -37,13 +37,15 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """The events of one step, in order. `seq` grows by 1 from batch to batch of an engine: a gap is a loss."""
+    """The events of one step, in order. `seq` grows by 1 from batch to batch of an engine: a gap is a loss. An engine that
+    was started again (the next `incarnation`) counts anew."""
 
     ts: float
     """`time.time()`."""
     engine_index: int
     seq: int
     events: list[KVCacheEvent]
+    incarnation: int = 0
 
 
 class KVCacheSnapshot(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -57,6 +59,7 @@ class KVCacheSnapshot(msgspec.Struct, array_like=True, tag=True, gc=False):
     block_hashes: list[bytes]
     block_ids: list[int]
     """Of `block_hashes`, in their order."""
+    incarnation: int = 0
 
 
 KVMessage = KVEventBatch | KVCacheSnapshot
@@ -107,6 +110,7 @@ class KVCacheMirror:
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, int] = {}
+        self.incarnation = 0
         self.seq: int | None = None
         """Of the latest message; None before the first snapshot and after a loss."""
 
@@ -114,9 +118,9 @@ class KVCacheMirror:
         """Take in the next message; False if some before it were lost, and a snapshot is needed to go on."""
         if isinstance(message, KVCacheSnapshot):
             self.blocks = dict(zip(message.block_hashes, message.block_ids, strict=True))
-            self.seq = message.seq
+            self.seq, self.incarnation = message.seq, message.incarnation
             return True
-        if self.seq is None or message.seq > self.seq + 1:
+        if self.seq is None or message.seq > self.seq + 1 or message.incarnation != self.incarnation:
             self.seq = None
             return False
         if message.seq == self.seq + 1:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import random
+import signal
+import statistics
+import threading
 from collections.abc import AsyncGenerator, Callable
 
 import pytest
 from process_support.engine_under_test import wait_for
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
-from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, UtilityError
 from nbengine.sampling_params import RequestOutputKind
 
 StartAsync = Callable[..., AsyncLLM]
@@ -143,3 +148,91 @@ def test_llm_over_two_ranks_answers_in_prompt_order(start_llm: StartLLM) -> None
     engines = llm.stats().engines
     assert [engine.engine_index for engine in engines] == [0, 1]
     assert all(engine.step_counter > 0 for engine in engines)
+
+
+def test_an_interrupt_aborts_the_requests_at_every_rank(start_llm: StartLLM) -> None:
+    llm = start_llm(data_parallel_size=2, knobs={"step_seconds": 0.02})
+
+    def busy() -> list[bool]:
+        return [engine.num_running_reqs > 0 for engine in llm.stats().engines]
+
+    def interrupt_when_running() -> None:
+        wait_for(lambda: all(busy()), "running requests")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt_when_running)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([tokens(1)] * 4, params(FOREVER), use_tqdm=False)
+    interrupter.join()
+    wait_for(lambda: not any(busy()), "the end of the aborted requests")
+    (output,) = llm.generate(tokens(7), params(), use_tqdm=False)
+    assert output.outputs[0].token_ids == counted_from(7)
+
+
+def test_utilities_concern_all_ranks(start_llm: StartLLM) -> None:
+    llm = start_llm(data_parallel_size=2)
+    engine = llm.llm_engine
+    for _ in range(2):
+        engine.add_request("r", tokens(5), params(FOREVER))
+    with pytest.raises(UtilityError, match=r"engine core 0: .*unfinished"):
+        engine.sleep()
+    engine.abort_all()
+    wait_for(lambda: not llm.stats().engines_running, "idle ranks")
+    engine.sleep(level=2)
+    assert [core.sleep_level for core in llm.stats().engines] == [2, 2]
+    engine.wake_up(["weights"])
+    assert engine.is_sleeping()
+    engine.wake_up()
+    assert [core.sleep_level for core in llm.stats().engines] == [0, 0]
+    engine.pause_generation("keep")
+    assert [core.is_paused for core in llm.stats().engines] == [True, True]
+    engine.resume_generation()
+    assert [core.is_paused for core in llm.stats().engines] == [False, False]
+    assert engine.reset_prefix_cache()
+    engine.start_profile()
+    assert engine.stop_profile().num_steps == 6
+    assert engine.get_supported_tasks() == ("generate",)
+
+
+async def test_a_sleep_that_one_rank_refuses_leaves_all_awake(start_async: StartAsync) -> None:
+    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.005})
+    stream = await begin(llm, 1)
+    with pytest.raises(UtilityError, match=r"engine core 1: .*unfinished"):
+        await llm.sleep()
+    assert await collect(llm, 7, rank=0) == counted_from(7)
+    await stream.aclose()
+
+
+async def test_the_busiest_of_four_ranks_has_at_most_a_third_more_work_than_the_mean(
+    start_async: StartAsync,
+) -> None:
+    """Work is tokens still to come, of 128 streams at any time, one in five of them five times as long as the others."""
+    llm = start_async(
+        data_parallel_size=4, knobs={"step_seconds": 0.005}, max_num_seqs=16, num_gpu_blocks_override=512
+    )
+    chance = random.Random(5)
+    lengths = [100 if chance.random() < 0.2 else 20 for _ in range(600)]
+    left = {}
+    names = iter(range(len(lengths)))
+
+    async def stream() -> None:
+        for name in names:
+            left[str(name)] = lengths[name]
+            wanted = params(lengths[name], output_kind=DELTA)
+            async for output in llm.generate(tokens(name % 260), wanted, str(name)):
+                left[str(name)] -= len(output.outputs[0].token_ids)
+
+    streams = [asyncio.create_task(stream()) for _ in range(128)]
+    router = llm.engine_core.cores.router
+    ratios = []
+    while len(left) < len(lengths):
+        await asyncio.sleep(0.02)
+        work = [0] * 4
+        for name, entry in list(router._in_flight.items()):
+            work[entry.home.rank] += left.get(name.rpartition("-")[0], 0)
+        if router.num_in_flight > 100:
+            ratios.append(4 * max(work) / sum(work))
+    await asyncio.gather(*streams)
+    assert len(ratios) > 10
+    assert statistics.median(ratios) <= 1.3

@@ -13,6 +13,7 @@ import torch
 from process_support.engine_under_test import wait_for
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nbengine.client.stats_subscriber import StatsSubscriber
 from nbengine.errors import (
     EngineDeadError,
     InvalidArgumentError,
@@ -21,6 +22,7 @@ from nbengine.errors import (
     RequestLostError,
     UtilityError,
 )
+from nbengine.kv_cache.events import KVCacheMirror, KVCacheSnapshot, KVEventBatch
 from nbengine.sampling_params import RequestOutputKind
 
 StartAsync = Callable[..., AsyncLLM]
@@ -56,6 +58,12 @@ async def begin(llm: AsyncLLM, rank: int | None = None) -> AsyncGenerator[Reques
     stream = llm.generate(tokens(1), params(FOREVER), data_parallel_rank=rank)
     await anext(stream)
     return stream
+
+
+async def drain(stream: AsyncGenerator[RequestOutput, None]) -> None:
+    """Read a stream to its end."""
+    async for _ in stream:
+        pass
 
 
 def pid_of(llm: AsyncLLM, rank: int) -> int:
@@ -111,8 +119,7 @@ async def test_streams_of_a_killed_rank_fail_alone_and_the_rank_comes_back(start
     lucky = await begin(llm, 0)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RequestLostError, match=rf"engine core 1 .*\(pid {pid}\).*SIGKILL") as caught:
-        while True:
-            await anext(doomed)
+        await drain(doomed)
     assert caught.value.rank == 1
     assert (await anext(lucky)).outputs[0].finish_reason is None
     await lucky.aclose()
@@ -232,3 +239,34 @@ def test_an_engine_in_this_process_is_not_scaled(start_llm: StartLLM) -> None:
     llm = start_llm(multiprocess=False)
     with pytest.raises(NotSupportedError, match="multiprocess=False"):
         llm.scale(2)
+
+
+async def test_a_follower_of_the_prefix_caches_goes_on_with_a_rank_that_was_started_again(
+    start_async: StartAsync,
+) -> None:
+    llm = start_async(data_parallel_size=2, block_size=4)
+    mirrors = {rank: KVCacheMirror() for rank in range(2)}
+    with StatsSubscriber(llm.connection, kv_events=True) as subscriber:
+
+        def follow_until(condition: Callable[[], object]) -> None:
+            def step() -> object:
+                message = subscriber.poll(0.05)
+                if isinstance(message, KVCacheSnapshot | KVEventBatch):
+                    assert mirrors[message.engine_index].apply(message)
+                return condition()
+
+            wait_for(step, "the followed state", PATIENCE)
+
+        for rank, first in ((0, 1), (1, 50), (1, 100)):
+            await collect(llm, first, rank=rank)
+        # 20 tokens fill 5 blocks, but the last is not computed.
+        await asyncio.to_thread(follow_until, lambda: len(mirrors[1].blocks) == 10)
+        assert len(mirrors[0].blocks) == 5
+        os.kill(pid_of(llm, 1), signal.SIGKILL)
+        await asyncio.to_thread(follow_until, lambda: mirrors[1].incarnation == 1)
+        assert not mirrors[1].blocks
+        await until(lambda: usable(llm) == [0, 1], "the rank's return")
+        for rank in (0, 1):
+            await collect(llm, 200, rank=rank)
+        await asyncio.to_thread(follow_until, lambda: [len(m.blocks) for m in mirrors.values()] == [10, 5])
+        assert subscriber.num_losses == 0

@@ -145,6 +145,17 @@ def test_a_preferred_rank_is_taken_until_it_is_crowded() -> None:
     assert balancer.pick(preferred=7) in (0, 1)
 
 
+def test_a_rank_that_sleeps_or_is_paused_gets_nothing_while_others_are_awake() -> None:
+    balancer = balancer_of(0, 1, 2)
+    stats = report({0: (0, 0), 1: (0, 9), 2: (0, 0)}, step=1)
+    stats.engines[0].sleep_level, stats.engines[2].is_paused = 1, True
+    balancer.observe(stats, 0.0)
+    assert set(send(balancer, 5)) == {1}
+    stats.engines[1].is_paused = True
+    balancer.observe(stats, 0.0)
+    assert set(send(balancer, 2)) == {0, 2}
+
+
 def test_ranks_that_stay_keep_their_counts_when_others_come_and_go() -> None:
     balancer = balancer_of(0, 1, 2)
     lost = balancer.add(1, 0.0)

@@ -54,11 +54,17 @@ def test_statistics_and_profiles_of_all_ranks_come_together(calls: UtilityCalls)
     assert future.result(0) == ProfileReport(["trace 0", "trace 1"], 6, "of 0")
 
 
-def test_the_first_failure_is_the_answer_and_names_the_rank(calls: UtilityCalls) -> None:
+def test_a_failure_is_the_answer_names_the_rank_and_undoes_the_rest(calls: UtilityCalls) -> None:
     call_id, future = calls.begin("sleep", (1, None))
-    calls.address(call_id, [0, 1], 1)
-    calls.answer(1, UtilityOutput(call_id, failure_message="unfinished requests"))
-    calls.answer(0, UtilityOutput(call_id))
+    calls.address(call_id, [0, 1, 2], 7)
+    assert calls.answer(2, UtilityOutput(call_id)) == []
+    assert calls.answer(1, UtilityOutput(call_id, failure_message="unfinished requests")) == []
+    undo = calls.answer(0, UtilityOutput(call_id))
+    # Those that sleep are woken up: all sleep or none.
+    assert [(rank, call.method, call.client_index) for rank, call in undo] == [
+        (0, "wake_up", 7),
+        (2, "wake_up", 7),
+    ]
     with pytest.raises(UtilityError, match="engine core 1: unfinished requests"):
         future.result(0)
     call_id, future = calls.begin("sleep", (1, None))

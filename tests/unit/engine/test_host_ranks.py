@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nbengine.engine.host_events import (
     Action,
@@ -264,6 +264,15 @@ def test_a_rank_that_does_not_come_up_leaves_the_others_as_they_are() -> None:
     assert host.state._table.next_deadline() == math.inf
 
 
+def test_a_scaling_lasts_until_the_process_of_a_failed_rank_is_gone() -> None:
+    host = started(ranks=1)
+    scale(host, 3)
+    host.core(Hello(1, 101), 1)
+    assert told(host.core(EngineDead("out of memory"), 1)) == []
+    assert told(come_up(host, 2, 0)) == [ready(2), RanksChanged([0, 2])]
+    assert told(host.exit(1, "exited with status 1", clean=False)) == [Scaled(2, "out of memory")]
+
+
 def test_a_rank_that_dies_while_it_leaves_is_lost_and_not_started_again() -> None:
     host = started(ranks=2)
     scale(host, 1)
@@ -360,7 +369,9 @@ class Process:
     greeted: bool = False
     ready: bool = False
     asked: bool = False
-    """It has been told to end."""
+    """It has been told to end, or has said that it does."""
+    doomed: bool = False
+    """It does not even drain."""
 
 
 @dataclass
@@ -392,6 +403,12 @@ class Histories(RuleBasedStateMachine):
         self.recorded: tuple[set[int], int] = (set(), 3)
         self.take(self.host.state.begin())
 
+    @initialize(attached=st.sets(IDENTITIES))
+    def starts(self, attached) -> None:
+        for identity in sorted(attached):
+            self.attaches(identity)
+        self.all_get_ready()
+
     @property
     def is_running(self) -> bool:
         return self.host.state.phase in (HostPhase.STARTING, HostPhase.READY)
@@ -412,7 +429,7 @@ class Histories(RuleBasedStateMachine):
                 case SignalCores(_, ranks):
                     assert set(ranks) <= self.processes.keys()
                     for rank in ranks:
-                        self.processes[rank].asked = True
+                        self.processes[rank].asked = self.processes[rank].doomed = True
                 case RecordReady(engines, size):
                     self.recorded = {engine.rank for engine in engines}, size
                 case ToClient(identity, message):
@@ -470,9 +487,16 @@ class Histories(RuleBasedStateMachine):
     @rule(rank=RANKS)
     def says_good_bye(self, rank) -> None:
         process = self.processes.get(rank)
-        if process is not None and process.greeted and not process.asked:
-            process.asked = True
+        if process is not None and process.greeted and not process.doomed:
+            process.asked = process.doomed = True
             self.take(self.host.core(EngineDead("bye"), rank))
+
+    @rule(rank=RANKS)
+    def dies_as_soon_as_it_is_ready(self, rank) -> None:
+        for _ in range(4):
+            self.time_passes(2.0)
+            self.all_get_ready()
+            self.exits(rank, clean=False)
 
     @rule(rank=RANKS, clean=st.booleans())
     def exits(self, rank, clean) -> None:
@@ -480,9 +504,11 @@ class Histories(RuleBasedStateMachine):
             del self.processes[rank]
             self.take(self.host.exit(rank, clean=clean))
 
+    @precondition(lambda self: self.is_running)
     @rule(rank=RANKS)
     def says_something_late(self, rank) -> None:
-        if rank in self.incarnations and rank not in self.processes:
+        process = self.processes.get(rank)
+        if rank in self.incarnations and (process is None or process.doomed):
             late = ready_again(rank, self.incarnations[rank])
             for message in (late, Progress("load"), Hello(rank, 1), EngineDead("bye")):
                 assert self.host.core(message, rank) == []

@@ -32,6 +32,7 @@ from nbengine.ipc.messages import (
     Attach,
     AttachClient,
     Attached,
+    ClientLost,
     Detach,
     DetachClient,
     EngineDead,
@@ -177,6 +178,18 @@ def test_a_lapsed_lease_is_told_to_client_and_core_and_the_sockets_stay() -> Non
         ToCore(0, DetachClient(1)),
         RemoveTensors(frozenset()),
     ]
+
+
+def test_a_client_to_which_a_connection_broke_loses_its_lease_once() -> None:
+    host = Host().start()
+    host.client(attach())
+    actions = host.core(ClientLost(1))
+    assert actions == [
+        ToClient(b"a", LeaseLost("the connection to engine core 0 broke")),
+        ToCore(0, DetachClient(1)),
+        RemoveTensors(frozenset()),
+    ]
+    assert host.core(ClientLost(1)) == []
 
 
 def test_who_detaches_or_dies_leaves_no_sockets() -> None:
@@ -341,6 +354,7 @@ class Histories(RuleBasedStateMachine):
         self.greeted: set[int] = set()
         self.introduced: dict[int, set[int]] = {0: set(), 1: set()}
         self.ends: list[End] = []
+        self.signalled: set[int] = set()
         self.killed = False
 
     def take(self, actions: list[Action]) -> None:
@@ -351,6 +365,7 @@ class Histories(RuleBasedStateMachine):
                     self.note(rank, message)
                 case SignalCores(number, ranks):
                     assert set(ranks) <= self.running
+                    self.signalled.update(ranks)
                     self.killed = self.killed or number is signal.SIGKILL
                 case End():
                     self.ends.append(action)
@@ -378,8 +393,12 @@ class Histories(RuleBasedStateMachine):
     @rule(rank=st.sampled_from([0, 1]))
     def greets(self, rank) -> None:
         if rank in self.running - self.greeted:
+            actions = self.host.core(Hello(rank, 100 + rank), rank)
+            if rank in self.signalled:
+                assert actions == []
+                return
             self.greeted.add(rank)
-            self.take(self.host.core(Hello(rank, 100 + rank), rank))
+            self.take(actions)
 
     @rule(rank=st.sampled_from([0, 1]))
     def gets_ready(self, rank) -> None:

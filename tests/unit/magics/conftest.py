@@ -155,6 +155,22 @@ class FakeClient:
             raise answer
         return answer
 
+    def scale_blocking(
+        self,
+        data_parallel_size: int,
+        timeout: float | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> int:
+        if isinstance(answer := self.answers.get("scale"), BaseException):
+            raise answer
+        for rank in range(len(self.engine_ranks), data_parallel_size):
+            if progress is not None:
+                progress(Progress("load", "weights", 1.0, 0.5, rank))
+        self.engine_ranks = list(range(data_parallel_size))
+        self.connection.ready = [make_ready(rank) for rank in self.engine_ranks]
+        write_connection(self.connection)
+        return data_parallel_size
+
     def detach(self) -> None:
         self.calls.append("detach")
 

@@ -1,0 +1,199 @@
+"""Who has no key of the engine's, or the wrong one, gets nowhere, and the engine goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from process_support.engine_under_test import EngineUnderTest, wait_for
+from process_support.raw_client import RawClient
+
+from nbengine.client.connection import connection_file, engine_file
+from nbengine.ipc.curve import CurveKeys, make_curve_keys
+from nbengine.ipc.handshake import encode_control
+from nbengine.ipc.messages import Shutdown
+from nbengine.ipc.sockets import make_socket
+from nbengine.ipc.transport import HANDSHAKE_MS, EngineContext, host_of
+
+StartEngine = Callable[..., EngineUnderTest]
+
+NUM_HALF_OPEN = 2000
+FEW_FILES = 256
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+@pytest.fixture
+def engine(start_networked: StartEngine) -> EngineUnderTest:
+    return start_networked()
+
+
+@pytest.fixture
+def client(engine: EngineUnderTest) -> RawClient:
+    return engine.client().attach()
+
+
+def assert_goes_on(client: RawClient, name: str) -> None:
+    """Requests are answered, and the host takes clients."""
+    client.add(name, [1])
+    client.wait_finished(name)
+    assert client.tokens(name) == list(range(2, 10))
+
+
+def all_addresses(client: RawClient) -> list[str]:
+    """Everything that listens: the host's sockets and a client's."""
+    return [*client.info.addresses.values(), client.input_address, client.output_address]
+
+
+def connected(address: str) -> socket.socket:
+    port = int(address.rpartition(":")[2])
+    return socket.create_connection((host_of(address), port), timeout=10)
+
+
+def test_an_engine_on_a_network_listens_on_its_address_alone(client: RawClient) -> None:
+    names = {"host.sock", "core.sock", "stats.sock", "back-out.sock", "back-pub.sock"}
+    assert set(client.info.addresses) == names
+    assert all(address.startswith("tcp://127.0.0.1:") for address in all_addresses(client))
+    processes = [psutil.Process(), psutil.Process(client.info.host_pid)]
+    ours = {int(address.rpartition(":")[2]) for address in all_addresses(client)}
+    listening = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {(ip, port) for ip, port in listening if port in ours} == {("127.0.0.1", port) for port in ours}
+
+
+def test_an_engine_of_one_machine_listens_on_no_port(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.client().attach()
+    processes = engine.processes()
+    assert len(processes) == 2
+    assert not any(process.net_connections("tcp") for process in processes)
+
+
+@pytest.fixture
+def contexts() -> Iterator[Callable[..., zmq.Context]]:
+    """Make contexts with any keys; they are closed, with their sockets, after the test."""
+    made: list[zmq.Context] = []
+
+    def make(keys: CurveKeys | None) -> zmq.Context:
+        made.append(zmq.Context() if keys is None else EngineContext.with_keys(keys))
+        return made[-1]
+
+    yield make
+    for context in made:
+        context.destroy(linger=0)
+
+
+def refused(context: zmq.Context, address: str) -> zmq.Socket:
+    """A DEALER whose connection was turned down, with a request to end the engine in its queue."""
+    if isinstance(context, EngineContext):
+        dealer = make_socket(context, address, zmq.DEALER, bind=False)
+    else:
+        dealer = context.socket(zmq.DEALER)
+    monitor = dealer.get_monitor_socket(FAILED | zmq.EVENT_DISCONNECTED)
+    if not isinstance(context, EngineContext):
+        dealer.connect(address)
+    dealer.send(encode_control(Shutdown()))
+    assert monitor.poll(10_000), "it was let in"
+    dealer.disable_monitor()
+    monitor.close()
+    return dealer
+
+
+def test_nobody_comes_in_without_the_keys(client: RawClient, contexts: Callable[..., zmq.Context]) -> None:
+    keys, foreign = client.info.keys, make_curve_keys()
+    assert keys is not None
+    wrong_server = msgspec.structs.replace(keys, server_public=foreign.server_public)
+    wrong_client = msgspec.structs.replace(
+        keys, client_public=foreign.client_public, client_secret=foreign.client_secret
+    )
+    stolen_public = msgspec.structs.replace(keys, client_secret=foreign.client_secret)
+    for stranger in (None, foreign, wrong_server, wrong_client, stolen_public):
+        context = contexts(stranger)
+        sockets = [refused(context, address) for address in all_addresses(client)]
+        assert not any(dealer.poll(0) for dealer in sockets)
+        for dealer in sockets:
+            dealer.close(linger=0)
+    assert_goes_on(client, "r")
+
+
+def test_refusals_do_not_fill_the_log(
+    engine: EngineUnderTest, client: RawClient, contexts: Callable[..., zmq.Context]
+) -> None:
+    keys, foreign = client.info.keys, make_curve_keys()
+    assert keys is not None
+    stranger = msgspec.structs.replace(foreign, server_public=keys.server_public)
+    context = contexts(stranger)
+    for _ in range(100):
+        refused(context, client.info.address("host.sock")).close(linger=0)
+    refusals = [line for line in engine.log().splitlines() if "refused a connection" in line]
+    assert len(refusals) == 1
+    assert "127.0.0.1" in refusals[0]
+    assert_goes_on(client, "r")
+
+
+def test_garbage_on_every_port_does_no_harm(client: RawClient) -> None:
+    noise = random.Random(0)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+    mechanisms = [name.ljust(20, b"\0") for name in (b"NULL", b"PLAIN", b"CURVE", b"", b"X" * 20)]
+    starts = [b"", b"GET / HTTP/1.1\r\n\r\n", greeting, *(greeting + m + bytes(33) for m in mechanisms)]
+    huge = b"\x06" + (1 << 62).to_bytes(8, "big")
+    for address in all_addresses(client):
+        for start in starts:
+            for rest in (b"", huge, noise.randbytes(3000)):
+                with connected(address) as stranger:
+                    stranger.sendall(start + rest)
+    assert_goes_on(client, "r")
+
+
+def test_thousands_of_half_open_connections_are_borne_and_cut(
+    start_networked: StartEngine,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * NUM_HALF_OPEN:
+        pytest.skip(f"a process may have no more than {hard} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
+    try:
+        client = start_networked().client().attach()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * NUM_HALF_OPEN), hard))
+    host = psutil.Process(client.info.host_pid)
+    before = host.num_fds()
+    strangers = [connected(client.info.address("host.sock")) for _ in range(NUM_HALF_OPEN)]
+    try:
+        assert_goes_on(client, "r")
+        wait_for(lambda: host.num_fds() < before + NUM_HALF_OPEN / 2, "an end", 3 * HANDSHAKE_MS / 1000 + 10)
+        assert_goes_on(client, "s")
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_keys_are_in_two_private_files_and_nowhere_else(
+    engine: EngineUnderTest, client: RawClient
+) -> None:
+    engine.wait_ready()
+    for path in (connection_file(engine.name), engine_file(engine.run_dir)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert engine.info.keys.client_secret in path.read_text()
+    secrets = [engine.info.keys.server_secret.encode(), engine.info.keys.client_secret.encode()]
+    public = [engine.info.keys.server_public.encode(), engine.info.keys.client_public.encode()]
+    for process in engine.processes():
+        for name in ("cmdline", "environ"):
+            content = Path(f"/proc/{process.pid}/{name}").read_bytes()
+            assert not any(key in content for key in secrets + public)
+    assert not any(key.decode() in engine.log() for key in secrets + public)
+    assert not any(key.decode() in repr(engine.info) for key in secrets + public)
+    assert os.path.exists(engine.run_dir)
