@@ -153,6 +153,8 @@ class WaveRecorder:
         if newest is not None and now is not None and now > newest.timestamp:
             still = EngineStats(newest.engines, newest.current_wave, newest.engines_running, now)
             spans.append(self._span(newest, still))
+        for rank in {rank for span in spans for rank in span.ranks}:
+            _spread(spans, rank)
         return WaveTimeline(self.engine, self.lock_step, tuple(spans))
 
     def _span(self, before: EngineStats, after: EngineStats) -> Span:
@@ -195,6 +197,27 @@ class WaveRecorder:
                 )
                 self._spans[index] = replace(span, ranks={**span.ranks, rank: more})
                 return
+
+
+def _spread(spans: list[Span], rank: int) -> None:
+    """Where a rank was running and had nothing new to report, what it reports next belongs to that time, too."""
+    silent: list[int] = []
+    for index, span in enumerate(spans):
+        state = span.ranks.get(rank)
+        if state is None or not state.is_running:
+            silent = []
+        elif state.steps + state.dummy_steps == 0:
+            silent.append(index)
+        elif silent:
+            whole = [*silent, index]
+            seconds = sum(spans[number].seconds for number in whole)
+            for number in whole:
+                part, share = spans[number], spans[number].seconds / seconds
+                mine = replace(
+                    part.ranks[rank], steps=state.steps * share, dummy_steps=state.dummy_steps * share
+                )
+                spans[number] = replace(part, ranks={**part.ranks, rank: mine})
+            silent = []
 
 
 def _steps(engine: SchedulerStats) -> int:

@@ -45,7 +45,7 @@ def totals(timeline: WaveTimeline, rank: int) -> str:
     parts = [f"{total.steps:,.0f} steps"]
     if timeline.lock_step:
         parts.append(f"{total.dummy_steps:,.0f} dummy")
-    parts.append(f"≤ {total.num_requests} requests")
+    parts.append(f"at most {total.num_requests} request{'' if total.num_requests == 1 else 's'}")
     return ", ".join(parts)
 
 

@@ -66,7 +66,7 @@ def test_the_text_has_a_character_a_moment(two_waves: WaveTimeline) -> None:
     cells = [re.sub(r"^rank \d  ", "", row)[:COLUMNS] for row in (first, second)]
     assert cells[0] == "".join(character * eighth for character in "·██░·░··")
     assert cells[1] == "".join(character * eighth for character in "·█░░·█··")
-    assert first.endswith("200 steps, 120 dummy, ≤ 1 requests")
+    assert first.endswith("200 steps, 120 dummy, at most 1 request")
     assert waves.index("|4") - 8 == eighth
     assert waves.index("|5") - 8 == 5 * eighth
 
@@ -99,6 +99,13 @@ def test_an_engine_core_that_is_started_again_counts_anew_and_one_that_joins_is_
     assert "wave" not in text
     assert "dummy" not in text
     assert text.splitlines()[0] == "engine dense: 2 engine cores, 2.0 s"
+
+
+def test_what_is_reported_late_within_a_wave_is_spread_over_the_time_that_it_took() -> None:
+    recorder = WaveRecorder("moe", lock_step=True)
+    for moment, steps in ((0.0, 0), (1.0, 10), (2.0, 10), (4.0, 40)):
+        recorder.take(snapshot(moment, 0, True, core(0, steps, requests=1)))
+    assert [span.ranks[0].steps for span in recorder.timeline().spans] == [10, 10, 20]
 
 
 def test_a_snapshot_that_comes_twice_changes_nothing() -> None:
@@ -157,8 +164,8 @@ def test_the_picture_has_a_bar_for_each_state_and_names_what_it_shows(two_waves:
     assert titles == [
         "wave 4: 1.00 s to 4.00 s",
         "wave 5: 5.00 s to 6.00 s",
-        "rank 0: 200 steps, 120 dummy, ≤ 1 requests",
-        "rank 1: 200 steps, 120 dummy, ≤ 3 requests",
+        "rank 0: 200 steps, 120 dummy, at most 1 request",
+        "rank 1: 200 steps, 120 dummy, at most 3 requests",
     ]
     (first, _) = (group for group in root.iter(f"{SVG}g") if group.get("data-rank") is not None)
     colors = [rect.get("fill") for rect in first.iter(f"{SVG}rect")]
