@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from process_support.engine_under_test import wait_for
-from process_support.lock_step_executor import ASYNC_LOCK_STEP_EXECUTOR, LOCK_STEP_EXECUTOR, new_meeting
+from process_support.lock_step_executor import ASYNC_LOCK_STEP_EXECUTOR, LOCK_STEP_EXECUTOR
 from process_support.ranks_client import Traffic, core_pids, join, new_core
 
 from nbengine.config import ModelConfig, ParallelConfig, SchedulerConfig
@@ -22,7 +22,7 @@ def start_lock_step(start_engine, tmp_path: Path):
     """Start an engine whose model's batches need those of all cores."""
 
     def start(num_ranks: int, knobs: dict | None = None, executor: str = LOCK_STEP_EXECUTOR):
-        knobs = {"meeting": new_meeting(tmp_path / "meeting"), "step_seconds": 0.005} | (knobs or {})
+        knobs = {"meeting": str(tmp_path / "meeting"), "step_seconds": 0.005} | (knobs or {})
         return start_engine(
             model=ModelConfig(model="fake", hf_overrides=knobs, is_moe=True),
             parallel=ParallelConfig(data_parallel_size=num_ranks, distributed_executor_backend=executor),
