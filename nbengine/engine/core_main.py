@@ -49,6 +49,7 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
             config = _with_model_here(config, control)
         engine = _core_class(config)(config, executor_class(config), rank, context, control, handshake, files)
         signal.signal(signal.SIGTERM, engine.on_sigterm)
+        lifeline.wake_on_signals(engine.wake)
         lifeline.notify(engine.on_host_gone)
         engine.start()
         engine.run_busy_loop()
