@@ -135,7 +135,9 @@ def test_a_connection_file_of_an_engine_that_is_gone_says_so(
     path = copied(engine.info, tmp_path)
     engine.close()
     begun = time.monotonic()
-    with pytest.raises(EngineStartError, match=r"out of reach at tcp://127\.0\.0\.1:.*is this its connection"):
+    with pytest.raises(
+        EngineStartError, match=r"out of reach at tcp://127\.0\.0\.1:.*is this its connection"
+    ):
         AsyncLLM.attach(path)
     assert time.monotonic() - begun > 0.9
 
