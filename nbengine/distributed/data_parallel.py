@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +18,7 @@ from nbengine.distributed.rendezvous import Party, Rendezvous
 from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, num_cores, patience, unlink
 from nbengine.errors import EngineStartError
 from nbengine.ipc.liveness import ProcessWatch, start_time
+from nbengine.ipc.transport import own_address
 from nbengine.kernels.dispatch import shares_memory
 
 
@@ -188,7 +188,7 @@ def _share_memory(
 def _over_torch(layout: RankLayout, device: torch.device, rendezvous: Rendezvous) -> DataParallelGroup:
     from nbengine.distributed.torch_data_parallel import TorchDataParallelGroup
 
-    address = "127.0.0.1" if rendezvous.is_local else _address_towards(rendezvous.host or "")
+    address = "127.0.0.1" if rendezvous.is_local else own_address(rendezvous.host)
     try:
         group = TorchDataParallelGroup(
             rendezvous.store, layout.dp_rank, layout.dp_size, device, address, timedelta(seconds=STEP_SECONDS)
@@ -199,12 +199,3 @@ def _over_torch(layout: RankLayout, device: torch.device, rendezvous: Rendezvous
     except RuntimeError as error:
         raise EngineStartError(f"engine core {layout.dp_rank} could not join the others: {error}") from error
     return group
-
-
-def _address_towards(host: str) -> str:
-    """This machine's address by which it reaches `host`."""
-    family = socket.getaddrinfo(host, None)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it only looks up the route.
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])

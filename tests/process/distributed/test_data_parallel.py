@@ -8,6 +8,9 @@ import time
 import psutil
 import pytest
 
+from nbengine.errors import NBEngineError
+from nbengine.ipc.transport import own_address
+
 FOREVER = 10**9
 SIZES = [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)]
 
@@ -37,6 +40,21 @@ def test_gloo_takes_over_where_memory_cannot_be_shared(start_world, tmp_path, sc
         assert "TorchCommunicator" in answer["joined"], answer
     check_results(world)
     assert world.listening_addresses() == {"127.0.0.1"}
+    world.leave()
+
+
+def test_engine_cores_meet_over_the_network_by_the_address_that_leads_to_the_first(start_world):
+    """Of which nobody can know that it is this machine's: memory is not shared."""
+    try:
+        address = own_address()
+    except NBEngineError as error:
+        pytest.skip(str(error))
+    with socket.create_server((address, 0)) as reserved:
+        port = reserved.getsockname()[1]
+    world = start_world(1, dp=3, over="network", num_calls=60, cores_meet_at=f"tcp://{address}:{port}")
+    world.each()
+    assert address in world.listening_addresses()
+    check_results(world)
     world.leave()
 
 

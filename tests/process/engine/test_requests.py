@@ -15,6 +15,7 @@ from nbengine.ipc.messages import (
     EngineCoreRequest,
     EngineCoreRequestType,
     FinishReason,
+    encode_incarnation,
     engine_identity,
 )
 
@@ -255,8 +256,8 @@ def test_a_client_whose_output_socket_takes_nothing_does_not_stop_the_others(sta
     assert idle.engines[0].num_free_blocks == 64
 
 
-def test_the_ranks_identity_and_the_empty_frame_introduce_the_core(start_engine) -> None:
+def test_the_ranks_identity_and_its_incarnation_introduce_the_core(start_engine) -> None:
     client = start_engine().client()
     client.tell(client.attach_message())
     assert client.input.poll(10_000)
-    assert client.input.recv_multipart() == [engine_identity(0), b""]
+    assert client.input.recv_multipart() == [engine_identity(0), encode_incarnation(0)]

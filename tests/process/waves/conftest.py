@@ -13,7 +13,6 @@ from process_support.lock_step_executor import (
     ASYNC_LOCK_STEP_EXECUTOR,
     LOCK_STEP_EXECUTOR,
     Meeting,
-    new_meeting,
 )
 from process_support.raw_client import RawClient
 
@@ -59,7 +58,7 @@ def start(request: pytest.FixtureRequest, no_leftovers: None, tmp_path: Path) ->
     engines: list[LockStepEngine] = []
 
     def start_engine(num_ranks: int, knobs: dict | None = None) -> LockStepEngine:
-        meeting = new_meeting(tmp_path / f"meeting-{len(engines)}")
+        meeting = str(tmp_path / f"meeting-{len(engines)}")
         engines.append(LockStepEngine(num_ranks, meeting, EXECUTORS[request.param], knobs or {}))
         return engines[-1]
 

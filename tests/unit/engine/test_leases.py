@@ -125,3 +125,30 @@ class Leases(RuleBasedStateMachine):
 
 TestLeases = Leases.TestCase
 TestLeases.settings = settings(max_examples=60, deadline=None)
+
+
+def test_a_client_on_another_machine_has_no_process_to_look_at() -> None:
+    leases = LeaseTable(DURATION, lambda pid, _: False)
+    leases.grant(attach(pid=0), b"a", 0.0)
+    assert leases.expire(LIVENESS_INTERVAL) == []
+    assert [item.reason for item in leases.expire(10.0)] == ["no heartbeat for 10 s"]
+
+
+def test_a_dropped_client_may_come_back_to_its_sockets() -> None:
+    leases = table()
+    lease, _ = leases.grant(attach(), b"a", 0.0)
+    assert leases.drop(lease.client_index + 1, "broke") is None
+    ended = leases.drop(lease.client_index, "broke")
+    assert ended is not None
+    assert (ended.reason, ended.final) == ("broke", False)
+    assert leases.drop(lease.client_index, "broke") is None
+
+
+def test_a_client_that_comes_over_a_new_connection_replaces_itself() -> None:
+    leases = table()
+    lease, _ = leases.grant(attach("s"), b"a", 0.0)
+    message = attach("s#1")
+    message.replaces = lease.client_index
+    _, ended = leases.grant(message, b"b", 1.0)
+    assert [item.lease for item in ended] == [lease]
+    assert len(leases) == 1
