@@ -54,7 +54,7 @@ async def test_tokens_stay_the_same_while_cores_with_experts_come_and_go(engine:
     assert min(await asyncio.gather(*streams)) >= 1
     assert sizes == [2, 1]
     with pytest.raises(
-        NBEngineError, match="was not scaled: .* at most 8, the number of the model's experts"
+        NBEngineError, match=r"was not scaled: .* at most 8, the number of the model's experts"
     ):
         await engine.scale(9, PATIENCE)
     assert await tokens(engine, PROMPTS[0]) == expected[0]
