@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from concurrent.futures import Future
+
 from process_support.fake_executor import AsyncFakeExecutor, FakeExecutor
 
 LOCK_STEP_EXECUTOR = "process_support.lock_step_executor:LockStepExecutor"
