@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -126,16 +127,20 @@ class Cores:
 
 
 @pytest.fixture
-def cores_of(tmp_path: Path, private_socket_dir: Path) -> Iterator[Any]:
+def cores_of(private_socket_dir: Path) -> Iterator[Any]:
     made: list[Cores] = []
+    # A host removes it.
+    directory = private_socket_dir / "engine"
+    directory.mkdir(mode=0o700)
 
     def make(model: Path, tp: int, expert_parallel: bool) -> Cores:
-        made.append(Cores(private_socket_dir, model, tp, expert_parallel))
+        made.append(Cores(directory, model, tp, expert_parallel))
         return made[-1]
 
     yield make
     for cores in made:
         cores.close()
+    shutil.rmtree(directory)
 
 
 @dataclass(frozen=True)
