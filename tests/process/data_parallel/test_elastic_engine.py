@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbengine import AsyncLLM, SamplingParams
+from nbengine.errors import NBEngineError
 from nbengine.sampling_params import RequestOutputKind
 
 NUM_STREAMS = 64
@@ -60,6 +61,10 @@ async def test_no_stream_is_lost_or_changed_while_the_number_goes_from_2_to_4_to
         # Everybody has something under way with the new number, too.
         await all_streams()
         assert len((await engine.stats()).engines) == size
+    with pytest.raises(
+        NBEngineError, match=r"was not scaled: .* at most 8, the number of the model's experts"
+    ):
+        await engine.scale(9)
     is_over.set()
     for answers, tokens in zip(
         await asyncio.wait_for(asyncio.gather(*streams), DEADLINE), expected, strict=True
