@@ -15,21 +15,21 @@ from nbengine.metrics.stats import EngineStats
 
 
 class Rule(Protocol):
-    """One client's choice; times are those of the simulation."""
+    """One client's choice."""
 
-    def observe(self, stats: EngineStats, now: float) -> None:
+    def observe(self, stats: EngineStats) -> None:
         """A snapshot has come."""
 
-    def send(self, now: float) -> tuple[int, int]:
-        """Choose a rank for the next request and count it there; the second number is for `begin` and `end`."""
+    def send(self) -> int:
+        """Choose a rank for the next request and count it there."""
 
-    def adopt(self, rank: int, now: float) -> int:
-        """A request runs at a rank already, as if it had been sent there; returns what `end` wants to know."""
+    def adopt(self, rank: int) -> None:
+        """A request runs at a rank already, as if it had been sent there."""
 
-    def begin(self, rank: int, ticket: int) -> None:
+    def begin(self, rank: int) -> None:
         """A request has had its first output."""
 
-    def end(self, rank: int, ticket: int) -> None:
+    def end(self, rank: int) -> None:
         """A request has ended."""
 
 
@@ -40,26 +40,26 @@ class Ours:
         self.balancer = LoadBalancer(start=client * num_ranks // num_clients)
         self.balancer.set_ranks(range(num_ranks))
 
-    def observe(self, stats: EngineStats, now: float) -> None:
-        self.balancer.observe(stats, now)
+    def observe(self, stats: EngineStats) -> None:
+        self.balancer.observe(stats)
 
-    def send(self, now: float) -> tuple[int, int]:
+    def send(self) -> int:
         rank = self.choose()
-        return rank, self.balancer.add(rank, now)
+        self.balancer.add(rank)
+        return rank
 
     def choose(self) -> int:
         return self.balancer.pick()
 
-    def adopt(self, rank: int, now: float) -> int:
-        ticket = self.balancer.add(rank, now)
-        self.balancer.begin(rank, ticket)
-        return ticket
+    def adopt(self, rank: int) -> None:
+        self.balancer.add(rank)
+        self.balancer.begin(rank)
 
-    def begin(self, rank: int, ticket: int) -> None:
-        self.balancer.begin(rank, ticket)
+    def begin(self, rank: int) -> None:
+        self.balancer.begin(rank)
 
-    def end(self, rank: int, ticket: int) -> None:
-        self.balancer.end(rank, ticket, begun=True)
+    def end(self, rank: int) -> None:
+        self.balancer.end(rank, begun=True)
 
 
 class TwoChoices(Ours):
@@ -102,26 +102,26 @@ class LeastScore:
         self._start = start
         self._scores = [0] * num_ranks
 
-    def observe(self, stats: EngineStats, now: float) -> None:
+    def observe(self, stats: EngineStats) -> None:
         for engine in stats.engines:
             self._scores[engine.engine_index] = 4 * engine.num_waiting_reqs + engine.num_running_reqs
 
-    def send(self, now: float) -> tuple[int, int]:
+    def send(self) -> int:
         least = min(self._scores)
         try:
             rank = self._scores.index(least, self._start)
         except ValueError:
             rank = self._scores.index(least)
         self._scores[rank] += 4 * self._increment
-        return rank, 0
+        return rank
 
-    def adopt(self, rank: int, now: float) -> int:
-        return 0
-
-    def begin(self, rank: int, ticket: int) -> None:
+    def adopt(self, rank: int) -> None:
         """Nothing is known of single requests."""
 
-    def end(self, rank: int, ticket: int) -> None:
+    def begin(self, rank: int) -> None:
+        """Nothing is known of single requests."""
+
+    def end(self, rank: int) -> None:
         """Nothing is known of single requests."""
 
 
@@ -133,22 +133,22 @@ class Blind:
         self._rng = rng
         self._next = start
 
-    def observe(self, stats: EngineStats, now: float) -> None:
+    def observe(self, stats: EngineStats) -> None:
         """Not looked at."""
 
-    def send(self, now: float) -> tuple[int, int]:
+    def send(self) -> int:
         if self._rng is not None:
-            return self._rng.randrange(self._num_ranks), 0
+            return self._rng.randrange(self._num_ranks)
         self._next = (self._next + 1) % self._num_ranks
-        return self._next, 0
+        return self._next
 
-    def adopt(self, rank: int, now: float) -> int:
-        return 0
+    def adopt(self, rank: int) -> None:
+        """Nothing is known of single requests."""
 
-    def begin(self, rank: int, ticket: int) -> None:
+    def begin(self, rank: int) -> None:
         """Not looked at."""
 
-    def end(self, rank: int, ticket: int) -> None:
+    def end(self, rank: int) -> None:
         """Not looked at."""
 
 
