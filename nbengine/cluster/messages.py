@@ -87,6 +87,12 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
     tensor_dir: str
     log_path: str
 
+    @property
+    def tcp_address(self) -> str:
+        """Where processes may meet at it: a `distributed_init_method`."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"tcp://{host}:{self.port}"
+
 
 class RunCore(msgspec.Struct, frozen=True, tag=True):
     """Owner to keeper: start an engine core."""

@@ -79,6 +79,14 @@ class EngineConfig:
             f"None or False with {stages} pipeline stages",
         )
 
+        backend = self.parallel.distributed_executor_backend
+        require(
+            "distributed_executor_backend",
+            backend,
+            not (backend == "ray" and self.lock_step and self.parallel.data_parallel_size > 1),
+            "None or 'mp' for a mixture of experts in several engine cores",
+        )
+
     @property
     def lock_step(self) -> bool:
         """Whether the engine cores step together, in waves: their workers compute the experts for each other."""
