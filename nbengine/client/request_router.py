@@ -87,7 +87,7 @@ class RequestRouter:
                 self._waiting.pop(request_id, None)
         return by_rank
 
-    def take_in(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+    def take_in(self, outputs: EngineCoreOutputs) -> None:
         """Take in what a core returned, and leave out what concerns requests that it does not have any more."""
         home = (outputs.engine_index, outputs.incarnation)
         in_flight = self._in_flight
@@ -107,7 +107,6 @@ class RequestRouter:
             outputs.outputs = [output for output in outputs.outputs if output.request_id not in stale]
         if outputs.finished_requests:
             outputs.finished_requests = [name for name in outputs.finished_requests if self._take(name, home)]
-        return outputs
 
     # Engine cores.
 

@@ -65,6 +65,15 @@ def test_a_burst_spreads_evenly_before_anybody_has_reported(size: int, start: in
     assert chosen[0] == start % size
 
 
+def test_idle_ranks_take_turns() -> None:
+    balancer = balancer_of(*range(3))
+    chosen = []
+    for _ in range(6):
+        chosen += send(balancer, 1)
+        balancer.end(chosen[-1], len(chosen), begun=False)
+    assert chosen == [0, 1, 2, 0, 1, 2]
+
+
 def test_clients_that_start_elsewhere_choose_different_idle_ranks() -> None:
     assert {send(balancer_of(*range(8), start=start), 1)[0] for start in range(8)} == set(range(8))
 
