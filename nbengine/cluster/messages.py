@@ -99,6 +99,8 @@ class RunCore(msgspec.Struct, frozen=True, tag=True):
 
     info: ConnectionInfo
     rank: int
+    threads: int
+    """Of each worker."""
 
 
 class RunWorker(msgspec.Struct, frozen=True, tag=True):
@@ -109,6 +111,7 @@ class RunWorker(msgspec.Struct, frozen=True, tag=True):
     num_workers: int
     directory: str
     """Inside the tensor directory, to be made: its name is one that all workers of the group have in common."""
+    threads: int
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):

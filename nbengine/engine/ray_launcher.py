@@ -121,4 +121,4 @@ class RayLauncher:
             log_path=place.log_path,
             config=replace(config, parallel=parallel),
         )
-        process.send(RunCore(info, rank))
+        process.send(RunCore(info, rank, parallel.ray_cpus_per_worker))

@@ -97,7 +97,9 @@ class RayExecutor(MultiprocExecutor):
             "worker %d runs on %s (%s), log %s", layout.rank, place.hostname, place.address, place.log_path
         )
         if worker.process is not None:
-            worker.process.send(RunWorker(pickle.dumps(spec), layout.rank, layout.world_size, self._token))
+            threads = spec.config.parallel.ray_cpus_per_worker
+            message = RunWorker(pickle.dumps(spec), layout.rank, layout.world_size, self._token, threads)
+            worker.process.send(message)
 
     def worker_stats(self) -> list[WorkerStats]:
         return [worker.stats or WorkerStats(rank, 0, 0, 0.0) for rank, worker in enumerate(self._remote)]
