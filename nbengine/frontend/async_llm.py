@@ -158,7 +158,7 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
 
     @property
     def engine_ranks(self) -> list[int]:
-        """The engine cores that take requests now: what `data_parallel_rank` may be."""
+        """The engine cores that a request may be meant for: they take requests now, or are being started again."""
         return list(self.engine_core.engine_ranks)
 
     def submit(
