@@ -74,7 +74,7 @@ def test_a_worker_that_is_lost_ends_all_calls_with_the_cause(cluster, start_exec
     }
     assert re.match(rf"worker 1 \(TP1\), pid {process.pid}, {ends[victim]}", raised.value.cause)
     if victim == "worker":
-        assert "native begins" in raised.value.log_tail
+        assert "rank 1 takes calls" in raised.value.log_tail
     executor.shutdown()
     cluster.wait_clean()
 
