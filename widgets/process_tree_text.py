@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from nbengine.client.process_usage import ProcessUsage
 from nbengine.units import size
@@ -24,8 +25,21 @@ def text_tree(tree: ProcessTree) -> str:
     for process in tree.others:
         stem = "└─ " if process is tree.others[-1] else "├─ "
         rows.append(_row(f"{stem}process", process, process.title))
-    links = [[_ends(tree, link), "; ".join(link.channels)] for link in tree.links if link.is_intact]
+    links = [[_ends(tree, link), "; ".join(link.channels)] for link in _joined(tree.links)]
     return "\n".join([summary(tree), *_columns(rows), *([""] if links else []), *_columns(links)])
+
+
+def _joined(links: Sequence[Link]) -> list[Link]:
+    """The intact links, those from the same processes over the same kind of channels as one."""
+    groups: dict[tuple[object, ...], Link] = {}
+    for link in links:
+        if not link.is_intact:
+            continue
+        joins = link.kind in ("requests", "control")
+        key = (link.kind, link.sources, link.channels) if joins else (link,)
+        before = groups.get(key)
+        groups[key] = link if before is None else replace(before, targets=before.targets + link.targets)
+    return list(groups.values())
 
 
 def summary(tree: ProcessTree) -> str:

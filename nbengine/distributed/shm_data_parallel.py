@@ -42,7 +42,6 @@ class ShmDataParallelGroup:
         self._word = (ctypes.c_int64 * 1)()
         self._words = (ctypes.c_int64 * size)()
         self._starts = (ctypes.c_int64 * (size + 1))()
-        self._starts_unit = 0
         self._rows = RowCounts([0] * size, rank)
         self._exchange.arguments.starts = ctypes.addressof(self._starts)
 
@@ -64,7 +63,6 @@ class ShmDataParallelGroup:
     def begin_step(self, num_tokens: int) -> None:
         """See `DataParallelGroup.begin_step`."""
         self._rows = RowCounts(self._share(Word.ROWS, num_tokens), self.rank)
-        self._starts_unit = 0
 
     def gather(self, x: Tensor) -> Tensor:
         """See `DataParallelGroup.gather`."""
@@ -93,7 +91,6 @@ class ShmDataParallelGroup:
     def broadcast(self, x: Tensor, source: int) -> None:
         """See `DataParallelGroup.broadcast`."""
         sizes = [x.nbytes if rank == source else 0 for rank in range(self.size)]
-        self._starts_unit = 0
         self._place(RowCounts(sizes, self.rank).starts)
         output = torch.empty_like(x) if self.rank == source else x
         self._exchange.arguments.output = output.data_ptr()
@@ -133,8 +130,6 @@ class ShmDataParallelGroup:
 
     def _run(self, function: Function, x: Tensor, output: Tensor, rows: RowCounts, width: int) -> None:
         """Exchange rows of `width` units, which are what `function` counts in."""
-        if width != self._starts_unit or rows is not self._rows:
-            self._place([start * width for start in rows.starts])
-            self._starts_unit = width if rows is self._rows else 0
+        self._place([start * width for start in rows.starts])
         self._exchange.arguments.output = output.data_ptr()
         self._exchange.run(function, x.data_ptr(), rows.largest * width)

@@ -49,6 +49,7 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline) -> int:
             config = _with_model_here(config, control)
         engine = _core_class(config)(config, executor_class(config), rank, context, control, handshake, files)
         signal.signal(signal.SIGTERM, engine.on_sigterm)
+        lifeline.wake_on_signals(engine.wake)
         lifeline.notify(engine.on_host_gone)
         engine.start()
         engine.run_busy_loop()
@@ -85,7 +86,7 @@ def config_of_rank(config: EngineConfig, rank: int, handshake: EngineHandshakeMe
         config.parallel,
         data_parallel_rank=rank,
         data_parallel_size=handshake.data_parallel_size,
-        data_parallel_joins_later=handshake.joins_later,
+        data_parallel_joins_later=config.lock_step and handshake.joins_later,
     )
     return dataclasses.replace(config, parallel=parallel)
 

@@ -280,6 +280,10 @@ class EngineCoreProc(EngineCore):
         """
         self._drain, self._requeue = drain, requeue
         self.shutdown_state = EngineShutdownState.REQUESTED
+        self.wake()
+
+    def wake(self) -> None:
+        """End the busy loop's wait, so that it looks what there is. Safe on any thread and in a signal handler."""
         self.input_queue.put(Wakeup())
 
     def on_sigterm(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002

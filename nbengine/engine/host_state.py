@@ -28,7 +28,6 @@ from nbengine.engine.host_events import (
     RecordReady,
     RemoveSockets,
     RemoveTensors,
-    ResizeCoordinator,
     SignalCores,
     StartCore,
     StartFailed,
@@ -39,7 +38,7 @@ from nbengine.engine.host_events import (
 )
 from nbengine.engine.leases import EndedLease, Lease, LeaseTable
 from nbengine.engine.rank_table import RankLife, RankPhase, RankTable
-from nbengine.engine.scaling import Scaling, refusal_to_scale
+from nbengine.engine.scaling import STOP_GRACE, LockStep, Scaler
 from nbengine.ipc.messages import (
     Attach,
     AttachClient,
@@ -69,8 +68,6 @@ from nbengine.ipc.messages import (
 
 FIRST_ATTACH_GRACE = 60.0
 """Seconds that an engine waits at least for its first client, however short its `keep_alive`."""
-STOP_GRACE = 2.0
-"""Seconds that an engine core gets to end once it need not finish its requests; then it is killed."""
 
 
 class HostPhase(enum.Enum):
@@ -83,7 +80,8 @@ class HostPhase(enum.Enum):
 
 
 class HostState:
-    """The host as a state machine. `alive(pid, create_time)` tells whether a client's process runs."""
+    """The host as a state machine. `alive(pid, create_time)` tells whether a client's process runs; `lock_step` is None
+    for independent engine cores."""
 
     def __init__(
         self,
@@ -91,11 +89,13 @@ class HostState:
         handshake: EngineHandshakeMetadata,
         alive: Callable[[int, float], bool],
         now: float,
+        lock_step: LockStep | None = None,
     ) -> None:
         self.phase = HostPhase.STARTING
         self.leases = LeaseTable(config.lease, alive)
         self._table = RankTable(config.parallel.data_parallel_size)
-        self._lock_step = config.lock_step
+        self._in_lock_step = lock_step is not None
+        self._scaler = Scaler(self._table, lock_step, self._announce_ranks)
         self._keep_alive = None if config.bound else config.keep_alive
         self._handshake = handshake
         self._idle_deadline = self._idle_from(now, max(config.keep_alive, FIRST_ATTACH_GRACE))
@@ -103,7 +103,6 @@ class HostState:
         self._draining = False
         self._notice: EngineDead | None = None
         self._askers: list[bytes] = []
-        self._scaling: Scaling | None = None
 
     def begin(self) -> list[Action]:
         """Return what to do before any event."""
@@ -204,8 +203,8 @@ class HostState:
                 return self._to_all_clients(message)
             case EngineReady():
                 return self._on_ready(life, message, now)
-            case GroupChanged():
-                return []
+            case GroupChanged(after=size):
+                return self._scaler.group_changed(life.rank, size)
             case EngineDead():
                 return self._on_core_dying(life, message, now)
 
@@ -214,7 +213,10 @@ class HostState:
             return []
         life.greeted = True
         handshake = msgspec.structs.replace(
-            self._handshake, incarnation=life.incarnation, data_parallel_size=self._table.size
+            self._handshake,
+            incarnation=life.incarnation,
+            data_parallel_size=self._table.size,
+            joins_later=self._in_lock_step and self.phase is HostPhase.READY,
         )
         clients = [ToCore(life.rank, _introduction(lease)) for lease in self.leases.leases]
         return [ToCore(life.rank, handshake), *clients]
@@ -224,8 +226,7 @@ class HostState:
             return []
         life.become_ready(message, now)
         if self.phase is HostPhase.READY:
-            news = [CoreReady(life.rank), *self._to_all_clients(message), *self._announce_ranks()]
-            return news + self._advance_scaling(arrived=life.rank)
+            return [CoreReady(life.rank), *self._scaler.newcomer_is_ready(life)]
         if self._table.ready != self._table.running:
             return []
         self.phase = HostPhase.READY
@@ -235,9 +236,13 @@ class HostState:
             actions += [CoreReady(engine.rank), *self._to_all_clients(engine)]
         return actions
 
-    def _announce_ranks(self) -> list[Action]:
-        record = RecordReady(self._table.ready_messages(), self._table.size)
-        return [record, *self._to_all_clients(RanksChanged(self._table.ready))]
+    def _announce_ranks(self, newcomers: list[int]) -> list[Action]:
+        engines = self._table.ready_messages()
+        actions: list[Action] = [RecordReady(engines, self._table.size)]
+        for engine in engines:
+            if engine.rank in newcomers:
+                actions += self._to_all_clients(engine)
+        return actions + self._to_all_clients(RanksChanged(self._table.ready))
 
     def _on_core_dying(self, life: RankLife, notice: EngineDead, now: float) -> list[Action]:
         if self._notice is None:
@@ -257,73 +262,34 @@ class HostState:
             if self._draining and is_surprise and not clean:
                 actions = self._stop(notice, drain=False, now=now)
         actions.append(ForgetStats(life.rank))
-        return actions + self._advance_scaling(left=life.rank) + self._end_if_all_gone()
+        return actions + self._scaler.has_left(life.rank) + self._end_if_all_gone()
 
     def _lose(self, life: RankLife, notice: EngineDead, now: float) -> list[Action]:
         """A core dies: the engine with it, or it alone."""
         is_last = self._table.ready == [life.rank]
-        if self.phase is HostPhase.STARTING or self._lock_step or is_last:
+        if self.phase is HostPhase.STARTING or is_last or not self._scaler.can_do_without(life.rank):
             life.die(math.inf)
             return self._stop(notice, drain=False, now=now)
         was_ready = life.phase is RankPhase.READY
         life.count_death(now)
         life.die(now + STOP_GRACE)
-        if self._scaling is not None and self._scaling.note_failure(life.rank, notice.cause):
+        actions = self._scaler.newcomer_failed(life, notice.cause, now)
+        if actions is not None:
             # No client has heard of it.
-            life.dismiss()
-            return []
+            return actions
         lost = EngineLost(life.rank, life.incarnation, notice.cause, notice.log_tail, life.wanted)
-        return (self._announce_ranks() if was_ready else []) + self._to_all_clients(lost)
-
-    # Scaling.
+        return (self._announce_ranks([]) if was_ready else []) + self._to_all_clients(lost)
 
     def _scale(self, identity: bytes, size: int, now: float) -> list[Action]:
-        table = self._table
-        error = self._refusal_to_scale(size)
-        if error is not None:
-            return [ToClient(identity, Scaled(len(table.members), error))]
-        leaving = [rank for rank in table.ready if rank >= size]
-        starting = [life for life in table.all() if life.phase is RankPhase.STARTING and life.rank >= size]
-        table.size = max(size, table.size)
-        self._scaling = Scaling(identity, size, table.recall(size), table.dismiss_from(size))
-        actions: list[Action] = [ResizeCoordinator(table.size)]
-        if leaving:
-            actions += self._announce_ranks()
-            actions += [ToCore(rank, ShutdownEngine(drain=True, requeue=True)) for rank in leaving]
-        for life in starting:
-            life.die(now + STOP_GRACE)
-            actions.append(SignalCores(signal.SIGTERM, [life.rank]))
-        for rank in sorted(self._scaling.coming):
-            if table[rank].phase is RankPhase.GONE:
-                table[rank].start()
-                actions.append(StartCore(rank, table[rank].incarnation))
-        return actions + self._advance_scaling()
-
-    def _refusal_to_scale(self, size: int) -> str | None:
         if self.phase is HostPhase.STARTING:
-            return "the engine is being started"
-        if self._notice is not None:
-            return f"the engine is ending: {self._notice.cause}"
-        if self._lock_step:
-            return "the engine cores of this model work in lock step, and their number cannot be changed yet"
-        return refusal_to_scale(self._table, size, self._scaling)
-
-    def _advance_scaling(self, *, arrived: int | None = None, left: int | None = None) -> list[Action]:
-        scaling = self._scaling
-        if scaling is None:
-            return []
-        scaling.coming.discard(arrived)
-        scaling.going.discard(left)
-        if not scaling.is_done:
-            return []
-        self._scaling = None
-        members = self._table.members
-        self._table.size = max(members) + 1
-        return [
-            ResizeCoordinator(self._table.size),
-            RecordReady(self._table.ready_messages(), self._table.size),
-            ToClient(scaling.asker, Scaled(len(members), scaling.error)),
-        ]
+            error: str | None = "the engine is being started"
+        elif self._notice is not None:
+            error = f"the engine is ending: {self._notice.cause}"
+        else:
+            error = self._scaler.refusal(size)
+        if error is None:
+            return self._scaler.begin(identity, size, now)
+        return [ToClient(identity, Scaled(len(self._table.members), error))]
 
     # Time and the end.
 
@@ -356,9 +322,9 @@ class HostState:
         self._draining = drain and orderly
         self._idle_deadline = math.inf
         self._kill_at = math.inf if self._draining else now + STOP_GRACE
-        if self._scaling is not None:
-            self._askers.append(self._scaling.asker)
-            self._scaling = None
+        unanswered = self._scaler.cancel()
+        if unanswered is not None:
+            self._askers.append(unanswered)
         return self._end_cores(ShutdownEngine(drain) if orderly else None, now)
 
     def _end_cores(self, farewell: ShutdownEngine | None, now: float) -> list[Action]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
+import socket
 import threading
 from collections.abc import Callable
 
@@ -30,6 +33,10 @@ class Lifeline(threading.Thread):
         self._grace = grace
         self._lock = threading.Lock()
         self._callback: Callable[[], None] | None = None
+        self._signals, self._signal_writer = socket.socketpair()
+        for end in (self._signals, self._signal_writer):
+            end.setblocking(False)
+        self._wake: Callable[[], None] | None = None
         self.parent_gone = False
 
     def notify(self, callback: Callable[[], None]) -> None:
@@ -39,6 +46,15 @@ class Lifeline(threading.Thread):
             gone = self.parent_gone
         if gone:
             callback()
+
+    def wake_on_signals(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on this thread, after every signal that the process handles; for the main thread.
+
+        Python runs handlers on the main thread between two of its instructions. A signal that comes when it has begun to wait for a
+        queue, and does not sleep yet, would be handled only once something else wakes it.
+        """
+        self._wake = wake
+        signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
 
     def parent_is_gone(self) -> bool:
         """Whether the parent has ended, though this thread may not have noticed yet."""
@@ -60,8 +76,12 @@ class Lifeline(threading.Thread):
     def _wait_for_end(self) -> None:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
+        poll.register(self._signals, select.POLLIN)
         while not self.parent_is_gone():
-            if not poll.poll(PARENT_INTERVAL_MS):
+            ready = [fd for fd, _ in poll.poll(PARENT_INTERVAL_MS)]
+            if self._signals.fileno() in ready:
+                self._on_signals()
+            if self._fd not in ready:
                 continue
             try:
                 if not os.read(self._fd, 1):
@@ -69,3 +89,9 @@ class Lifeline(threading.Thread):
             except ConnectionResetError:
                 # Of a socket whose other end is gone, with something in it that nobody will read.
                 return
+
+    def _on_signals(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._signals.recv(4096)
+        if self._wake is not None:
+            self._wake()

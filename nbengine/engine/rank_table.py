@@ -2,8 +2,9 @@
 
 STARTING ──► READY ──► LEAVING ──► GONE          scaled down: it drains, and its process ends
     │           └────► DYING ────► DOWN          its process ends; then it waits to be started again,
-    └────────────────►   │           └─► STARTING    with the next incarnation
-                         └───────► GONE          it is not wanted any more, or has died too often
+    ├────────────────►   │           └─► STARTING    with the next incarnation
+    │                    └───────► GONE          it is not wanted any more, or has died too often
+    └─► WAITING ──► READY                        in lock step: it comes to others that step already
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class RankPhase(enum.Enum):
     """Life of a rank."""
 
     STARTING = "starting"
+    WAITING = "waiting"
+    """It has loaded the model, and is about to join others in lock step."""
     READY = "ready"
     LEAVING = "leaving"
     """It finishes what runs and takes nothing new."""
@@ -141,7 +144,8 @@ class RankTable:
     @property
     def welcoming(self) -> list[int]:
         """The ranks that are told of clients that come."""
-        return [rank for rank in self.ranks(RankPhase.STARTING, RankPhase.READY) if self[rank].greeted]
+        known = (RankPhase.STARTING, RankPhase.WAITING, RankPhase.READY)
+        return [rank for rank in self.ranks(*known) if self[rank].greeted]
 
     @property
     def members(self) -> list[int]:
@@ -168,11 +172,11 @@ class RankTable:
         return recalled
 
     def dismiss_from(self, size: int) -> set[int]:
-        """Want no rank from `size` on; returns those that still run. What takes requests is LEAVING from now on."""
+        """Want no rank from `size` on; returns those that still run. What takes messages is LEAVING from now on."""
         dismissed = [life for life in self.all() if life.rank >= size]
         for life in dismissed:
             life.dismiss()
-            if life.phase is RankPhase.READY:
+            if life.phase in (RankPhase.READY, RankPhase.WAITING):
                 life.phase = RankPhase.LEAVING
         return {life.rank for life in dismissed if life.runs}
 

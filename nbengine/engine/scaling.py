@@ -1,13 +1,42 @@
-"""A change of the number of engine cores under way; pure like `HostState`."""
+"""How the number of engine cores changes while the engine runs; pure like `HostState`.
+
+Independent cores come and go one by one. Cores in lock step change their number together, between two waves: newcomers
+load the model and wait, leaving ones finish their requests, and a `ChangeGroup` to all of them says what is to be. From
+then on none of them can do without the others; until then a newcomer that fails changes nothing.
+"""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nbengine.engine.rank_table import RankTable
+from nbengine.engine.host_events import (
+    Action,
+    RecordReady,
+    ResizeCoordinator,
+    SignalCores,
+    StartCore,
+    ToClient,
+    ToCore,
+)
+from nbengine.engine.rank_table import RankLife, RankPhase, RankTable
+from nbengine.ipc.messages import ChangeGroup, Scaled, ShutdownEngine
 
 MAX_SIZE = 1024
 """Engine cores that one engine may have."""
+STOP_GRACE = 2.0
+"""Seconds that an engine core gets to end once it need not finish its requests; then it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockStep:
+    """What is peculiar to engine cores in lock step."""
+
+    meeting_place: str = ""
+    """Where their workers meet after a change, without a number that makes it another place every time; empty: nowhere."""
+    misfit: Callable[[int], str | None] = lambda _: None
+    """Why the model cannot be divided among so many engine cores, None if it can."""
 
 
 @dataclass(slots=True)
@@ -20,21 +49,14 @@ class Scaling:
     """Ranks that are being started."""
     going: set[int]
     """Ranks whose processes are to end."""
+    unconfirmed: set[int] = field(default_factory=set)
+    """In lock step: ranks that have been told of the change and have not made it."""
     failures: list[str] = field(default_factory=list)
-
-    def note_failure(self, rank: int, cause: str) -> bool:
-        """Note that a core dies; tells whether it was one that is being started, which is not tried again."""
-        if rank not in self.coming:
-            return False
-        self.coming.discard(rank)
-        self.going.add(rank)
-        self.failures.append(cause)
-        return True
 
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to happen."""
-        return not (self.coming or self.going)
+        return not (self.coming or self.going or self.unconfirmed)
 
     @property
     def error(self) -> str | None:
@@ -42,12 +64,149 @@ class Scaling:
         return "; ".join(self.failures) or None
 
 
-def refusal_to_scale(table: RankTable, size: int, current: Scaling | None) -> str | None:
-    """Why a running engine cannot be scaled to `size`, None if it can."""
-    if not 1 <= size <= MAX_SIZE:
-        return f"data_parallel_size must be 1 to {MAX_SIZE}, got {size}"
-    if current is not None:
-        return f"the engine is being scaled to {current.size} engine cores already"
-    if min(table.ready) >= size:
-        return f"none of the engine cores 0 to {size - 1} takes requests now; try again when one does"
-    return None
+class Scaler:
+    """Carries out one change at a time. `announce` returns what tells everybody which ranks take requests now, and
+    introduces to the clients those that it is given."""
+
+    def __init__(
+        self, table: RankTable, lock_step: LockStep | None, announce: Callable[[list[int]], list[Action]]
+    ) -> None:
+        self._table = table
+        self._lock_step = lock_step
+        self._announce = announce
+        self._current: Scaling | None = None
+        self._num_changes = 0
+
+    # What a client wants.
+
+    def refusal(self, size: int) -> str | None:
+        """Why a running engine cannot be scaled to `size`, None if it can."""
+        if not 1 <= size <= MAX_SIZE:
+            return f"data_parallel_size must be 1 to {MAX_SIZE}, got {size}"
+        if self._current is not None:
+            return f"the engine is being scaled to {self._current.size} engine cores already"
+        if min(self._table.ready) >= size:
+            return f"none of the engine cores 0 to {size - 1} takes requests now; try again when one does"
+        if self._lock_step is None or size == self._table.size:
+            return None
+        if not self._lock_step.meeting_place:
+            return (
+                "the number of engine cores in lock step cannot be changed where they are on several machines"
+            )
+        return self._lock_step.misfit(size)
+
+    def begin(self, asker: bytes, size: int, now: float) -> list[Action]:
+        """Start what comes, and have go what goes; `refusal` has been asked."""
+        table, before = self._table, self._table.size
+        leaving = [rank for rank in table.ready if rank >= size]
+        starting = [life for life in table.all() if life.phase is RankPhase.STARTING and life.rank >= size]
+        table.size = max(size, before)
+        self._current = Scaling(asker, size, table.recall(size), table.dismiss_from(size))
+        actions: list[Action] = [ResizeCoordinator(table.size)]
+        if leaving:
+            actions += self._announce([])
+            actions += [ToCore(rank, ShutdownEngine(drain=True, requeue=True)) for rank in leaving]
+            actions += self._change_group(before) if self._lock_step is not None else []
+        actions += [action for life in starting for action in _end(life, now)]
+        for rank in sorted(self._current.coming):
+            if table[rank].phase is RankPhase.GONE:
+                table[rank].start()
+                actions.append(StartCore(rank, table[rank].incarnation))
+        return actions + self._finish_if_done()
+
+    def cancel(self) -> bytes | None:
+        """Forget the change, because the engine ends; returns who has not been answered."""
+        scaling, self._current = self._current, None
+        return None if scaling is None else scaling.asker
+
+    # What the cores do.
+
+    def newcomer_is_ready(self, life: RankLife) -> list[Action]:
+        """A core has loaded the model, and takes requests or, in lock step, waits for the change."""
+        if self._lock_step is None:
+            life.phase = RankPhase.READY
+            return self._announce([life.rank]) + self._note(arrived=life.rank)
+        life.phase = RankPhase.WAITING
+        scaling = self._current
+        if scaling is None or set(self._table.ranks(RankPhase.WAITING)) != scaling.coming:
+            return []
+        return self._change_group(self._table.size - len(scaling.coming))
+
+    def group_changed(self, rank: int, size: int) -> list[Action]:
+        """A core in lock step is one of `size` now."""
+        scaling = self._current
+        if scaling is None or size != scaling.size:
+            return []
+        scaling.unconfirmed.discard(rank)
+        if scaling.unconfirmed:
+            return []
+        newcomers = sorted(scaling.coming)
+        for newcomer in newcomers:
+            self._table[newcomer].phase = RankPhase.READY
+        scaling.coming.clear()
+        return (self._announce(newcomers) if newcomers else []) + self._finish_if_done()
+
+    def can_do_without(self, rank: int) -> bool:
+        """Whether a core may fail, or end when it was told to, without an effect on the others."""
+        if self._lock_step is None:
+            return True
+        scaling = self._current
+        return scaling is not None and rank in scaling.coming and not scaling.unconfirmed
+
+    def newcomer_failed(self, life: RankLife, cause: str, now: float) -> list[Action] | None:
+        """A core dies; None if it is not one that is being started. Such a one is not tried again.
+
+        In lock step those that were to come with it do not come either.
+        """
+        scaling = self._current
+        if scaling is None or life.rank not in scaling.coming:
+            return None
+        scaling.failures.append(cause)
+        life.dismiss()
+        given_up = {life.rank} if self._lock_step is None else scaling.coming.copy()
+        scaling.coming -= given_up
+        scaling.going |= given_up
+        others = [self._table[rank] for rank in sorted(given_up - {life.rank})]
+        return [action for other in others for action in _end(other, now)]
+
+    def has_left(self, rank: int) -> list[Action]:
+        """The process of a core is gone."""
+        return self._note(left=rank)
+
+    def _note(self, *, arrived: int | None = None, left: int | None = None) -> list[Action]:
+        if self._current is None:
+            return []
+        self._current.coming.discard(arrived)
+        self._current.going.discard(left)
+        return self._finish_if_done()
+
+    def _change_group(self, before: int) -> list[Action]:
+        scaling, lock_step = self._current, self._lock_step
+        if scaling is None or lock_step is None:
+            return []
+        self._num_changes += 1
+        scaling.unconfirmed = set(range(scaling.size))
+        place = f"{lock_step.meeting_place}-{self._num_changes}"
+        change = ChangeGroup(before, scaling.size, place)
+        return [ToCore(rank, change) for rank in self._table.unaware]
+
+    def _finish_if_done(self) -> list[Action]:
+        scaling = self._current
+        if scaling is None or not scaling.is_done:
+            return []
+        self._current = None
+        members = self._table.members
+        self._table.size = max(members) + 1
+        return [
+            ResizeCoordinator(self._table.size),
+            RecordReady(self._table.ready_messages(), self._table.size),
+            ToClient(scaling.asker, Scaled(len(members), scaling.error)),
+        ]
+
+
+def _end(life: RankLife, now: float) -> list[Action]:
+    """End a core that has no requests."""
+    waits = life.phase is RankPhase.WAITING
+    life.dismiss()
+    life.die(now + STOP_GRACE)
+    return [ToCore(life.rank, ShutdownEngine()) if waits else SignalCores(signal.SIGTERM, [life.rank])]

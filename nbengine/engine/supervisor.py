@@ -55,6 +55,7 @@ from nbengine.engine.host_events import (
 from nbengine.engine.host_sockets import HostSockets, handshake_of
 from nbengine.engine.host_state import HostState
 from nbengine.engine.launchers import core_launcher
+from nbengine.engine.lock_step import lock_step_of
 from nbengine.engine.logs import describe_exception, log_tail
 from nbengine.engine.processes import (
     PARENT_FD_VARIABLE,
@@ -97,7 +98,9 @@ class Supervisor:
         self._clients = sockets.clients
         self._core_control = sockets.cores
         self._coordinator = sockets.coordinator
-        self._state = HostState(info.config, handshake_of(info), process_alive, time.monotonic())
+        self._state = HostState(
+            info.config, handshake_of(info), process_alive, time.monotonic(), lock_step_of(info)
+        )
         self._launcher = core_launcher(info, self._wake)
         self._cores: dict[int, CoreHandle] = {}
         self._listening: set[int] = set()

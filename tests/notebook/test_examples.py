@@ -98,3 +98,38 @@ async def test_several_workers_run_agree_and_die_as_the_example_says(
     assert "no engine runs on this machine" in shown["%engine ps"]
     assert shown["await ask_all(engine) == divided"] == "True"
     assert "6 processes are gone" in shown["%engine stop"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_example_says(
+    notebook_environment: dict[str, str], clean_afterwards: None
+) -> None:
+    code = await executed("03_data_parallel", notebook_environment)
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    for name in ("%engine start random-tiny --dp 2", "%engine start random-tiny-moe --dp 2"):
+        (start,) = (text for line, text in shown.items() if line.startswith(f"{name} "))
+        assert all(f"✓ DP{rank}" in start for rank in range(2))
+        assert "2 engine cores on cpu" in start
+    ranks = re.findall(r"rank (\d): (\d+) requests, +(\d+) tokens", shown["import asyncio"])
+    assert [rank for rank, _, _ in ranks] == ["0", "1"]
+    assert sum(int(requests) for _, requests, _ in ranks) == 12
+    assert sum(int(tokens) for _, _, tokens in ranks) == 3 * 600 + 9 * 50
+    assert all(int(requests) >= 3 for _, requests, _ in ranks)
+    assert "· rank 1]" in shown["%%generate -t 1 --temperature 0 --max-tokens 12 --set ignore_eos=True"]
+    assert "3 engine cores on cpu" in shown["%engine scale --dp 3"]
+    served = re.findall(r"\d", next(text for text in shown.values() if text.startswith("served by rank")))
+    assert set(served) == {"0", "1", "2"}
+    assert "was scaled in" in shown["%engine scale --dp 1"]
+    timeline = shown["with moe.record_waves() as recording:"]
+    assert "2 engine cores in lock step" in timeline
+    assert "waves 0 to 1" in timeline
+    pictures = [
+        output for cell in code for output in cell.outputs if "image/svg+xml" in output.get("data", {})
+    ]
+    assert len(pictures) == 4, "two recordings, the panel and the tree"
+    dummies = [
+        int(number) for number in re.findall(r"(\d+) dummy steps", shown["timeline = recording.timeline"])
+    ]
+    assert len(dummies) == 2
+    assert min(dummies) > 100

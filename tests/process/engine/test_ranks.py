@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from process_support.engine_under_test import FAKE_EXECUTOR, EngineUnderTest, wait_for
+from process_support.engine_under_test import FAKE_EXECUTOR
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
-from process_support.lock_step_executor import LOCK_STEP_EXECUTOR, new_meeting
-from process_support.ranks_client import PATIENCE, Asked, RanksClient
+from process_support.ranks_client import Traffic, core_pids, join, new_core
 
 from nbengine.client.directory import list_engines, reap
 from nbengine.client.logs import find_worker_log
 from nbengine.client.processes import is_running
-from nbengine.config import ModelConfig, ParallelConfig, SchedulerConfig
+from nbengine.config import ParallelConfig, SchedulerConfig
 from nbengine.engine.rank_table import MAX_DEATHS
 from nbengine.ipc.messages import (
     EngineCoreRequestType,
@@ -47,23 +45,6 @@ def start_ranks(start_engine):
         return start_engine(knobs, parallel=parallel, **engine)
 
     return start
-
-
-def join(engine: EngineUnderTest, ready: int) -> RanksClient:
-    client = RanksClient(engine.info)
-    engine.clients.append(client)
-    return client.join(ready)
-
-
-def core_pids(engine: EngineUnderTest) -> set[int]:
-    return {child.pid for child in psutil.Process(engine.host.pid).children()}
-
-
-def new_core(engine: EngineUnderTest, known: set[int]) -> psutil.Process:
-    """The process of a core that has just been started."""
-    wait_for(lambda: core_pids(engine) - known, "a new engine core", 60)
-    (pid,) = core_pids(engine) - known
-    return psutil.Process(pid)
 
 
 def kill(pid: int) -> None:
@@ -204,44 +185,12 @@ def test_several_ranks_are_one_engine_to_list_and_reap(start_ranks) -> None:
 # Scaling.
 
 
-class Traffic:
-    """Clients that always have requests under way."""
-
-    def __init__(self, *clients: RanksClient) -> None:
-        self.clients = clients
-        self.asked: list[Asked] = []
-
-    def run_until(self, condition, what: str, *, more: bool = True) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
-            for client in self.clients:
-                while more and sum(not asked.done for asked in client.asked.values()) < 12:
-                    number = len(self.asked)
-                    name = f"{client.client_index}-{number}"
-                    self.asked.append(client.ask(name, 7 * number % 500, 3 + 11 * number % 40))
-                client.take_in(2)
-
-    def finish(self) -> None:
-        self.run_until(lambda: all(asked.done for asked in self.asked), "the last requests", more=False)
-
-    def scale(self, size: int) -> Scaled:
-        client = self.clients[0]
-        before = len(client.heard(Scaled))
-        client.tell(ScaleElasticEP(size))
-        self.run_until(lambda: len(client.heard(Scaled)) > before, f"the scaling to {size}")
-        return client.heard(Scaled)[-1]
-
-
 def test_no_request_is_lost_or_doubled_while_ranks_come_and_go(start_ranks) -> None:
     engine = start_ranks(1, {"step_seconds": 0.005}, scheduler=SchedulerConfig(max_num_seqs=3))
     traffic = Traffic(join(engine, 1), join(engine, 1))
     for size in (3, 2, 1):
         assert traffic.scale(size) == Scaled(size)
-        everybody = set(range(size))
-        traffic.run_until(lambda: all(c.usable() == everybody for c in traffic.clients), "the ranks")  # noqa: B023
-        num_done = sum(asked.done for asked in traffic.asked)
-        traffic.run_until(lambda: sum(asked.done for asked in traffic.asked) > num_done + 10, "more")  # noqa: B023
+        traffic.wait_for_ranks(size)
         assert len(core_pids(engine)) == size
         info = engine.read_connection()
         assert (len(info.ready), info.config.parallel.data_parallel_size) == (size, size)
@@ -340,22 +289,3 @@ def test_a_paused_rank_that_leaves_goes_on_with_what_it_has_begun(start_ranks) -
     assert client.scale(1) == Scaled(1)
     client.wait_done(stream)
     assert stream.is_complete
-
-
-# Lock step.
-
-
-def test_in_lock_step_one_that_is_killed_ends_all_with_one_cause(start_engine, tmp_path: Path) -> None:
-    parallel = ParallelConfig(data_parallel_size=3, distributed_executor_backend=LOCK_STEP_EXECUTOR)
-    knobs = {"meeting": new_meeting(tmp_path / "meeting")} | SLOW
-    model = ModelConfig(model="fake", hf_overrides=knobs, is_moe=True)
-    engine = start_engine(knobs, parallel=parallel, model=model)
-    client = join(engine, 3)
-    stream = client.ask("r", 1, 400, rank=0)
-    client.run_until(lambda: stream.tokens, "its first token")
-    pid = client.pid(1)
-    kill(pid)
-    dead = client.wait_dead()
-    assert dead.cause.startswith(f"engine core 1 (pid {pid}) {KILLED}")
-    assert client.heard(EngineLost) == client.heard(RanksChanged) == []
-    engine.wait_gone()

@@ -43,7 +43,7 @@ from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling_params import SamplingParams
 
-NUM_EXAMPLES = 150
+NUM_EXAMPLES = 100
 STRANGE_RANK = 300
 """Of a peer that claims to be an engine core which is not there."""
 

@@ -1,42 +1,38 @@
 """Executors whose batches need a batch of every other engine core, as those of a model with experts do.
 
-All cores of an engine share a file (`meeting` of `hf_overrides`, made by `new_meeting`), in which each notes its calls: a
-batch, a dummy one, or a question. A call ends when all cores have made it; if one of them has made another kind of
+All cores of an engine share a file (`meeting` of `hf_overrides`), in which each notes its calls: a batch, a dummy one, or a
+question. When their number changes, they go on in another file, all of them meeting there once. A call ends when all cores have made it; if one of them has made another kind of
 call in its place, they disagree, and every one that sees it fails. Otherwise they are the models of `fake_executor`.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from concurrent.futures import Future
-from pathlib import Path
 
 from process_support.fake_executor import AsyncFakeExecutor, FakeExecutor
 
 LOCK_STEP_EXECUTOR = "process_support.lock_step_executor:LockStepExecutor"
 ASYNC_LOCK_STEP_EXECUTOR = "process_support.lock_step_executor:AsyncLockStepExecutor"
 MAX_RANKS = 16
-BATCH, QUESTION = 1, 2
+BATCH, QUESTION, CHANGE = 1, 2, 3
 _CALL = struct.Struct("<Q")
 _ROW = 64
 _BATCHES = 16
 """Offset in a row of the number of batches, dummy ones included; before it the last two calls."""
 
 
-def new_meeting(path: Path) -> str:
-    """Make the file through which the cores of one engine meet."""
-    path.write_bytes(bytes(MAX_RANKS * _ROW))
-    return str(path)
-
-
 class Meeting:
     """One core's row of the file, and a view of the others'."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
-        with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), MAX_RANKS * _ROW)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(file, MAX_RANKS * _ROW)
+        self._memory = mmap.mmap(file, MAX_RANKS * _ROW)
+        os.close(file)
         self._rank = rank
         self._size = size
         self._number = 0
@@ -79,8 +75,10 @@ class _Meets(FakeExecutor):
     def __init__(self, config, progress=None, files=None):
         super().__init__(config, progress, files)
         parallel = config.parallel
+        self.rank = parallel.data_parallel_rank
+        size = 1 if parallel.data_parallel_joins_later else parallel.data_parallel_size
         path = self.knobs["meeting"]
-        self.meeting = Meeting(path, parallel.data_parallel_rank, parallel.data_parallel_size)
+        self.meeting = Meeting(path + "-apart" * parallel.data_parallel_joins_later, self.rank, size)
 
     def run(self, plan):
         if plan.total_num_scheduled_tokens:
@@ -94,6 +92,11 @@ class _Meets(FakeExecutor):
 
     def ask(self, flag: bool) -> bool:
         return self.meeting.meet(QUESTION, flag)
+
+    def reconfigure_data_parallel(self, before, after, init_method):
+        path = init_method.removeprefix("file://")
+        Meeting(path, self.rank, max(before, after)).meet(CHANGE)
+        self.meeting = Meeting(f"{path}-group", self.rank, after)
 
     def shutdown(self):
         self.meeting.is_over = True

@@ -10,7 +10,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+import psutil
 import zmq
+from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.fake_executor import VOCAB_SIZE
 from process_support.raw_client import RawClient
 
@@ -227,3 +229,60 @@ class RanksClient(RawClient):
     def take_back(self, asked: Asked) -> None:
         asked.home = None
         self.unsent.append(asked)
+
+
+class Traffic:
+    """Clients that always have requests under way."""
+
+    def __init__(self, *clients: RanksClient) -> None:
+        self.clients = clients
+        self.asked: list[Asked] = []
+
+    def run_until(self, condition, what: str, *, more: bool = True) -> None:
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
+            for client in self.clients:
+                while more and sum(not asked.done for asked in client.asked.values()) < 12:
+                    number = len(self.asked)
+                    name = f"{client.client_index}-{number}"
+                    self.asked.append(client.ask(name, 7 * number % 500, 3 + 11 * number % 40))
+                client.take_in(2)
+
+    def finish(self) -> None:
+        self.run_until(lambda: all(asked.done for asked in self.asked), "the last requests", more=False)
+
+    def scale(self, size: int) -> Scaled:
+        client = self.clients[0]
+        before = len(client.heard(Scaled))
+        client.tell(ScaleElasticEP(size))
+        self.run_until(lambda: len(client.heard(Scaled)) > before, f"the scaling to {size}")
+        return client.heard(Scaled)[-1]
+
+    def wait_for_ranks(self, size: int) -> None:
+        """Wait until ranks 0 to `size` - 1 are all that take requests, and some more are done."""
+        ranks = set(range(size))
+        self.run_until(lambda: all(client.usable() == ranks for client in self.clients), "the ranks")
+        enough = self.num_done + 10
+        self.run_until(lambda: self.num_done > enough, "more requests")
+
+    @property
+    def num_done(self) -> int:
+        return sum(asked.done for asked in self.asked)
+
+
+def join(engine: EngineUnderTest, ready: int) -> RanksClient:
+    client = RanksClient(engine.info)
+    engine.clients.append(client)
+    return client.join(ready)
+
+
+def core_pids(engine: EngineUnderTest) -> set[int]:
+    return {child.pid for child in psutil.Process(engine.host.pid).children()}
+
+
+def new_core(engine: EngineUnderTest, known: set[int]) -> psutil.Process:
+    """The process of a core that has just been started."""
+    wait_for(lambda: core_pids(engine) - known, "a new engine core", PATIENCE)
+    (pid,) = core_pids(engine) - known
+    return psutil.Process(pid)

@@ -110,6 +110,10 @@ class RayNode:
         found += [str(path) for path in self.run_dirs.iterdir()]
         return found + [path.name for path in Path("/dev/shm").glob(f"nbengine-{self.run_dirs.name}-*")]
 
+    def wait_clean(self) -> None:
+        """Wait until engines have left nothing."""
+        wait_for(lambda: not self.leftovers(), "the end of what engines have left", 20)
+
     def close(self) -> None:
         while processes := [*self.processes(), *self.engine_processes()]:
             for process in processes:
@@ -164,8 +168,8 @@ class RayCluster:
         return [item for node in self.nodes for item in node.leftovers()]
 
     def wait_clean(self) -> None:
-        """Wait until engines have left nothing on any node."""
-        wait_for(lambda: not self.leftovers(), f"the end of {self.leftovers()}", 20)
+        for node in self.nodes:
+            node.wait_clean()
 
     def close(self) -> None:
         for node in self.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from process_support.lock_step_executor import (
     ASYNC_LOCK_STEP_EXECUTOR,
     LOCK_STEP_EXECUTOR,
     Meeting,
-    new_meeting,
 )
 from process_support.raw_client import RawClient
 
@@ -53,16 +53,28 @@ class LockStepEngine(EngineUnderTest):
 StartLockStep = Callable[..., LockStepEngine]
 
 
-@pytest.fixture(params=EXECUTORS)
-def start(request: pytest.FixtureRequest, no_leftovers: None, tmp_path: Path) -> Iterator[StartLockStep]:
-    """Start an engine of some cores, with one batch or two in flight."""
+@pytest.fixture
+def start_with(no_leftovers: None, tmp_path: Path) -> Iterator[StartLockStep]:
+    """Start an engine of some cores with an executor."""
     engines: list[LockStepEngine] = []
 
-    def start_engine(num_ranks: int, knobs: dict | None = None) -> LockStepEngine:
-        meeting = new_meeting(tmp_path / f"meeting-{len(engines)}")
-        engines.append(LockStepEngine(num_ranks, meeting, EXECUTORS[request.param], knobs or {}))
+    def start_engine(executor: str, num_ranks: int, knobs: dict | None = None) -> LockStepEngine:
+        meeting = str(tmp_path / f"meeting-{len(engines)}")
+        engines.append(LockStepEngine(num_ranks, meeting, executor, knobs or {}))
         return engines[-1]
 
     yield start_engine
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(params=EXECUTORS)
+def start(request: pytest.FixtureRequest, start_with: StartLockStep) -> StartLockStep:
+    """Start an engine of some cores, with one batch or two in flight."""
+    return functools.partial(start_with, EXECUTORS[request.param])
+
+
+@pytest.fixture
+def start_simple(start_with: StartLockStep) -> StartLockStep:
+    """Start an engine of some cores, with one batch in flight."""
+    return functools.partial(start_with, LOCK_STEP_EXECUTOR)

@@ -150,6 +150,19 @@ def test_after_giving_up_no_request_goes_on_with_a_gap(before: list[object], aft
             assert rest == story[1:]
 
 
+def test_what_a_leaving_core_hands_back_is_merged_and_never_given_up() -> None:
+    backlog = Backlog()
+    for name in "ab":
+        backlog.add(EngineCoreOutputs(outputs=[EngineCoreOutput("r", [1])], returned=[name]))
+    before = backlog.num_bytes
+    backlog.add(EngineCoreOutputs(returned=["c"]))
+    assert backlog.num_bytes > before
+    backlog.give_up(REASON)
+    (outputs,) = drain(backlog)
+    assert outputs.returned == ["a", "b", "c"]
+    assert outputs.outputs == []
+
+
 def test_the_newest_statistics_stay() -> None:
     backlog = Backlog()
     for step in range(3):

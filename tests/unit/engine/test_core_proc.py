@@ -22,6 +22,7 @@ from nbengine.ipc.messages import (
     EngineReady,
     FinishReason,
     Progress,
+    ShutdownEngine,
     UtilityRequest,
 )
 from nbengine.ipc.sockets import make_socket
@@ -137,6 +138,69 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(rig: Rig) -> None:
     assert tokens == [2, 3, 4, 5, 6]
     (late,) = [output for output in outputs if output.request_id == "late"]
     assert (late.finish_reason, late.error) == (FinishReason.ERROR, "the engine is shutting down")
+
+
+def returned(rig: Rig) -> tuple[dict[int, list[str]], dict[str, int]]:
+    """What clients got back, and how many tokens each request has brought."""
+    back: dict[int, list[str]] = {}
+    tokens: dict[str, int] = {}
+    for client, batch in rig.outputs():
+        back.setdefault(client, []).extend(batch.returned or ())
+        for output in batch.outputs:
+            assert output.error is None
+            tokens[output.request_id] = tokens.get(output.request_id, 0) + len(output.new_token_ids)
+    return {client: names for client, names in back.items() if names}, tokens
+
+
+def test_a_core_that_leaves_finishes_what_runs_and_hands_back_the_rest(rig: Rig) -> None:
+    rig.core.scheduler.max_num_seqs = 1
+    rig.add("runs", client_index=1)
+    rig.add("waits", client_index=2)
+    rig.core._process_input_queue()
+    rig.core._process_engine_step()
+    rig.core.input_queue.put(ShutdownEngine(drain=True, requeue=True))
+    rig.add("late", client_index=1)
+    rig.core.run_busy_loop()
+    back, tokens = returned(rig)
+    assert back == {1: ["late"], 2: ["waits"]}
+    assert tokens == {"runs": 5}
+
+
+def test_a_core_that_leaves_is_not_held_by_a_pause(rig: Rig) -> None:
+    rig.add("runs")
+    rig.core._process_input_queue()
+    rig.core._process_engine_step()
+    rig.core.call_utility("pause_generation", ["keep"])
+    rig.add("waits")
+    rig.core.input_queue.put(ShutdownEngine(drain=True, requeue=True))
+    rig.core.run_busy_loop()
+    assert returned(rig) == ({1: ["waits"]}, {"runs": 5})
+
+
+def test_a_sleeping_core_that_leaves_hands_back_what_waits_and_aborts_what_it_cannot_finish(rig: Rig) -> None:
+    rig.add("runs")
+    rig.core._process_input_queue()
+    rig.core._process_engine_step()
+    rig.core.call_utility("sleep", [1, "keep"])
+    rig.add("waits")
+    rig.core.input_queue.put(ShutdownEngine(drain=True, requeue=True))
+    rig.core.run_busy_loop()
+    outputs = [output for _, batch in rig.outputs() for output in batch.outputs]
+    assert [(o.request_id, o.finish_reason) for o in outputs[-1:]] == [("runs", FinishReason.ABORT)]
+
+
+def test_an_end_at_once_comes_before_leaving(rig: Rig) -> None:
+    rig.add("runs", max_tokens=30)
+    rig.core._process_input_queue()
+    rig.core._process_engine_step()
+    rig.core.input_queue.put(ShutdownEngine(drain=True, requeue=True))
+    rig.core._process_input_queue()
+    rig.core.input_queue.put(ShutdownEngine())
+    rig.add("late")
+    rig.core.run_busy_loop()
+    outputs = [output for _, batch in rig.outputs() for output in batch.outputs]
+    ends = {output.request_id: output.finish_reason for output in outputs}
+    assert ends == {"runs": FinishReason.ABORT, "late": FinishReason.ERROR}
 
 
 def test_an_idle_engine_forgets_eager_aborts_and_publishes_its_state(rig: Rig) -> None:

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nbengine.config import ModelConfig
 from nbengine.engine.host_events import (
     Action,
     CoreReady,
@@ -25,16 +26,18 @@ from nbengine.engine.host_events import (
     ToClient,
     ToCore,
 )
-from nbengine.engine.host_state import STOP_GRACE, HostPhase
+from nbengine.engine.host_state import HostPhase
 from nbengine.engine.rank_table import FIRST_RESTART_DELAY, FORGIVEN_AFTER, MAX_DEATHS, RankPhase
-from nbengine.engine.scaling import MAX_SIZE
+from nbengine.engine.scaling import MAX_SIZE, STOP_GRACE, LockStep
 from nbengine.ipc.messages import (
     Attached,
+    ChangeGroup,
     Detach,
     EngineDead,
     EngineHandshakeMetadata,
     EngineLost,
     EngineReady,
+    GroupChanged,
     Heartbeat,
     Hello,
     Progress,
@@ -44,7 +47,7 @@ from nbengine.ipc.messages import (
     Shutdown,
     ShutdownEngine,
 )
-from tests.unit.engine.test_host_state import LOCK_STEP, Host, attach, only, ready
+from tests.unit.engine.test_host_state import LOCK_STEP, MISFITS, Host, attach, only, ready
 
 KILLED = "was killed by signal 9 (SIGKILL)"
 
@@ -353,11 +356,110 @@ def test_whoever_asked_for_a_scaling_hears_of_an_end_in_the_middle_of_it() -> No
     assert end.audience == [b"a", b"stranger"]
 
 
+# In lock step.
+
+
+def confirm(host: Host, *ranks: int, size: int) -> list[Action]:
+    return [action for rank in ranks for action in host.core(GroupChanged(rank, size), rank)]
+
+
 def test_in_lock_step_a_rank_that_dies_ends_the_engine() -> None:
     host = started(model=LOCK_STEP)
     actions = kill(host, 1)
     assert told(actions) == []
     assert only(actions, SignalCores) == [SignalCores(signal.SIGTERM, [0, 2])]
+
+
+def test_newcomers_wait_for_each_other_then_all_change_then_clients_hear_of_it() -> None:
+    host = started(ranks=1, model=LOCK_STEP)
+    assert only(scale(host, 3), StartCore) == [StartCore(1, 0), StartCore(2, 0)]
+    handshake = EngineHandshakeMetadata("in", "out", "", 0, 3, joins_later=True)
+    assert host.core(Hello(1, 101), 1)[0] == ToCore(1, handshake)
+    assert host.core(ready(1), 1) == [CoreReady(1)]
+    late = host.client(attach("late"), b"b")
+    assert told(late, b"b") == [Attached(2, [0]), ready(0)]
+    assert {action.rank for action in only(late, ToCore)} == {0, 1}
+    change = ChangeGroup(1, 3, "file:///place-1")
+    assert only(come_up(host, 2, 0), ToCore)[-3:] == [ToCore(rank, change) for rank in range(3)]
+    assert confirm(host, 2, 0, size=3) == []
+    assert told(confirm(host, 1, size=3)) == [ready(1), ready(2), RanksChanged([0, 1, 2]), Scaled(3)]
+
+
+def test_in_lock_step_ranks_that_leave_are_waited_for_and_so_is_the_change_of_the_others() -> None:
+    for exits_first in (False, True):
+        host = started(model=LOCK_STEP)
+        actions = scale(host, 2)
+        assert told(actions) == [RanksChanged([0, 1])]
+        farewell = ToCore(2, ShutdownEngine(drain=True, requeue=True))
+        change = ChangeGroup(3, 2, "file:///place-1")
+        assert only(actions, ToCore) == [farewell, *(ToCore(rank, change) for rank in range(3))]
+        if exits_first:
+            assert told(host.exit(2)) == []
+            assert told(confirm(host, 0, 1, size=2)) == [Scaled(2)]
+        else:
+            assert confirm(host, 0, 1, size=2) == []
+            assert told(host.exit(2)) == [Scaled(2)]
+
+
+def test_every_change_meets_at_another_place() -> None:
+    host = started(ranks=2, model=LOCK_STEP)
+    places = []
+    for size in (1, 2, 1):
+        actions = scale(host, size)
+        if size == 2:
+            actions = come_up(host, 1, 1)
+        places.append(only(actions, ToCore)[-1].message.init_method)
+        confirm(host, *range(size), size=size)
+        if size == 1:
+            host.exit(1)
+    assert len(set(places)) == 3
+
+
+def test_a_newcomer_that_fails_before_the_change_takes_only_the_newcomers_with_it() -> None:
+    host = started(ranks=1, model=LOCK_STEP)
+    scale(host, 4)
+    come_up(host, 1, 0)
+    actions = kill(host, 2)
+    assert only(actions, ToCore) == [ToCore(1, ShutdownEngine())]
+    assert only(actions, SignalCores) == [SignalCores(signal.SIGTERM, [3])]
+    assert told(host.exit(1) + kill(host, 3)) == [Scaled(1, f"engine core 2 (pid 102) {KILLED}")]
+    assert only(scale(host, 2), StartCore) == [StartCore(1, 1)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whoever_dies_after_the_change_was_announced_ends_the_engine(rank) -> None:
+    host = started(ranks=1, model=LOCK_STEP)
+    scale(host, 2)
+    come_up(host, 1, 0)
+    confirm(host, 0, size=2)
+    kill(host, rank)
+    (end,) = only(kill(host, 1 - rank), End)
+    assert end.notice == EngineDead(f"engine core {rank} (pid {100 + rank}) {KILLED}")
+
+
+def test_in_lock_step_a_rank_that_dies_while_it_leaves_ends_the_engine() -> None:
+    host = started(ranks=2, model=LOCK_STEP)
+    scale(host, 1)
+    assert only(kill(host, 1), SignalCores) == [SignalCores(signal.SIGTERM, [0])]
+
+
+def test_who_waits_for_a_change_that_will_not_come_is_asked_to_end_like_the_others() -> None:
+    host = started(ranks=1, model=LOCK_STEP)
+    scale(host, 2)
+    come_up(host, 1, 0)
+    assert host.client(Shutdown(drain=True)) == [ToCore(rank, ShutdownEngine(drain=True)) for rank in (0, 1)]
+    assert confirm(host, 0, 1, size=2) == []
+
+
+def test_a_size_that_the_model_in_lock_step_cannot_be_divided_by_is_refused() -> None:
+    assert told(scale(started(model=LOCK_STEP), 7)) == [Scaled(3, MISFITS[7])]
+
+
+def test_in_lock_step_nothing_changes_where_there_is_no_place_to_meet() -> None:
+    host = started(model=LOCK_STEP)
+    host.state._scaler._lock_step = LockStep()
+    error = "the number of engine cores in lock step cannot be changed where they are on several machines"
+    assert told(scale(host, 2)) == [Scaled(3, error)]
 
 
 # Any history.
@@ -391,9 +493,16 @@ RANKS = st.integers(0, 4)
 class Histories(RuleBasedStateMachine):
     """Any order of events, with a model of its own of processes and clients."""
 
+    model = ModelConfig()
+
     def __init__(self) -> None:
         super().__init__()
-        self.host = Host(ranks=3, bound=True, lease=1e9)
+        self.host = Host(ranks=3, bound=True, lease=1e9, model=self.model)
+        self.group = {0, 1, 2}
+        """In lock step: the ranks that step together."""
+        self.changes: dict[int, int] = {}
+        """By rank, the size of the group that it has been told of."""
+        self.confirmed: set[int] = set()
         self.processes: dict[int, Process] = {}
         self.incarnations: dict[int, int] = {}
         self.views: dict[bytes, View] = {}
@@ -426,6 +535,8 @@ class Histories(RuleBasedStateMachine):
                     assert process.greeted
                     if isinstance(message, ShutdownEngine):
                         process.asked = True
+                    if isinstance(message, ChangeGroup):
+                        self.changes[rank] = message.after
                 case SignalCores(_, ranks):
                     assert set(ranks) <= self.processes.keys()
                     for rank in ranks:
@@ -485,6 +596,21 @@ class Histories(RuleBasedStateMachine):
             self.gets_ready(rank)
 
     @rule(rank=RANKS)
+    def confirms(self, rank) -> None:
+        size = self.changes.pop(rank, None)
+        if size is None or rank >= size:
+            return
+        self.confirmed.add(rank)
+        if self.confirmed == set(range(size)):
+            self.group, self.confirmed = self.confirmed, set()
+        self.take(self.host.core(GroupChanged(rank, size), rank))
+
+    @rule()
+    def all_confirm(self) -> None:
+        for rank in sorted(self.changes):
+            self.confirms(rank)
+
+    @rule(rank=RANKS)
     def says_good_bye(self, rank) -> None:
         process = self.processes.get(rank)
         if process is not None and process.greeted and not process.doomed:
@@ -539,6 +665,8 @@ class Histories(RuleBasedStateMachine):
         if self.host.state.phase is not HostPhase.READY:
             return
         taking = {rank for rank, process in self.processes.items() if process.ready and not process.asked}
+        if self.model.is_moe:
+            taking &= self.group
         assert taking, "an engine without any must end"
         assert all(view.ranks == taking for view in self.views.values())
         assert self.recorded[0] == taking
@@ -565,6 +693,7 @@ class Histories(RuleBasedStateMachine):
                 if self.processes[rank].asked:
                     self.exits(rank, clean=True)
             self.all_get_ready()
+            self.all_confirm()
             self.time_passes(3.0)
             self.every_client_knows_the_ranks_that_take_requests()
         if not self.is_running:
@@ -577,5 +706,37 @@ class Histories(RuleBasedStateMachine):
         assert self.host.state.next_deadline() == math.inf or self.host.state.leases
 
 
+class LockStepHistories(Histories):
+    """The same in lock step, where those that step together mostly live."""
+
+    model = LOCK_STEP
+
+    @rule(rank=RANKS)
+    def says_good_bye(self, rank) -> None:
+        if rank not in self.group:
+            super().says_good_bye(rank)
+
+    @rule(rank=RANKS, clean=st.booleans())
+    def exits(self, rank, clean) -> None:
+        process = self.processes.get(rank)
+        if process is None or not (process.asked or rank not in self.group):
+            return
+        if rank in self.changes or rank in self.confirmed:
+            # It makes the change with the others.
+            return
+        super().exits(rank, clean=clean or process.asked)
+
+    @rule(rank=RANKS)
+    def dies_as_soon_as_it_is_ready(self, rank) -> None:
+        super().dies_as_soon_as_it_is_ready(rank)
+
+    @precondition(lambda self: self.host.now > 10)
+    @rule(rank=RANKS)
+    def is_killed(self, rank) -> None:
+        super().exits(rank, clean=False)
+
+
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLockStepHistories = LockStepHistories.TestCase
+TestLockStepHistories.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -27,7 +27,8 @@ from nbengine.engine.host_events import (
     ToClient,
     ToCore,
 )
-from nbengine.engine.host_state import FIRST_ATTACH_GRACE, STOP_GRACE, HostPhase, HostState
+from nbengine.engine.host_state import FIRST_ATTACH_GRACE, HostPhase, HostState
+from nbengine.engine.scaling import STOP_GRACE, LockStep
 from nbengine.ipc.messages import (
     Attach,
     AttachClient,
@@ -49,6 +50,8 @@ from nbengine.ipc.messages import (
 
 HANDSHAKE = EngineHandshakeMetadata("in", "out")
 LOCK_STEP = ModelConfig(is_moe=True)
+MISFITS = {7: "data_parallel_size must be 1, 2 or 4, got 7"}
+"""Sizes that the model in lock step cannot be divided by."""
 
 
 def ready(rank: int = 0) -> EngineReady:
@@ -68,9 +71,9 @@ class Host:
         self.ranks = range(ranks)
         self.now = 0.0
         self.dead = set() if dead is None else dead
-        self.state = HostState(
-            EngineConfig(parallel=parallel, **config), HANDSHAKE, lambda pid, _: pid not in self.dead, 0.0
-        )
+        engine = EngineConfig(parallel=parallel, **config)
+        lock_step = LockStep("file:///place", MISFITS.get) if engine.lock_step else None
+        self.state = HostState(engine, HANDSHAKE, lambda pid, _: pid not in self.dead, 0.0, lock_step)
 
     def client(self, message, identity: bytes = b"a") -> list[Action]:
         return self.state.handle(ClientSpoke(identity, message), self.now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from nbengine.engine.output_thread import MAX_LARGE_BYTES, OUTPUT_HWM, OutputThread
+from nbengine.engine.output_thread import MAX_LARGE_BYTES, OUTPUT_HWM, PATIENCE, OutputThread
 from nbengine.engine.work import COORDINATOR_INDEX, AbortRequests, GiveUpClient, ThreadFailed, failure
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
@@ -246,6 +247,23 @@ def test_what_waits_for_a_slow_reader_still_comes_before_the_end(rig: Rig) -> No
     rig.receive(reader)
     late = rig.pull("client1")
     rig.put(ENGINE_CORE_DEAD)
+    messages = []
+    while (message := rig.receive(late)) != ENGINE_CORE_DEAD:
+        messages.append(message)
+    assert tokens_by_request(messages) == {"r": list(range(1000))}
+
+
+def test_with_patience_a_client_that_reads_late_gets_everything_and_the_others_do_not_wait(rig: Rig) -> None:
+    attach_nobody(rig, 1)
+    reader = rig.attach(2)
+    for token in range(1000):
+        rig.put((1, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [token])])))
+    rig.thread.patience = TIMEOUT
+    rig.put(ENGINE_CORE_DEAD)
+    assert rig.receive(reader) == ENGINE_CORE_DEAD
+    # The other one has long been beyond the usual patience when it begins to read.
+    time.sleep(2 * PATIENCE)
+    late = rig.pull("client1")
     messages = []
     while (message := rig.receive(late)) != ENGINE_CORE_DEAD:
         messages.append(message)

@@ -1,0 +1,46 @@
+"""Nodes of a Ray cluster that are lost, and nodes that join it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from process_support.ray_cluster import START, RayCluster, on_cluster
+
+from nbengine.ipc.messages import EngineDead, EngineLost, EngineReady, RanksChanged
+
+
+@pytest.fixture
+def own_cluster(no_leftovers: None) -> Iterator[RayCluster]:
+    """A cluster that a test may break."""
+    cluster = RayCluster([{"CPU": 1}, {"CPU": 1}])
+    yield cluster
+    cluster.close()
+
+
+def test_a_rank_whose_node_is_lost_comes_back_on_another_one(own_cluster, start_engine) -> None:
+    engine = start_engine(parallel=on_cluster(own_cluster, ray_timeout=START), lease=600.0)
+    client = engine.client().attach(START)
+    head, other = own_cluster.nodes
+    [there] = other.engine_processes("nbengine: core ")
+    rank = int(there.cmdline()[0].split()[2])
+    other.raylet().kill()
+    lost = client.hear(EngineLost, START)
+    assert lost.rank == rank
+    assert "was lost on" in lost.cause
+    client.add("meanwhile", [1, 2, 3], rank=1 - rank)
+    client.wait_finished("meanwhile")
+    other.wait_clean()
+    new = own_cluster.add({"CPU": 1})
+    again = client.hear(EngineReady, START)
+    assert again.rank == rank
+    assert client.hear(RanksChanged).engine_ranks == [0, 1]
+    assert new.engine_processes(f"nbengine: core {rank} ")
+    assert client.input.recv_multipart()[1:] == [again.incarnation.to_bytes(4, "little")]
+    client.add("again", [1, 2, 3], rank=rank)
+    client.wait_finished("again")
+    # The node that the host itself belongs to.
+    head.raylet().kill()
+    dead = client.hear(EngineDead, START)
+    assert "Ray" in dead.cause
+    engine.wait_gone()
