@@ -29,7 +29,7 @@ from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.pooling_state import PoolingFuture
 from nbengine.frontend.prompting import Prompting
-from nbengine.ipc.messages import EngineReady
+from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput

@@ -29,7 +29,7 @@ from nbengine.engine.host_events import (
 from nbengine.engine.host_state import HostPhase
 from nbengine.engine.rank_table import FIRST_RESTART_DELAY, FORGIVEN_AFTER, MAX_DEATHS, RankPhase
 from nbengine.engine.scaling import MAX_SIZE, STOP_GRACE, LockStep
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     Attached,
     ChangeGroup,
     Detach,

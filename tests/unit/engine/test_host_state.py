@@ -29,7 +29,7 @@ from nbengine.engine.host_events import (
 )
 from nbengine.engine.host_state import FIRST_ATTACH_GRACE, HostPhase, HostState
 from nbengine.engine.scaling import STOP_GRACE, LockStep
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     Attach,
     AttachClient,
     Attached,
