@@ -67,6 +67,7 @@ _HELP = {
     "data_parallel_prefix_affinity": "send a prompt where its first blocks are likely to be cached",
     "ray_address": "address of the Ray cluster (default: RAY_ADDRESS, or the one that runs here)",
     "ray_timeout": "seconds that the Ray cluster may take to make room",
+    "ray_cpus_per_worker": "CPUs of its node that a worker takes there, and its threads",
     "keep_alive": "seconds that the engine outlives its last notebook",
     "lease": "seconds without a heartbeat after which a notebook's requests are dropped",
     "client_backlog_bytes": "output that is held for a notebook that does not read, before its requests end",

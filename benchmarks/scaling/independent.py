@@ -76,7 +76,7 @@ class Setting:
 class Request:
     """A request on its way."""
 
-    __slots__ = ("arrived", "begun", "client", "length", "rank", "started", "ticket")
+    __slots__ = ("arrived", "begun", "client", "length", "rank", "started")
 
     def __init__(self, client: int, length: int, arrived: float) -> None:
         self.client = client
@@ -84,7 +84,6 @@ class Request:
         self.arrived = arrived
         self.started = -1.0
         self.rank = -1
-        self.ticket = 0
         self.begun = False
 
 
@@ -207,7 +206,7 @@ class Simulation:
             request = Request(self._rng.randrange(self.setting.num_clients), residual(self._rng), -1.0)
             request.rank = core.number
             if self._rules:
-                request.ticket = self._rules[request.client].adopt(core.number, 0.0)
+                self._rules[request.client].adopt(core.number)
             heapq.heappush(core.running, (request.length, next(self._numbers), request))
             core.work += request.length
             self.outcome.num_arrived += 1
@@ -237,7 +236,7 @@ class Simulation:
                 self._give(core, self._central.popleft())
             return
         rule = self._rules[client]
-        request.rank, request.ticket = rule.send(self._now)
+        request.rank = rule.send()
         if self._counts:
             self.outcome.client_busy += self.costs.choose + self.costs.choose_rank * self.setting.num_ranks
         self._note_choice(request)
@@ -307,9 +306,9 @@ class Simulation:
 
     def _outputs(self, begun: list[Request], ended: list[Request]) -> None:
         for request in begun:
-            self._rules[request.client].begin(request.rank, request.ticket)
+            self._rules[request.client].begin(request.rank)
         for request in ended:
-            self._rules[request.client].end(request.rank, request.ticket)
+            self._rules[request.client].end(request.rank)
 
     # The coordinator.
 
@@ -349,7 +348,7 @@ class Simulation:
 
     def _snapshot(self, stats: EngineStats, made_at: list[float]) -> None:
         for rule in self._rules:
-            rule.observe(stats, self._now)
+            rule.observe(stats)
         chosen, self._chosen = self._chosen, {}
         if not self._counts:
             return

@@ -17,19 +17,19 @@ from nbengine.metrics.stats import EngineStats
 class Rule(Protocol):
     """One client's choice."""
 
-    def observe(self, stats: EngineStats, now: float) -> None:
+    def observe(self, stats: EngineStats) -> None:
         """A snapshot has come."""
 
-    def send(self, now: float) -> tuple[int, int]:
-        """Choose a rank for the next request and count it there; the second number is for `begin` and `end`."""
+    def send(self) -> int:
+        """Choose a rank for the next request and count it there."""
 
-    def adopt(self, rank: int, now: float) -> int:
-        """A request runs at a rank already, as if it had been sent there; returns what `end` wants to know."""
+    def adopt(self, rank: int) -> None:
+        """A request runs at a rank already, as if it had been sent there."""
 
-    def begin(self, rank: int, ticket: int) -> None:
+    def begin(self, rank: int) -> None:
         """A request has had its first output."""
 
-    def end(self, rank: int, ticket: int) -> None:
+    def end(self, rank: int) -> None:
         """A request has ended."""
 
 
@@ -40,26 +40,26 @@ class Ours:
         self.balancer = LoadBalancer(start=client * num_ranks // num_clients)
         self.balancer.set_ranks(range(num_ranks))
 
-    def observe(self, stats: EngineStats, now: float) -> None:
-        self.balancer.observe(stats, now)
+    def observe(self, stats: EngineStats) -> None:
+        self.balancer.observe(stats)
 
-    def send(self, now: float) -> tuple[int, int]:
+    def send(self) -> int:
         rank = self.choose()
-        return rank, self.balancer.add(rank, now)
+        self.balancer.add(rank)
+        return rank
 
     def choose(self) -> int:
         return self.balancer.pick()
 
-    def adopt(self, rank: int, now: float) -> int:
-        ticket = self.balancer.add(rank, now)
-        self.balancer.begin(rank, ticket)
-        return ticket
+    def adopt(self, rank: int) -> None:
+        self.balancer.add(rank)
+        self.balancer.begin(rank)
 
-    def begin(self, rank: int, ticket: int) -> None:
-        self.balancer.begin(rank, ticket)
+    def begin(self, rank: int) -> None:
+        self.balancer.begin(rank)
 
-    def end(self, rank: int, ticket: int) -> None:
-        self.balancer.end(rank, ticket, begun=True)
+    def end(self, rank: int) -> None:
+        self.balancer.end(rank, begun=True)
 
 
 class TwoChoices(Ours):
@@ -77,41 +77,20 @@ class TwoChoices(Ours):
         return min(first, second, key=self.balancer.score)
 
 
-class Sample(Ours):
-    """The least busy one of some ranks drawn at random, as many as there are for each client, two at least: all of them
-    for one client. So no two clients look at the same ranks, and together they look at all.
-
-    How many clients there are is estimated from the requests of all to one's own.
-    """
+class AllRanks(Ours):
+    """The least busy one of all ranks, by the scores of `LoadBalancer`: what it does with one client, by each of
+    several."""
 
     def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
         super().__init__(num_ranks, num_clients, client, rng)
-        self._rng = rng
-        self._size = self._num_ranks = num_ranks
-        self._num_in_flight = 0
-
-    def observe(self, stats: EngineStats, now: float) -> None:
-        super().observe(stats, now)
-        total = sum(engine.num_waiting_reqs + engine.num_running_reqs for engine in stats.engines)
-        clients = max(1.0, total / max(1, self._num_in_flight))
-        self._size = max(2, round(self._num_ranks / clients))
+        self._num_ranks = num_ranks
+        self._next = client * num_ranks // num_clients
 
     def choose(self) -> int:
-        if self._size >= self._num_ranks:
-            return self.balancer.pick()
-        return min(self._rng.sample(range(self._num_ranks), self._size), key=self.balancer.score)
-
-    def send(self, now: float) -> tuple[int, int]:
-        self._num_in_flight += 1
-        return super().send(now)
-
-    def adopt(self, rank: int, now: float) -> int:
-        self._num_in_flight += 1
-        return super().adopt(rank, now)
-
-    def end(self, rank: int, ticket: int) -> None:
-        self._num_in_flight -= 1
-        super().end(rank, ticket)
+        order = [*range(self._next, self._num_ranks), *range(self._next)]
+        chosen = min(order, key=self.balancer.score)
+        self._next = (chosen + 1) % self._num_ranks
+        return chosen
 
 
 class LeastScore:
@@ -123,26 +102,26 @@ class LeastScore:
         self._start = start
         self._scores = [0] * num_ranks
 
-    def observe(self, stats: EngineStats, now: float) -> None:
+    def observe(self, stats: EngineStats) -> None:
         for engine in stats.engines:
             self._scores[engine.engine_index] = 4 * engine.num_waiting_reqs + engine.num_running_reqs
 
-    def send(self, now: float) -> tuple[int, int]:
+    def send(self) -> int:
         least = min(self._scores)
         try:
             rank = self._scores.index(least, self._start)
         except ValueError:
             rank = self._scores.index(least)
         self._scores[rank] += 4 * self._increment
-        return rank, 0
+        return rank
 
-    def adopt(self, rank: int, now: float) -> int:
-        return 0
-
-    def begin(self, rank: int, ticket: int) -> None:
+    def adopt(self, rank: int) -> None:
         """Nothing is known of single requests."""
 
-    def end(self, rank: int, ticket: int) -> None:
+    def begin(self, rank: int) -> None:
+        """Nothing is known of single requests."""
+
+    def end(self, rank: int) -> None:
         """Nothing is known of single requests."""
 
 
@@ -154,22 +133,22 @@ class Blind:
         self._rng = rng
         self._next = start
 
-    def observe(self, stats: EngineStats, now: float) -> None:
+    def observe(self, stats: EngineStats) -> None:
         """Not looked at."""
 
-    def send(self, now: float) -> tuple[int, int]:
+    def send(self) -> int:
         if self._rng is not None:
-            return self._rng.randrange(self._num_ranks), 0
+            return self._rng.randrange(self._num_ranks)
         self._next = (self._next + 1) % self._num_ranks
-        return self._next, 0
+        return self._next
 
-    def adopt(self, rank: int, now: float) -> int:
-        return 0
+    def adopt(self, rank: int) -> None:
+        """Nothing is known of single requests."""
 
-    def begin(self, rank: int, ticket: int) -> None:
+    def begin(self, rank: int) -> None:
         """Not looked at."""
 
-    def end(self, rank: int, ticket: int) -> None:
+    def end(self, rank: int) -> None:
         """Not looked at."""
 
 
@@ -179,7 +158,7 @@ MakeRule = Callable[[int, int, int, random.Random], Rule]
 CENTRAL = "one queue for all"
 RULES: dict[str, MakeRule] = {
     "ours": Ours,
-    "sample": Sample,
+    "all ranks": AllRanks,
     "two choices": TwoChoices,
     "snapshot alone": lambda ranks, clients, client, rng: LeastScore(0, ranks, client * ranks // clients),
     "snapshot + own": lambda ranks, clients, client, rng: LeastScore(1, ranks, client * ranks // clients),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -230,7 +229,7 @@ class CoreLink:
     def _on_stats(self, frames: Sequence[bytes]) -> None:
         stats = None if self._feed is None else self._feed.read(frames)
         if stats is not None:
-            self.router.balancer.observe(stats, time.monotonic())
+            self.router.balancer.observe(stats)
 
     # The rest.
 

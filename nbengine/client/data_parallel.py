@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.connection import ConnectionInfo
-from nbengine.frontend.loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from nbengine.frontend.loop_thread import LoopThread
 
 
 class DPLBAsyncMPClient(AsyncMPClient):

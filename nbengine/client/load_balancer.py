@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 
 from nbengine.metrics.stats import EngineStats
 
 WAITING_WEIGHT = 4
 """What a waiting request counts, a running one counting 1: a queue is worse than a full batch."""
-MAX_SHARE = 64
-"""The most requests of all clients that one of this client stands for."""
-LATENCY = 0.01
-"""Seconds that a request and a report may be under way."""
-LONGEST_STEP = 0.5
-"""Seconds; longer ones are not told from pauses."""
 HELD = 1 << 40
 """Added to the score of a rank that is paused or sleeps, so that it gets requests only if all do."""
+FEWEST_LOOKED_AT = 2
+"""Ranks that a client looks at, however many clients there are."""
 CROWDING_FACTOR = 1.5
 CROWDING_ALLOWANCE = 4 * WAITING_WEIGHT
 """A rank is taken for what it has in its cache while its score is at most `CROWDING_FACTOR` times the least score plus
@@ -23,83 +20,67 @@ this much."""
 
 
 class _Load:
-    """What is known of one engine core."""
+    """What is known of one engine core: this client's requests as they are, the others' as they were reported."""
 
-    __slots__ = ("held", "reported_at", "running", "seen", "step_seconds", "unreported", "waiting")
+    __slots__ = ("held", "others_running", "others_waiting", "own_running", "own_waiting")
 
     def __init__(self) -> None:
-        self.waiting = 0
-        self.running = 0
+        self.own_waiting = 0
+        """Requests without output, be they under way, queued or in their first step."""
+        self.own_running = 0
+        self.others_waiting = 0
+        self.others_running = 0
         self.held = False
         """It is paused or sleeps: what is sent there waits for somebody."""
-        self.unreported: dict[int, float] = {}
-        """When requests were sent that have no output and that the newest report may have been made without."""
-        self.seen: tuple[int, int, int, int] | None = None
-        """(wave, step, waiting, running) of the newest report."""
-        self.reported_at = 0.0
-        self.step_seconds = 0.0
 
-    def score(self, share: int) -> int:
-        score = WAITING_WEIGHT * (self.waiting + share * len(self.unreported)) + self.running
-        return score + HELD if self.held else score
+    @property
+    def score(self) -> int:
+        waiting, running = self.own_waiting + self.others_waiting, self.own_running + self.others_running
+        return WAITING_WEIGHT * waiting + running + (HELD if self.held else 0)
 
-    def report(self, seen: tuple[int, int, int, int], now: float) -> None:
-        if self.seen is not None and seen[1] > self.seen[1]:
-            self.step_seconds = min((now - self.reported_at) / (seen[1] - self.seen[1]), LONGEST_STEP)
-        self.seen, self.reported_at = seen, now
-        _, _, self.waiting, self.running = seen
-        # Made at the end of a step, which began with what had arrived by then.
-        certain = now - LATENCY - 2 * self.step_seconds
-        reported = []
-        for ticket, sent_at in self.unreported.items():
-            if sent_at >= certain:
-                break
-            reported.append(ticket)
-        for ticket in reported:
-            del self.unreported[ticket]
+    def forget_others(self) -> None:
+        """The rank is gone."""
+        self.others_waiting = self.others_running = 0
+        self.held = False
 
-    def begin(self, ticket: int) -> None:
-        if self.unreported.pop(ticket, None) is None:
-            self.waiting = max(0, self.waiting - 1)
-        self.running += 1
-
-    def end(self, ticket: int, begun: bool) -> None:
-        if begun:
-            self.running = max(0, self.running - 1)
-        elif self.unreported.pop(ticket, None) is None:
-            self.waiting = max(0, self.waiting - 1)
+    def report(self, waiting: int, running: int) -> None:
+        others = max(0, waiting + running - self.own_waiting - self.own_running)
+        self.others_waiting = min(others, max(0, waiting - self.own_waiting))
+        self.others_running = others - self.others_waiting
 
 
 class LoadBalancer:
     """Finds the rank with the least `4 * waiting + running`, looking round from behind where it found the last one.
 
-    The coordinator's statistics count all clients' requests. What this client has sent since they were made is added
-    as waiting, so that a burst spreads before anybody has reported. A report does not say which requests had reached
-    the engine core when it was made. Those sent within the last two steps (their length is measured) may be in it or
-    not; they are counted apart until a later report, or until their first output, with which they run. One of them may
-    so be counted twice for an interval, and its rank look busier than it is; were it forgotten, the next burst would go
-    to the same rank. What begins and ends between two reports moves the counts at once.
+    The coordinator's statistics count all clients' requests, as they were at the end of a step of each rank, up to
+    `PUBLISH_INTERVAL` ago. This client's own are known better: it counts them itself, as waiting from when they are
+    sent and as running from their first output, to their end. Of a report only what exceeds its own requests is taken,
+    for the others'. So no request of its own is counted twice because a report has it already, nor forgotten because a
+    report was made before it arrived: a burst spreads at once, and so does the next one. What was sent while a report
+    was made is taken for part of it, and may hide as many requests of others until the next one.
 
-    Of several clients, each sees the same statistics and sends to the same idle rank. Therefore a request that is on
-    its way counts as many times as there are requests of all clients to one of this client (`MAX_SHARE` at most).
+    Several clients that see the same statistics would all send to the same idle ranks. Therefore each looks only at
+    some of them, a row that begins at random for each request: one in as many as there are clients like it, which is
+    how many requests there are in all for one of its own. Two at the least, as in M. Mitzenmacher, "The Power of Two
+    Choices in Randomized Load Balancing", 2001. A client that is alone looks at all of them.
 
-    A rank that is paused or sleeps while others are not (it has been started again, or could not be woken up) gets
+    A rank that is paused or sleeps while others do not (it has been started again, or could not be woken up) gets
     nothing.
 
-    Times are seconds of any monotonic clock. For one thread. The scores are in one list, so that the least of 64 is
-    found by one pass in C.
+    For one thread. The scores are in one list, so that the least of 64 is found in C.
     """
 
     def __init__(self, start: int = 0) -> None:
-        """`start` is where the first look round begins; clients take different ones."""
+        """`start` is where the first look round begins, and what numbers are drawn; clients take different ones."""
         self._next = start
+        self._draw = random.Random(start)
         self._ranks: list[int] = []
-        self._loads: list[_Load] = []
+        self._loads: dict[int, _Load] = {}
+        """By rank; of those that are gone, too, as long as they may still end requests."""
         self._scores: list[int] = []
         self._index_of: dict[int, int] = {}
         self._num_in_flight = 0
-        self._num_tickets = 0
-        self._share = 1
+        self._num_looked_at = 0
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -112,30 +93,30 @@ class LoadBalancer:
 
     def set_ranks(self, ranks: Iterable[int]) -> None:
         """Balance between these ranks from now on; what is known of those that stay is kept."""
-        known = dict(zip(self._ranks, self._loads, strict=True))
-        self._ranks = sorted(ranks)
+        before, self._ranks = self._ranks, sorted(ranks)
+        for rank in set(before).difference(self._ranks):
+            self._loads[rank].forget_others()
         self._index_of = {rank: index for index, rank in enumerate(self._ranks)}
-        self._loads = [known.get(rank) or _Load() for rank in self._ranks]
+        self._scores = [self._loads.setdefault(rank, _Load()).score for rank in self._ranks]
         self._next %= max(1, len(self._ranks))
-        self._score_all()
+        self._num_looked_at = len(self._ranks)
 
-    def observe(self, stats: EngineStats, now: float) -> None:
-        """Take in the coordinator's newest statistics, which have come at `now`."""
+    def observe(self, stats: EngineStats) -> None:
+        """Take in the coordinator's newest statistics."""
         total = 0
         for engine in stats.engines:
             waiting, running = engine.num_waiting_reqs, engine.num_running_reqs
             total += waiting + running
             index = self._index_of.get(engine.engine_index)
-            if index is None:
-                continue
-            load = self._loads[index]
-            load.held = engine.is_paused or engine.is_sleeping
-            seen = (engine.current_wave, engine.step_counter, waiting, running)
-            if seen != load.seen:
-                load.report(seen, now)
-        share = round(total / self._num_in_flight) if self._num_in_flight else 1
-        self._share = min(max(share, 1), MAX_SHARE)
-        self._score_all()
+            if index is not None:
+                load = self._loads[engine.engine_index]
+                load.held = engine.is_paused or engine.is_sleeping
+                load.report(waiting, running)
+                self._scores[index] = load.score
+        own = self._num_in_flight
+        clients = max(1, round(total / own)) if own else 1
+        size = len(self._ranks)
+        self._num_looked_at = min(size, max(FEWEST_LOOKED_AT, size // clients))
 
     def pick(self, preferred: int | None = None) -> int:
         """The rank for the next request: `preferred` unless it is gone or crowded, else the least busy one.
@@ -143,42 +124,37 @@ class LoadBalancer:
         There must be ranks. The request counts from `add` on.
         """
         scores = self._scores
-        least = min(scores)
         if preferred is not None:
             index = self._index_of.get(preferred)
-            if index is not None and scores[index] <= CROWDING_FACTOR * least + CROWDING_ALLOWANCE:
+            if index is not None and scores[index] <= CROWDING_FACTOR * min(scores) + CROWDING_ALLOWANCE:
                 return preferred
-        try:
-            index = scores.index(least, self._next)
-        except ValueError:
-            index = scores.index(least)
-        self._next = index + 1
+        size, count = len(scores), self._num_looked_at
+        start = self._next if count >= size else int(self._draw.random() * size)
+        looked_at = scores[start : start + count]
+        if len(looked_at) < count:
+            looked_at += scores[: start + count - size]
+        index = (start + looked_at.index(min(looked_at))) % size
+        self._next = (index + 1) % size
         return self._ranks[index]
 
-    def add(self, rank: int, now: float) -> int:
-        """Count a request that is sent to `rank`; returns the ticket that `begin` and `end` want."""
+    def add(self, rank: int) -> None:
+        """Count a request that is sent to `rank`."""
         self._num_in_flight += 1
-        self._num_tickets += 1
-        index = self._index_of.get(rank)
-        if index is not None:
-            self._loads[index].unreported[self._num_tickets] = now
-            self._scores[index] = self._loads[index].score(self._share)
-        return self._num_tickets
+        self._change(rank, 1, 0)
 
-    def begin(self, rank: int, ticket: int) -> None:
+    def begin(self, rank: int) -> None:
         """A request has its first output: it runs."""
-        index = self._index_of.get(rank)
-        if index is not None:
-            self._loads[index].begin(ticket)
-            self._scores[index] = self._loads[index].score(self._share)
+        self._change(rank, -1, 1)
 
-    def end(self, rank: int, ticket: int, *, begun: bool) -> None:
+    def end(self, rank: int, *, begun: bool) -> None:
         """A request is finished, aborted or lost; `begun`: it has had an output."""
         self._num_in_flight -= 1
+        self._change(rank, -(not begun), -begun)
+
+    def _change(self, rank: int, waiting: int, running: int) -> None:
+        load = self._loads[rank]
+        load.own_waiting += waiting
+        load.own_running += running
         index = self._index_of.get(rank)
         if index is not None:
-            self._loads[index].end(ticket, begun)
-            self._scores[index] = self._loads[index].score(self._share)
-
-    def _score_all(self) -> None:
-        self._scores = [load.score(self._share) for load in self._loads]
+            self._scores[index] += WAITING_WEIGHT * waiting + running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from nbengine.client.core_table import CoreTable, Home
@@ -16,11 +15,10 @@ from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineRe
 class _InFlight:
     """A request that an engine core has."""
 
-    __slots__ = ("home", "request", "ticket")
+    __slots__ = ("home", "request")
 
-    def __init__(self, home: Home, ticket: int, request: EngineCoreRequest) -> None:
+    def __init__(self, home: Home, request: EngineCoreRequest) -> None:
         self.home = home
-        self.ticket = ticket
         self.request: EngineCoreRequest | None = request
         """To be sent elsewhere if need be; None once there was an output."""
 
@@ -72,8 +70,8 @@ class RequestRouter:
         if home is None:
             self._waiting[request.request_id] = request
             return None
-        ticket = self.balancer.add(home.rank, time.monotonic())
-        self._in_flight[request.request_id] = _InFlight(home, ticket, request)
+        self.balancer.add(home.rank)
+        self._in_flight[request.request_id] = _InFlight(home, request)
         return home.rank
 
     def abort(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
@@ -99,10 +97,10 @@ class RequestRouter:
                 continue
             if entry.request is not None:
                 entry.request = None
-                self.balancer.begin(entry.home.rank, entry.ticket)
+                self.balancer.begin(entry.home.rank)
             if output.finish_reason is not None:
                 del in_flight[output.request_id]
-                self.balancer.end(entry.home.rank, entry.ticket, begun=True)
+                self.balancer.end(entry.home.rank, begun=True)
         if stale:
             outputs.outputs = [output for output in outputs.outputs if output.request_id not in stale]
         if outputs.finished_requests:
@@ -197,5 +195,5 @@ class RequestRouter:
         if entry is None or (home is not None and entry.home != home):
             return None
         del self._in_flight[request_id]
-        self.balancer.end(entry.home.rank, entry.ticket, begun=entry.request is None)
+        self.balancer.end(entry.home.rank, begun=entry.request is None)
         return entry

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS, ANSWER_SECONDS = 30.0, 5.0
 """How long it may take to become a driver of the cluster, and to find somebody listening at its address."""
+NODE_SECONDS = 3.0
+"""Between two looks at whether this machine's node is alive."""
 SHUTDOWN_SECONDS = 3.0
 """How long Ray may take to say goodbye to the cluster."""
 
@@ -89,6 +92,7 @@ class Bridge:
             case Release(number):
                 if (gone := self._groups.pop(number, None)) is not None:
                     self._release(gone)
+                    self.tell(Lost(number, None, "it was told to end before it had started"))
 
     def _in_thread(self, function: Any, *arguments: Any) -> None:
         threading.Thread(target=function, args=arguments, daemon=True).start()
@@ -97,7 +101,7 @@ class Bridge:
         """Wait for the room, then start an actor in each bundle."""
         try:
             self._start_actors(wanted, group)
-        except (RayError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  # Ray raises many kinds, and the owner waits
             self.tell(Lost(wanted.group, None, describe_ray_error(error)))
 
     def _start_actors(self, wanted: Reserve, group: _Group) -> None:
@@ -123,9 +127,19 @@ class Bridge:
                     cause = "its keeper has ended"
                 else:
                     self.tell(FromKeeper(wanted.group, index, message))
-        except RayError as error:
+        except Exception as error:  # noqa: BLE001  # as above
             cause = describe_ray_error(error)
         self.tell(Lost(wanted.group, index, cause))
+
+    def watch_node(self) -> None:
+        """Return when this machine's node of the cluster is gone, and with it all that belongs to this driver."""
+        own = ray.get_runtime_context().get_node_id()
+        while True:
+            time.sleep(NODE_SECONDS)
+            # Without an answer the cluster is gone, which Ray will notice.
+            with contextlib.suppress(Exception):
+                if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
+                    return
 
     def _release(self, group: _Group) -> None:
         for actor in group.actors:
@@ -169,6 +183,13 @@ def run_bridge(fd: int, address: str | None, name: str, clean_up: Callable[[], N
         return
     patience.cancel()
     bridge.tell(Connected(cluster))
+
+    def end_with_node() -> None:
+        bridge.watch_node()
+        bridge.tell(NoCluster("this machine's node of the Ray cluster is gone"))
+        os._exit(1)
+
+    threading.Thread(target=end_with_node, daemon=True).start()
     bridge.run()
     # Now: Ray may end this process.
     clean_up()

@@ -135,6 +135,8 @@ class Keeper:
         return True
 
     def _start(self, message: RunCore | RunWorker) -> Child:
+        # Ray sets as many as the actor has CPUs, which are for all workers of a core.
+        os.environ["OMP_NUM_THREADS"] = str(message.threads)
         if isinstance(message, RunWorker):
             directory = self._tensor_dir / message.directory
             directory.mkdir(mode=0o700)

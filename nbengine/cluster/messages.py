@@ -87,12 +87,20 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
     tensor_dir: str
     log_path: str
 
+    @property
+    def tcp_address(self) -> str:
+        """Where processes may meet at it: a `distributed_init_method`."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"tcp://{host}:{self.port}"
+
 
 class RunCore(msgspec.Struct, frozen=True, tag=True):
     """Owner to keeper: start an engine core."""
 
     info: ConnectionInfo
     rank: int
+    threads: int
+    """Of each worker."""
 
 
 class RunWorker(msgspec.Struct, frozen=True, tag=True):
@@ -103,6 +111,7 @@ class RunWorker(msgspec.Struct, frozen=True, tag=True):
     num_workers: int
     directory: str
     """Inside the tensor directory, to be made: its name is one that all workers of the group have in common."""
+    threads: int
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):

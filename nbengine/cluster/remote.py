@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 BRIDGE_GRACE = 5.0
 """Seconds that the bridge gets to leave the cluster."""
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 LOST = 1
 """Exit status of a process that cannot be reached any more."""
 
@@ -81,14 +81,22 @@ class RemoteProcess:
         self._cluster.tell(ToKeeper(self._group, self._index, msgspec.msgpack.encode(message)))
 
     def send_signal(self, number: int) -> None:
-        """Signal it; of no effect when it has ended, or has not started."""
-        if self.status is None:
+        """Signal it; of no effect when it has ended. One that has not started, will not, with those of its group."""
+        if self.pid:
             self.send(Signal(number))
+        else:
+            self._cluster.release(self._group)
 
     def finish(self) -> None:
-        """Have it end, if it still runs."""
-        if self.status is None:
+        """Have it end, if it still runs; if it has not started, with those of its group."""
+        if self.pid:
             self.send(End())
+        else:
+            self._cluster.release(self._group)
+
+    def give_back(self) -> None:
+        """Give its group's room back; those that still run end."""
+        self._cluster.release(self._group)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for its end, for `timeout` seconds at most; whether it has come."""
@@ -150,6 +158,8 @@ class Cluster:
             self._bridge = subprocess.Popen(
                 engine_command("bridge", *options, *arguments),
                 stdin=subprocess.DEVNULL,
+                # Where Ray tells of all that goes wrong in the cluster.
+                stdout=subprocess.DEVNULL,
                 env=child_environment() | QUIET,
                 pass_fds=(theirs.fileno(),),
                 # Ray has its workers look for modules where the driver runs.
@@ -178,9 +188,9 @@ class Cluster:
             self.tell(Reserve(group, [dict(bundle) for bundle in bundles], patience, label))
         return processes
 
-    def release(self, processes: Sequence[RemoteProcess]) -> None:
-        """Give the room of a group back; those that still run end."""
-        self.tell(Release(processes[0]._group))
+    def release(self, group: int) -> None:
+        """Give the room of a group back; those that still run end. Again does nothing."""
+        self.tell(Release(group))
 
     def tell(self, message: OwnerToBridge) -> None:
         """Send the bridge a message; of no effect when it is gone."""
@@ -189,10 +199,13 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the cluster; processes that still run there end."""
-        with self._lock, contextlib.suppress(OSError):
+        with (
+            self._lock,
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as end,
+        ):
             # Closing it would not be seen at the other end, as long as the reader waits for something to come.
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-                end.shutdown(socket.SHUT_WR)
+            end.shutdown(socket.SHUT_WR)
         try:
             self._bridge.wait(BRIDGE_GRACE)
         except subprocess.TimeoutExpired:

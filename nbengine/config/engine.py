@@ -79,6 +79,14 @@ class EngineConfig:
             f"None or False with {stages} pipeline stages",
         )
 
+        backend = self.parallel.distributed_executor_backend
+        require(
+            "distributed_executor_backend",
+            backend,
+            not (backend == "ray" and self.lock_step and self.parallel.data_parallel_size > 1),
+            "None or 'mp' for a mixture of experts in several engine cores",
+        )
+
     @property
     def lock_step(self) -> bool:
         """Whether the engine cores step together, in waves: their workers compute the experts for each other."""
@@ -135,6 +143,7 @@ class EngineArgs:
     data_parallel_prefix_affinity: bool = False
     ray_address: str | None = None
     ray_timeout: float = 60.0
+    ray_cpus_per_worker: int = 1
     keep_alive: float = DEFAULT_KEEP_ALIVE_SECONDS
     lease: float = DEFAULT_LEASE_SECONDS
     client_backlog_bytes: int = DEFAULT_CLIENT_BACKLOG_BYTES
@@ -222,6 +231,7 @@ class EngineArgs:
                 data_parallel_prefix_affinity=self.data_parallel_prefix_affinity,
                 ray_address=self.ray_address,
                 ray_timeout=float(self.ray_timeout),
+                ray_cpus_per_worker=self.ray_cpus_per_worker,
             ),
             keep_alive=float(self.keep_alive),
             lease=float(self.lease),

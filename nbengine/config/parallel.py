@@ -22,7 +22,7 @@ class ParallelConfig:
     address of this machine (or its name) that others reach it by, None to find it out where that is needed; an engine
     that is given one listens there; `ray_address` that of the Ray cluster,
     None for the one that RAY_ADDRESS names or that this machine belongs to, and `ray_timeout` is how many seconds it may take
-    it to make room. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
+    it to make room. A worker there takes `ray_cpus_per_worker` of its node's CPUs, and has as many threads. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
     to be cached. `data_parallel_init_method` is where the workers of engine cores in lock step find each other, in the manner
     of `distributed_init_method`; who starts the engine cores chooses it. With `data_parallel_joins_later` an engine core
     is started beside others that run already: its workers get their weights from those when they join them.
@@ -40,6 +40,7 @@ class ParallelConfig:
     data_parallel_prefix_affinity: bool = False
     ray_address: str | None = None
     ray_timeout: float = 60.0
+    ray_cpus_per_worker: int = 1
     data_parallel_init_method: str | None = None
     data_parallel_joins_later: bool = False
 
@@ -79,6 +80,8 @@ class ParallelConfig:
             require("distributed_init_method", method, is_reachable, allowed)
         ok = address is None or (bool(address) and "://" not in address)
         require("ray_address", address, ok, "None, 'auto' or 'HOST:PORT'; Ray Client (ray://) cannot be used")
+        cpus = self.ray_cpus_per_worker
+        require("ray_cpus_per_worker", cpus, cpus >= 1, "at least 1")
         require("ray_timeout", self.ray_timeout, self.ray_timeout > 0, "more than 0 seconds")
 
     @property

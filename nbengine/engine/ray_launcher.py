@@ -11,7 +11,7 @@ import msgspec
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.cluster.messages import Placed, RunCore
-from nbengine.cluster.remote import Cluster, News, RemoteProcess
+from nbengine.cluster.remote import Cluster, Listener, News, RemoteProcess
 from nbengine.cluster.resources import core_bundle
 from nbengine.engine.processes import CoreHandle
 
@@ -21,18 +21,11 @@ logger = logging.getLogger(__name__)
 class RayCore:
     """An engine core on some node of a cluster. It starts as soon as the cluster has room for it."""
 
-    def __init__(
-        self, cluster: Cluster, info: ConnectionInfo, rank: int, incarnation: int, on_exit: Callable[[], None]
-    ) -> None:
+    def __init__(self, launcher: RayLauncher, rank: int, incarnation: int) -> None:
         self.rank = rank
         self.incarnation = incarnation
-        self._cluster = cluster
-        self._info = info
-        self._on_exit = on_exit
-        parallel = info.config.parallel
-        label = f"{Path(info.log_path).stem}.core{rank}.{incarnation}"
-        bundles = [core_bundle(info.config)]
-        [self._process] = cluster.start(bundles, parallel.ray_timeout, label, [self._on_news])
+        self._launcher = launcher
+        self._process = launcher.place(rank, incarnation, self._on_news)
 
     @property
     def pid(self) -> int:
@@ -59,24 +52,9 @@ class RayCore:
 
     def _on_news(self, process: RemoteProcess, message: News) -> None:
         if isinstance(message, Placed):
-            where = f"{message.hostname} ({message.address}), log {message.log_path}"
-            logger.info("engine core %d has a place on %s", self.rank, where)
-            process.send(RunCore(self._info_there(message), self.rank))
-        elif process.status is not None:
-            self._cluster.release([process])
-            self._on_exit()
-
-    def _info_there(self, place: Placed) -> ConnectionInfo:
-        """What the core needs to know, with its own directories, and the cluster's address for its executor."""
-        config = self._info.config
-        parallel = replace(config.parallel, ray_address=self._cluster.address)
-        return msgspec.structs.replace(
-            self._info,
-            run_dir=place.run_dir,
-            tensor_dir=place.tensor_dir,
-            log_path=place.log_path,
-            config=replace(config, parallel=parallel),
-        )
+            self._launcher.run(self.rank, process, message)
+        elif process.has_ended:
+            self._launcher.take_back(process)
 
 
 class RayLauncher:
@@ -92,9 +70,55 @@ class RayLauncher:
         self._info = info
         self._on_exit = on_exit
         self._cluster = Cluster(info.config.parallel.ray_address, info.name, info.run_dir)
+        self._meeting: str | None = None
+        self._early: list[tuple[int, RemoteProcess, Placed]] = []
+        """Cores in lock step that have a place, and wait for that of core 0, where their workers meet."""
 
     def start(self, rank: int, incarnation: int) -> CoreHandle:
-        return RayCore(self._cluster, self._info, rank, incarnation, self._on_exit)
+        return RayCore(self, rank, incarnation)
 
     def close(self) -> None:
         self._cluster.close()
+
+    def place(self, rank: int, incarnation: int, listener: Listener) -> RemoteProcess:
+        """Ask for a place for a core."""
+        label = f"{Path(self._info.log_path).stem}.core{rank}.{incarnation}"
+        config = self._info.config
+        [process] = self._cluster.start([core_bundle(config)], config.parallel.ray_timeout, label, [listener])
+        return process
+
+    def run(self, rank: int, process: RemoteProcess, place: Placed) -> None:
+        """Start a core that has a place; called on the thread of the cluster, as what follows."""
+        config = self._info.config
+        if config.lock_step and config.parallel.data_parallel_size > 1:
+            if rank == 0:
+                self._meeting = place.tcp_address
+            self._early.append((rank, process, place))
+            if self._meeting is None:
+                return
+            cores, self._early = self._early, []
+        else:
+            cores = [(rank, process, place)]
+        for core in cores:
+            self._run(*core)
+
+    def take_back(self, process: RemoteProcess) -> None:
+        """Give back the room of a core that has ended."""
+        process.give_back()
+        self._on_exit()
+
+    def _run(self, rank: int, process: RemoteProcess, place: Placed) -> None:
+        where = f"{place.hostname} ({place.address}), log {place.log_path}"
+        logger.info("engine core %d has a place on %s", rank, where)
+        config = self._info.config
+        parallel = replace(
+            config.parallel, ray_address=self._cluster.address, data_parallel_init_method=self._meeting
+        )
+        info = msgspec.structs.replace(
+            self._info,
+            run_dir=place.run_dir,
+            tensor_dir=place.tensor_dir,
+            log_path=place.log_path,
+            config=replace(config, parallel=parallel),
+        )
+        process.send(RunCore(info, rank, parallel.ray_cpus_per_worker))

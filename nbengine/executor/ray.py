@@ -47,10 +47,9 @@ class RayExecutor(MultiprocExecutor):
         self._remote = [worker for worker, _ in found]
         self._places = [place for _, place in found]
         self._token = secrets.token_hex(8)
-        parallel, first = config.parallel, self._places[0]
+        parallel = config.parallel
         if parallel.distributed_init_method is None:
-            host = f"[{first.address}]" if ":" in first.address else first.address
-            parallel = replace(parallel, distributed_init_method=f"tcp://{host}:{first.port}")
+            parallel = replace(parallel, distributed_init_method=self._places[0].tcp_address)
         return replace(config, parallel=parallel)
 
     def _find_places(self, cluster: Cluster, config: EngineConfig) -> list[tuple[RemoteWorker, Placed]]:
@@ -98,7 +97,9 @@ class RayExecutor(MultiprocExecutor):
             "worker %d runs on %s (%s), log %s", layout.rank, place.hostname, place.address, place.log_path
         )
         if worker.process is not None:
-            worker.process.send(RunWorker(pickle.dumps(spec), layout.rank, layout.world_size, self._token))
+            threads = spec.config.parallel.ray_cpus_per_worker
+            message = RunWorker(pickle.dumps(spec), layout.rank, layout.world_size, self._token, threads)
+            worker.process.send(message)
 
     def worker_stats(self) -> list[WorkerStats]:
         return [worker.stats or WorkerStats(rank, 0, 0, 0.0) for rank, worker in enumerate(self._remote)]

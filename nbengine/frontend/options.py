@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_prefix_affinity: bool
     ray_address: str | None
     ray_timeout: float
+    ray_cpus_per_worker: int
     data_parallel_backend: str
     keep_alive: float
     lease: float

@@ -44,9 +44,16 @@ def test_kernels_has_no_init() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["nbengine", "nbengine.magics.extension", "nbengine.frontend.async_llm", "nbengine.engine.supervisor"],
+    [
+        "nbengine",
+        "nbengine.magics.extension",
+        "nbengine.frontend.async_llm",
+        "nbengine.engine.supervisor",
+        "nbengine.engine.ray_launcher",
+        "nbengine.cluster.keeper",
+    ],
 )
 def test_light_modules_import_neither_torch_nor_transformers(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numba') if m in sys.modules])"
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numba', 'ray') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -57,6 +57,7 @@ class RawClient:
         name = f"c-{uuid.uuid4().hex[:8]}"
         self.input = self.open_socket(zmq.ROUTER, info.client_bind_address(f"{name}.in"), bind=True)
         self.input.router_mandatory = True
+        # A core that is started again may come before its predecessor is known to have gone.
         self.input.router_handover = True
         self.output = self.open_socket(zmq.PULL, info.client_bind_address(f"{name}.out"), bind=True)
         self.input_address = bound_address(self.input)

@@ -124,28 +124,35 @@ class RayNode:
 
 
 class RayCluster:
-    """A head node and others; `close` kills all of it and removes its files."""
+    """A head node and others; `close` kills all of it and removes its files.
+
+    `places` are the nodes' network namespaces and addresses, if they have some of their own.
+    """
 
     def __init__(
-        self, nodes: Sequence[Mapping[str, float]], inside: Sequence[Sequence[str]] | None = None
+        self, nodes: Sequence[Mapping[str, float]], places: Sequence[tuple[str, str]] | None = None
     ) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="nbr-", dir="/tmp"))
         self.nodes: list[RayNode] = []
         self.address = ""
-        self._inside = inside or [()] * len(nodes)
         try:
-            for resources, prefix in zip(nodes, self._inside, strict=True):
-                self.add(resources, prefix)
+            for resources, place in zip(nodes, places or [None] * len(nodes), strict=True):
+                self.add(resources, place)
             for node in self.nodes:
                 node.wait_started()
         except BaseException:
             self.close()
             raise
 
-    def add(self, resources: Mapping[str, float], inside: Sequence[str] = (), *arguments: str) -> RayNode:
+    def add(self, resources: Mapping[str, float], place: tuple[str, str] | None = None) -> RayNode:
         """Start one more node, the first one as the head; `wait_started` tells when it is there."""
         others = {name: amount for name, amount in resources.items() if name != "CPU"}
-        wanted = [f"--num-cpus={resources['CPU']}", f"--resources={json.dumps(others)}", *arguments]
+        wanted = [f"--num-cpus={resources['CPU']}", f"--resources={json.dumps(others)}"]
+        inside: Sequence[str] = ()
+        if place is not None:
+            namespace, address = place
+            inside = ["ip", "netns", "exec", namespace]
+            wanted.append(f"--node-ip-address={address}")
         if self.address:
             wanted.append(f"--address={self.address}")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,18 +11,18 @@ from process_support.ray_cluster import START, RayCluster, on_cluster
 from nbengine.ipc.messages import EngineDead, EngineLost, EngineReady, RanksChanged
 
 
-@pytest.fixture
-def own_cluster(no_leftovers: None) -> Iterator[RayCluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
     """A cluster that a test may break."""
     cluster = RayCluster([{"CPU": 1}, {"CPU": 1}])
     yield cluster
     cluster.close()
 
 
-def test_a_rank_whose_node_is_lost_comes_back_on_another_one(own_cluster, start_engine) -> None:
-    engine = start_engine(parallel=on_cluster(own_cluster, ray_timeout=START), lease=600.0)
+def test_a_rank_whose_node_is_lost_comes_back_on_another_one(cluster, start_engine) -> None:
+    engine = start_engine(parallel=on_cluster(cluster, ray_timeout=START), lease=600.0)
     client = engine.client().attach(START)
-    head, other = own_cluster.nodes
+    head, other = cluster.nodes
     [there] = other.engine_processes("nbengine: core ")
     rank = int(there.cmdline()[0].split()[2])
     other.raylet().kill()
@@ -31,7 +32,8 @@ def test_a_rank_whose_node_is_lost_comes_back_on_another_one(own_cluster, start_
     client.add("meanwhile", [1, 2, 3], rank=1 - rank)
     client.wait_finished("meanwhile")
     other.wait_clean()
-    new = own_cluster.add({"CPU": 1})
+    new = cluster.add({"CPU": 1})
+    new.wait_started()
     again = client.hear(EngineReady, START)
     assert again.rank == rank
     assert client.hear(RanksChanged).engine_ranks == [0, 1]
@@ -39,8 +41,10 @@ def test_a_rank_whose_node_is_lost_comes_back_on_another_one(own_cluster, start_
     assert client.input.recv_multipart()[1:] == [again.incarnation.to_bytes(4, "little")]
     client.add("again", [1, 2, 3], rank=rank)
     client.wait_finished("again")
-    # The node that the host itself belongs to.
+    # The node that the host itself belongs to: Ray ends all that was started from there, which may be seen first.
     head.raylet().kill()
     dead = client.hear(EngineDead, START)
-    assert "Ray" in dead.cause
+    assert re.search(
+        "this machine's node of the Ray cluster is gone|was lost on .*: The actor died", dead.cause
+    )
     engine.wait_gone()

@@ -34,6 +34,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("pipeline_parallel_size", 0),
     ("ray_address", "ray://10.0.0.1:10001"),
     ("ray_address", ""),
+    ("ray_cpus_per_worker", 0),
     ("ray_timeout", 0.0),
     ("runner", "draft"),
     ("scheduling_policy", "lottery"),
