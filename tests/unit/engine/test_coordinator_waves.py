@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -166,11 +165,12 @@ def test_ranks_come_and_go_at_the_end() -> None:
 
 
 class Rig:
-    """The coordinator's sockets, with a peer at each of them; `now` is the clock."""
+    """The coordinator's sockets, with a peer at each of them; `now` is the clock. Within a process what is sent is
+    there at once."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         self.context = zmq.Context()
-        front, back, publish = (f"ipc://{directory}/{name}" for name in ("front", "back", "publish"))
+        front, back, publish = (f"inproc://{name}" for name in ("front", "back", "publish"))
         self.coordinator = DPCoordinatorProc(self.context, 2, front, back, publish, lock_step=True)
         self.poller = zmq.Poller()
         self.coordinator.register(self.poller)
@@ -214,8 +214,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
+def rig() -> Iterator[Rig]:
+    rig = Rig()
     yield rig
     rig.close()
 
