@@ -44,5 +44,7 @@ def test_a_rank_whose_node_is_lost_comes_back_on_another_one(cluster, start_engi
     # The node that the host itself belongs to: Ray ends all that was started from there, which may be seen first.
     head.raylet().kill()
     dead = client.hear(EngineDead, START)
-    assert re.search("this machine's node of the Ray cluster is gone|was lost on .*: The actor died", dead.cause)
+    assert re.search(
+        "this machine's node of the Ray cluster is gone|was lost on .*: The actor died", dead.cause
+    )
     engine.wait_gone()
