@@ -18,13 +18,8 @@ from common import parser, report
 
 from nbengine.client.request_router import RequestRouter
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
-from nbengine.ipc.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineReady,
-    FinishReason,
-)
+from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.sampling_params import SamplingParams
 

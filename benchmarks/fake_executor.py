@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from nbengine.config import EngineConfig
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import WorkerInfo
+from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 

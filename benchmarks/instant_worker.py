@@ -16,7 +16,7 @@ from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.executor.worker_board import WorkerBoard
-from nbengine.ipc.messages import WorkerInfo
+from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 

@@ -24,7 +24,7 @@ from scaling.rules import CENTRAL
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDED = DOCS / "benchmarks" / "scaling_costs.json"
-RULES = ("ours", "sample", "two choices", "snapshot alone", "random", CENTRAL)
+RULES = ("ours", "all ranks", "two choices", "snapshot alone", "random", CENTRAL)
 COLOR_OF = dict(zip((*RULES, "snapshot + own"), COLORS, strict=False))
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)
 LOADS = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95)

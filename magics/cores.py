@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from nbengine.ipc.messages import EngineReady
+from nbengine.ipc.control_messages import EngineReady
 from nbengine.magics.render import count, table
 from nbengine.magics.workers import lone_worker_rows, step_time
 from nbengine.metrics.stats import SchedulerStats

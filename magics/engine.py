@@ -16,7 +16,7 @@ from nbengine.client.logs import find_log, find_worker_log
 from nbengine.config import EngineArgs
 from nbengine.engine.logs import log_tail
 from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
 from nbengine.magics.config import NBEngine
 from nbengine.magics.control import ControlCommands

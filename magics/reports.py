@@ -11,7 +11,7 @@ import psutil
 from nbengine.client.connection import ConnectionInfo, newest
 from nbengine.client.directory import EngineListing, ReapReport
 from nbengine.client.processes import session_processes
-from nbengine.ipc.messages import EngineReady
+from nbengine.ipc.control_messages import EngineReady
 from nbengine.magics.cores import cores_table, lone_core_rows
 from nbengine.magics.render import age, count, seconds, table
 from nbengine.magics.session import AttachedEngine

@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.client.connection import ConnectionInfo, list_connections
 from nbengine.config import EngineConfig
 from nbengine.frontend.control import Control
-from nbengine.ipc.messages import EngineReady, Progress
+from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.arguments import did_you_mean
 from nbengine.magics.ledger import Ledger
 from nbengine.magics.stream import Collector

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nbengine.config import ParallelConfig
 from nbengine.distributed.layout import RankLayout
-from nbengine.ipc.messages import EngineReady, WorkerInfo
+from nbengine.ipc.control_messages import EngineReady, WorkerInfo
 from nbengine.magics.render import table
 from nbengine.metrics.stats import SchedulerStats, WorkerStats
 from nbengine.units import size

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _fetch(options: argparse.Namespace) -> int:
     from nbengine.config import ModelConfig
-    from nbengine.ipc.messages import Progress
+    from nbengine.ipc.control_messages import Progress
     from nbengine.models.files import resolve_model
 
     shown = ""

@@ -17,7 +17,7 @@ from nbengine.client.connection import ConnectionInfo, newest
 from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
 from nbengine.client.processes import session_processes
 from nbengine.config import EngineConfig, ParallelConfig
-from nbengine.ipc.messages import EngineReady, WorkerInfo
+from nbengine.ipc.control_messages import EngineReady, WorkerInfo
 
 CLIENT_TO_HOST = ("host.sock: DEALER ↔ ROUTER", "stats.sock: SUB (on demand) ← XPUB")
 CLIENT_TO_CORE = ("c-<id>.in: ROUTER → DEALER", "c-<id>.out: PULL ← PUSH")

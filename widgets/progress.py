@@ -11,7 +11,7 @@ from typing import Self
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.config import ParallelConfig
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.stages import StartStages
 

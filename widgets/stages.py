@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nbengine.config import ParallelConfig
 from nbengine.distributed.layout import RankLayout
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 
 _MARKS = {"done": "✓", "running": "▸", "failed": "✗"}
 PartKey = tuple[int, int | None]

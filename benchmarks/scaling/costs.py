@@ -333,19 +333,17 @@ def _observe(num_ranks: int) -> float:
         msgspec.msgpack.encode(EngineStats([_stats(rank, step) for rank in range(num_ranks)]))
         for step in range(60)
     ]
-    return _median_time(
-        [lambda frame=frame: balancer.observe(decoder.decode(frame), 0.0) for frame in frames]
-    )
+    return _median_time([lambda frame=frame: balancer.observe(decoder.decode(frame)) for frame in frames])
 
 
 def _choose(num_ranks: int) -> float:
     balancer = LoadBalancer()
     balancer.set_ranks(range(num_ranks))
-    balancer.observe(EngineStats([_stats(rank, 9 + rank) for rank in range(num_ranks)]), 0.0)
+    balancer.observe(EngineStats([_stats(rank, 9 + rank) for rank in range(num_ranks)]))
 
     def choose_many() -> None:
         for _ in range(100):
-            balancer.add(balancer.pick(), 0.0)
+            balancer.add(balancer.pick())
 
     return _median_time([choose_many] * 30) / 100
 

@@ -77,20 +77,20 @@ class TwoChoices(Ours):
         return min(first, second, key=self.balancer.score)
 
 
-class Sample(Ours):
-    """The least busy one of as many ranks as there are for each client, drawn at random: all of them for one client, two
-    at least. So no two clients look at the same ranks, and together they look at all."""
+class AllRanks(Ours):
+    """The least busy one of all ranks, by the scores of `LoadBalancer`: what it does with one client, by each of
+    several."""
 
     def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
         super().__init__(num_ranks, num_clients, client, rng)
-        self._rng = rng
-        self._size = max(2, num_ranks // num_clients)
         self._num_ranks = num_ranks
+        self._next = client * num_ranks // num_clients
 
     def choose(self) -> int:
-        if self._size >= self._num_ranks:
-            return self.balancer.pick()
-        return min(self._rng.sample(range(self._num_ranks), self._size), key=self.balancer.score)
+        order = [*range(self._next, self._num_ranks), *range(self._next)]
+        chosen = min(order, key=self.balancer.score)
+        self._next = (chosen + 1) % self._num_ranks
+        return chosen
 
 
 class LeastScore:
@@ -158,7 +158,7 @@ MakeRule = Callable[[int, int, int, random.Random], Rule]
 CENTRAL = "one queue for all"
 RULES: dict[str, MakeRule] = {
     "ours": Ours,
-    "sample": Sample,
+    "all ranks": AllRanks,
     "two choices": TwoChoices,
     "snapshot alone": lambda ranks, clients, client, rng: LeastScore(0, ranks, client * ranks // clients),
     "snapshot + own": lambda ranks, clients, client, rng: LeastScore(1, ranks, client * ranks // clients),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nbengine.checks import require
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidTypeError
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
+from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
 from nbengine.models.progress import ProgressCallback
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import zmq
 
 from nbengine.config import EngineConfig
 from nbengine.errors import NBEngineError
+from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.curve import CurveKeys
 from nbengine.ipc.liveness import machine_id
-from nbengine.ipc.messages import EngineReady
 from nbengine.ipc.transport import EngineContext, any_port, host_of, own_address
 
 MAX_SOCKET_PATH = 100

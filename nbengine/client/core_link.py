@@ -14,14 +14,13 @@ from nbengine.client.request_router import RequestRouter
 from nbengine.client.stats_feed import StatsFeed
 from nbengine.client.utility_calls import UtilityCalls
 from nbengine.errors import NBEngineError, RequestLostError, WireError
+from nbengine.ipc.control_messages import EngineLost, EngineReady
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
-    EngineLost,
-    EngineReady,
     FinishReason,
     UtilityRequest,
     decode_home,

@@ -33,8 +33,8 @@ from nbengine.client.processes import (
     wait_until,
 )
 from nbengine.errors import NBEngineError
+from nbengine.ipc.control_messages import EngineDead, HostToClient, Shutdown
 from nbengine.ipc.handshake import ControlDecoder, encode_control
-from nbengine.ipc.messages import EngineDead, HostToClient, Shutdown
 from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import port_of
 

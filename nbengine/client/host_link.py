@@ -24,9 +24,7 @@ from nbengine.client.scale_calls import ScaleCalls
 from nbengine.client.wake import WakePipe
 from nbengine.engine.logs import log_tail
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError, WireError
-from nbengine.ipc.handshake import ControlDecoder, encode_control
-from nbengine.ipc.liveness import machine_id
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     Attach,
     Attached,
     ClientToHost,
@@ -42,6 +40,8 @@ from nbengine.ipc.messages import (
     Scaled,
     Shutdown,
 )
+from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.liveness import machine_id
 
 logger = logging.getLogger(__name__)
 

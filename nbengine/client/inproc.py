@@ -24,13 +24,8 @@ from nbengine.errors import (
     RequestError,
     UtilityError,
 )
-from nbengine.ipc.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineReady,
-    FinishReason,
-)
+from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.models.progress import ProgressCallback
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError
-from nbengine.ipc.messages import EngineLost, EngineReady, Progress, Scaled
+from nbengine.ipc.control_messages import EngineLost, EngineReady, Progress, Scaled
 
 
 class LinkListener(Protocol):

@@ -24,14 +24,8 @@ from nbengine.errors import (
     LeaseExpiredError,
     NBEngineError,
 )
-from nbengine.ipc.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineLost,
-    EngineReady,
-    Progress,
-    Scaled,
-)
+from nbengine.ipc.control_messages import EngineLost, EngineReady, Progress, Scaled
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.models.progress import ProgressCallback
 

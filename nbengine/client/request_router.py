@@ -9,7 +9,8 @@ from nbengine.client.load_balancer import LoadBalancer
 from nbengine.client.prefix_affinity import PrefixAffinity
 from nbengine.config import EngineConfig
 from nbengine.errors import RequestLostError
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
+from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
 
 
 class _InFlight:

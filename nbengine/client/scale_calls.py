@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from nbengine.errors import NBEngineError
-from nbengine.ipc.messages import ScaleElasticEP
+from nbengine.ipc.control_messages import ScaleElasticEP
 
 
 class ScaleCalls:

@@ -8,7 +8,7 @@ import zmq
 
 from nbengine.errors import NBEngineError
 from nbengine.ipc.connection_watch import ConnectionWatch
-from nbengine.ipc.messages import AttachClient
+from nbengine.ipc.control_messages import AttachClient
 from nbengine.ipc.transport import bound_address, is_tcp
 
 

@@ -19,15 +19,9 @@ from nbengine.engine.kv_cache_start import initialize_kv_cache
 from nbengine.engine.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.structured import StructuredOutputManager
 from nbengine.errors import RequestError, UtilityError
+from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.ipc.liveness import machine_id
-from nbengine.ipc.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineReady,
-    FinishReason,
-    Progress,
-)
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.kv_cache.events import KVEventStream
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.models.description import describe_model

@@ -18,8 +18,9 @@ from nbengine.engine.logs import describe_exception, log_tail
 from nbengine.errors import EngineDeadError, EngineStartError, NBEngineError
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
+from nbengine.ipc.control_messages import EngineDead, EngineHandshakeMetadata, Progress
 from nbengine.ipc.handshake import encode_control, say_hello
-from nbengine.ipc.messages import EngineDead, EngineHandshakeMetadata, Progress, engine_identity
+from nbengine.ipc.messages import engine_identity
 from nbengine.ipc.sockets import make_socket
 
 logger = logging.getLogger(__name__)

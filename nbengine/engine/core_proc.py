@@ -36,18 +36,15 @@ from nbengine.engine.work import (
 from nbengine.errors import NBEngineError, RequestError
 from nbengine.executor.base import Executor
 from nbengine.executor.files import ExecutorFiles
-from nbengine.ipc.handshake import encode_control
-from nbengine.ipc.messages import (
-    ENGINE_CORE_DEAD,
+from nbengine.ipc.control_messages import (
     DetachClient,
-    EngineCoreOutputs,
     EngineHandshakeMetadata,
     Progress,
     ShutdownEngine,
-    UtilityOutput,
-    UtilityRequest,
     WantKVEvents,
 )
+from nbengine.ipc.handshake import encode_control
+from nbengine.ipc.messages import ENGINE_CORE_DEAD, EngineCoreOutputs, UtilityOutput, UtilityRequest
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -15,7 +15,8 @@ from nbengine.engine.step_in_flight import StepInFlight
 from nbengine.engine.waves import Standing, Verdict, WaveState, conclude, greatest_wave
 from nbengine.engine.work import COORDINATOR_INDEX, StartWave
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import ChangeGroup, EngineCoreOutputs, EngineHandshakeMetadata, GroupChanged
+from nbengine.ipc.control_messages import ChangeGroup, EngineHandshakeMetadata, GroupChanged
+from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.scheduler.output import SchedulerOutput
 

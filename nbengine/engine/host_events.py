@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     ClientToHost,
     CoreToHost,
     EngineDead,

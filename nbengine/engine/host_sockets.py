@@ -8,8 +8,8 @@ import zmq
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.engine.coordinator import DPCoordinatorProc
+from nbengine.ipc.control_messages import EngineHandshakeMetadata
 from nbengine.ipc.curve import SocketOptions
-from nbengine.ipc.messages import EngineHandshakeMetadata
 from nbengine.ipc.sockets import MAX_CONTROL_BYTES, make_socket
 from nbengine.ipc.transport import bound_address
 

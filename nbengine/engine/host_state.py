@@ -39,7 +39,7 @@ from nbengine.engine.host_events import (
 from nbengine.engine.leases import EndedLease, Lease, LeaseTable
 from nbengine.engine.rank_table import RankLife, RankPhase, RankTable
 from nbengine.engine.scaling import STOP_GRACE, LockStep, Scaler
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     Attach,
     AttachClient,
     Attached,

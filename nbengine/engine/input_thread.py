@@ -26,21 +26,23 @@ from nbengine.engine.work import (
     refusal,
 )
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc.handshake import ControlDecoder, encode_control
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     AttachClient,
     ChangeGroup,
     ClientLost,
     CoreToHost,
     DetachClient,
+    HostToCore,
+    ShutdownEngine,
+    WantKVEvents,
+)
+from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
-    HostToCore,
-    ShutdownEngine,
     UtilityOutput,
     UtilityRequest,
-    WantKVEvents,
     encode_incarnation,
     engine_identity,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.kv_cache.sizing import KVCacheSpec, check_max_model_len, num_blocks_for
 from nbengine.units import size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbengine.ipc.messages import Attach
+from nbengine.ipc.control_messages import Attach
 
 LIVENESS_INTERVAL = 0.5
 """Seconds between two looks at whether the clients' processes still run."""

@@ -30,11 +30,10 @@ from nbengine.engine.work import (
 )
 from nbengine.errors import NBEngineError
 from nbengine.ipc.connection_watch import ConnectionWatch
+from nbengine.ipc.control_messages import AttachClient, DetachClient
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     KV_TOPIC,
-    AttachClient,
-    DetachClient,
     EngineCoreOutputs,
     encode_incarnation,
     engine_identity,

@@ -13,7 +13,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from nbengine.ipc.messages import EngineReady, Progress
+from nbengine.ipc.control_messages import EngineReady, Progress
 
 FIRST_RESTART_DELAY = 0.25
 """Seconds until a rank that has died is started again; twice as long each further time."""

@@ -21,7 +21,7 @@ from nbengine.engine.host_events import (
     ToCore,
 )
 from nbengine.engine.rank_table import RankLife, RankPhase, RankTable
-from nbengine.ipc.messages import ChangeGroup, Scaled, ShutdownEngine
+from nbengine.ipc.control_messages import ChangeGroup, Scaled, ShutdownEngine
 
 MAX_SIZE = 1024
 """Engine cores that one engine may have."""

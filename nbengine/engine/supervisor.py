@@ -62,15 +62,9 @@ from nbengine.engine.processes import (
     CoreHandle,
 )
 from nbengine.errors import EngineStartError, NBEngineError, WireError
+from nbengine.ipc.control_messages import ClientToHost, CoreToHost, EngineDead, EngineReady, WantKVEvents
 from nbengine.ipc.handshake import ControlDecoder, encode_control
-from nbengine.ipc.messages import (
-    ClientToHost,
-    CoreToHost,
-    EngineDead,
-    EngineReady,
-    WantKVEvents,
-    engine_identity,
-)
+from nbengine.ipc.messages import engine_identity
 from nbengine.ipc.shm_tensors import remove_abandoned
 from nbengine.ipc.sockets import IPC_PREFIX
 

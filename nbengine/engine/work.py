@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from nbengine.errors import EngineDeadError
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     AttachClient,
     ChangeGroup,
     DetachClient,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
     ShutdownEngine,
-    UtilityRequest,
     WantKVEvents,
 )
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityRequest
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch
 from nbengine.scheduler.request import Request
 

@@ -11,7 +11,7 @@ from nbengine.checks import require
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError
 from nbengine.executor.files import ExecutorFiles
-from nbengine.ipc.messages import WorkerInfo
+from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.metrics.stats import WorkerStats
 from nbengine.models.progress import ProgressCallback

@@ -14,8 +14,8 @@ from nbengine.cluster.worker import RemoteWorker
 from nbengine.distributed.layout import RankLayout
 from nbengine.engine.processes import RunningProcess, WorkerProcess
 from nbengine.executor.failures import WorkerFailure, WorkerReport
+from nbengine.ipc.control_messages import Progress
 from nbengine.ipc.message_queue import Handle
-from nbengine.ipc.messages import Progress
 
 LAST_BREATH = 1.0
 """Seconds that a process may take to be gone once its end of the line is."""

@@ -22,8 +22,8 @@ from nbengine.executor.calls import FAILURE, SUCCESS
 from nbengine.executor.failures import WorkerReport
 from nbengine.executor.files import ExecutorFiles, OwnDirectories
 from nbengine.executor.watch import WorkerReady
+from nbengine.ipc.control_messages import Progress
 from nbengine.ipc.message_queue import Handle, MessageQueue
-from nbengine.ipc.messages import Progress
 from nbengine.scheduler.output import AsyncModelRunnerOutput
 
 logger = logging.getLogger(__name__)

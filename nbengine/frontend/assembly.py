@@ -13,7 +13,7 @@ from nbengine.config import EngineConfig
 from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
-from nbengine.ipc.messages import EngineReady, Progress
+from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.models.description import ModelDescription, described_model
 from nbengine.models.hf_config import load_hf_config
 from nbengine.models.progress import ProgressCallback

@@ -18,18 +18,18 @@ from nbengine.client.connection import ConnectionInfo
 from nbengine.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from nbengine.client.directory import find_engine
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.frontend.assembly import assemble, resolve_files
+from nbengine.frontend.async_requests import AsyncRequests
 from nbengine.frontend.control import AsyncControl, Control, ControlOf
 from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.loop_thread import LoopThread
 from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.pooling_state import PoolingFuture
 from nbengine.frontend.prompting import Prompting
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
+from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
@@ -142,7 +142,7 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
         self.ready: EngineReady = parts.ready
         self._tokenizer = parts.tokenizer
         self.input_processor = parts.input_processor
-        self._requests = _Requests(client, parts.output_processor)
+        self._requests = AsyncRequests(client, parts.output_processor)
         client.output_handler = self._requests
         self._request_counter = itertools.count()
 
@@ -365,68 +365,3 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
 
 AsyncLLMEngine = AsyncLLM
 """The name that older scripts import."""
-
-
-class _Requests:
-    """The unfinished requests, on the loop thread. It knows nothing of the `AsyncLLM`, which can so be dropped."""
-
-    def __init__(self, client: AsyncMPClient, output_processor: OutputProcessor) -> None:
-        self._client = client
-        self._output_processor = output_processor
-
-    def add(self, request: EngineCoreRequest, prompt: str | None, collector: RequestOutputCollector) -> None:
-        """Register a request and send it."""
-        try:
-            self._client.check_alive()
-            to_send = self._output_processor.add_request(request, prompt, collector)
-        except NBEngineError as error:
-            collector.put_error(error)
-            return
-        try:
-            for part in to_send:
-                self._client.add_request(part)
-        except NBEngineError as error:
-            self._client.abort_requests(self._output_processor.discard_request(request.request_id))
-            collector.put_error(error)
-
-    def add_pooling(self, request: EngineCoreRequest, prompt: str | None, future: PoolingFuture) -> None:
-        """Register a pooling request and send it, unless it has been cancelled already."""
-        if future.cancelled():
-            return
-        try:
-            self._client.check_alive()
-            self._output_processor.pooling.add(request, prompt, future)
-            self._client.add_request(request)
-        except NBEngineError as error:
-            self._client.abort_requests(self._output_processor.pooling.discard(request.request_id))
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """Process a batch; a failure here, which would be a bug, ends the requests instead of stalling them."""
-        try:
-            processed = self._output_processor.process_outputs(outputs.outputs, outputs.engine_index)
-        except Exception as error:
-            logger.exception("outputs of the engine cannot be processed")
-            self._client.abort_requests(self._output_processor.unfinished_ids())
-            failure = NBEngineError(f"outputs of the engine cannot be processed: {error!r}")
-            failure.__cause__ = error
-            self._output_processor.fail_requests(failure)
-            return
-        if processed.reqs_to_abort:
-            self._client.abort_requests(processed.reqs_to_abort)
-        if outputs.finished_requests:
-            self._output_processor.abort_requests(outputs.finished_requests)
-
-    def on_error(self, error: NBEngineError, *, dead: bool) -> None:
-        """End all requests with an error."""
-        del dead
-        self._output_processor.fail_requests(error)
-
-    def abort_now(self, request_ids: list[str]) -> None:
-        """End requests with what they have, and tell the engine."""
-        self._client.abort_requests(self._output_processor.abort_requests(request_ids))
-
-    async def abort(self, request_ids: list[str]) -> None:
-        """`abort_now` as a coroutine."""
-        self.abort_now(request_ids)

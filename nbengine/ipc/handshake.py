@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from nbengine.errors import EngineStartError, WireError
-from nbengine.ipc.messages import EngineHandshakeMetadata, Hello, HostToCore
+from nbengine.ipc.control_messages import EngineHandshakeMetadata, Hello, HostToCore
 
 T = TypeVar("T")
 

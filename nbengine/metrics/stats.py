@@ -19,7 +19,7 @@ class WorkerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """State of one engine's scheduler and KV cache after a step; counters never go down."""
+    """State of one engine's scheduler and KV cache after a step; counters never go down, except where it says so."""
 
     engine_index: int = 0
     num_running_reqs: int = 0
@@ -35,6 +35,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Prompt tokens found, since the start."""
     num_preemptions: int = 0
     step_counter: int = 0
+    """Steps since the start; in lock step, turns since the wave began."""
     current_wave: int = 0
     engines_running: bool = False
     """In lock step: whether this rank steps, with work of its own or without."""

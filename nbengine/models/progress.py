@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 
 ProgressCallback = Callable[[Progress], None]
 

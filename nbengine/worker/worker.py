@@ -16,7 +16,7 @@ from nbengine.distributed.layout import ALONE, RankLayout
 from nbengine.errors import UtilityError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.worker_board import WorkerBoard
-from nbengine.ipc.messages import WorkerInfo
+from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future
 
 from nbengine.executor.base import Executor
-from nbengine.ipc.messages import Progress, WorkerInfo
+from nbengine.ipc.control_messages import Progress, WorkerInfo
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput
 

@@ -14,7 +14,7 @@ from process_support.engine_under_test import wait_for
 from nbengine import AsyncLLM, SamplingParams
 from nbengine.client.directory import count_clients, stop_engine
 from nbengine.errors import InvalidArgumentError, NBEngineError, UtilityError
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.sampling_params import RequestOutputKind
 
 StartAsync = Callable[..., AsyncLLM]

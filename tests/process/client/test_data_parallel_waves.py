@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from process_support.engine_under_test import wait_for
-from process_support.lock_step_executor import LOCK_STEP_EXECUTOR, new_meeting
+from process_support.lock_step_executor import LOCK_STEP_EXECUTOR
 
 from nbengine import LLM, AsyncLLM, SamplingParams
 
@@ -36,7 +36,7 @@ def lock_step(tmp_path: Path) -> dict[str, object]:
         "model": "random-tiny-moe",
         "data_parallel_size": 2,
         "distributed_executor_backend": LOCK_STEP_EXECUTOR,
-        "knobs": {"meeting": new_meeting(tmp_path / "meeting")},
+        "knobs": {"meeting": str(tmp_path / "meeting")},
     }
 
 
@@ -76,3 +76,25 @@ def test_llm_over_ranks_in_lock_step(start_llm: StartLLM, lock_step: dict[str, o
     for _ in range(2):
         outputs = llm.generate(prompts, params(), use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [counted_from(n) for n in range(20)]
+
+
+async def test_scaling_in_lock_step_loses_and_repeats_nothing(
+    start_async: StartAsync, lock_step: dict[str, object]
+) -> None:
+    llm = start_async(**lock_step)
+    scaled = False
+
+    async def stream(first: int) -> None:
+        """One completion after another until the engine has been scaled, and once more."""
+        last_time = False
+        while not last_time:
+            last_time = scaled
+            assert await tokens_of(llm, first) == counted_from(first)
+
+    streams = [asyncio.create_task(stream(first)) for first in range(16)]
+    assert await llm.scale(4, 60.0) == 4
+    assert await tokens_of(llm, 7, 2) == counted_from(7)
+    assert await llm.scale(1, 60.0) == 1
+    scaled = True
+    await asyncio.gather(*streams)
+    assert await tokens_of(llm, 7, 0) == counted_from(7)

@@ -16,7 +16,7 @@ from nbengine import AsyncLLM, SamplingParams
 from nbengine.client.connection import connection_file
 from nbengine.client.processes import session_processes
 from nbengine.errors import EngineDeadError, EngineStartError
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.sampling_params import RequestOutputKind
 
 StartEngine = Callable[..., AsyncLLM]

@@ -11,7 +11,8 @@ from process_support.engine_under_test import ASYNC_FAKE_EXECUTOR, EngineUnderTe
 from process_support.raw_client import RawClient
 
 from nbengine.config import ParallelConfig
-from nbengine.ipc.messages import FinishReason, Shutdown
+from nbengine.ipc.control_messages import Shutdown
+from nbengine.ipc.messages import FinishReason
 
 StartEngine = Callable[..., EngineUnderTest]
 

@@ -14,15 +14,8 @@ from process_support.engine_under_test import EngineUnderTest, fake_config, wait
 from process_support.raw_client import RawClient
 
 from nbengine.client.connection import ConnectionInfo, connection_file
-from nbengine.ipc.messages import (
-    Detach,
-    EngineDead,
-    FinishReason,
-    HeartbeatAck,
-    LeaseLost,
-    Progress,
-    Shutdown,
-)
+from nbengine.ipc.control_messages import Detach, EngineDead, HeartbeatAck, LeaseLost, Progress, Shutdown
+from nbengine.ipc.messages import FinishReason
 
 
 def test_a_shutdown_aborts_streams_then_says_dead_then_expected(start_engine) -> None:

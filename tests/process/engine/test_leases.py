@@ -13,12 +13,7 @@ import zmq
 from process_support.engine_under_test import EngineUnderTest, fake_config, wait_for
 from process_support.raw_client import RawClient
 
-from nbengine.ipc.messages import (
-    Detach,
-    Heartbeat,
-    HeartbeatAck,
-    LeaseLost,
-)
+from nbengine.ipc.control_messages import Detach, Heartbeat, HeartbeatAck, LeaseLost
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,8 @@ from nbengine.client.logs import find_worker_log
 from nbengine.client.processes import is_running
 from nbengine.config import ParallelConfig, SchedulerConfig
 from nbengine.engine.rank_table import MAX_DEATHS
-from nbengine.ipc.messages import (
-    EngineCoreRequestType,
-    EngineLost,
-    RanksChanged,
-    Scaled,
-    ScaleElasticEP,
-    Shutdown,
-    UtilityRequest,
-    engine_identity,
-)
+from nbengine.ipc.control_messages import EngineLost, RanksChanged, Scaled, ScaleElasticEP, Shutdown
+from nbengine.ipc.messages import EngineCoreRequestType, UtilityRequest, engine_identity
 
 KILLED = "was killed by signal 9"
 SLOW = {"step_seconds": 0.01}

@@ -12,7 +12,7 @@ from process_support.lock_step_executor import ASYNC_LOCK_STEP_EXECUTOR, LOCK_ST
 from process_support.ranks_client import Traffic, core_pids, join, new_core
 
 from nbengine.config import ModelConfig, ParallelConfig, SchedulerConfig
-from nbengine.ipc.messages import EngineLost, RanksChanged, Scaled, ScaleElasticEP, Shutdown
+from nbengine.ipc.control_messages import EngineLost, RanksChanged, Scaled, ScaleElasticEP, Shutdown
 
 KILLED = "was killed by signal 9"
 

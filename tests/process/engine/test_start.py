@@ -13,12 +13,7 @@ from process_support.engine_under_test import wait_for
 
 from nbengine.client.connection import connection_file
 from nbengine.config import CacheConfig
-from nbengine.ipc.messages import (
-    Attached,
-    EngineReady,
-    Progress,
-    Shutdown,
-)
+from nbengine.ipc.control_messages import Attached, EngineReady, Progress, Shutdown
 
 
 def test_a_starting_engine_reports_progress_then_is_ready(start_engine) -> None:

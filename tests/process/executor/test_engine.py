@@ -16,7 +16,7 @@ from nbengine.client.directory import reap
 from nbengine.client.processes import is_running
 from nbengine.config import ParallelConfig, SchedulerConfig
 from nbengine.engine.logs import worker_log_path
-from nbengine.ipc.messages import EngineDead, Progress
+from nbengine.ipc.control_messages import EngineDead, Progress
 
 NOTICED = 3.0
 """Seconds within which a client must know of the end of a worker."""

@@ -16,24 +16,26 @@ from process_support.raw_client import RawClient
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.sync_mp import SyncMPClient
-from nbengine.ipc.handshake import encode_control
-from nbengine.ipc.messages import (
-    ENGINE_CORE_DEAD,
-    FIRST_REQ,
-    KV_TOPIC,
-    STATS_TOPIC,
+from nbengine.ipc.control_messages import (
     Attach,
     ClientLost,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineCoreRequestType,
     EngineReady,
     Heartbeat,
     Hello,
     LeaseLost,
     Progress,
     ScaleElasticEP,
+)
+from nbengine.ipc.handshake import encode_control
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    FIRST_REQ,
+    KV_TOPIC,
+    STATS_TOPIC,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
     UtilityOutput,
     UtilityRequest,
     engine_identity,

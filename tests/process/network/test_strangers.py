@@ -18,9 +18,9 @@ from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.raw_client import RawClient
 
 from nbengine.client.connection import connection_file, engine_file
+from nbengine.ipc.control_messages import Shutdown
 from nbengine.ipc.curve import CurveKeys, make_curve_keys
 from nbengine.ipc.handshake import encode_control
-from nbengine.ipc.messages import Shutdown
 from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import HANDSHAKE_MS, EngineContext, host_of
 

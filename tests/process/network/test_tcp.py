@@ -21,7 +21,7 @@ from nbengine.client.directory import count_clients, find_engine, list_engines, 
 from nbengine.client.process_usage import client_pids
 from nbengine.client.stats_subscriber import StatsSubscriber
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError
-from nbengine.ipc.messages import LeaseLost
+from nbengine.ipc.control_messages import LeaseLost
 from nbengine.metrics.stats import EngineStats
 
 StartEngine = Callable[..., EngineUnderTest]

@@ -21,7 +21,8 @@ from typing import Any
 from nbengine.errors import EngineStartError
 from nbengine.executor.base import Executor
 from nbengine.executor.worker_board import WorkerBoard
-from nbengine.ipc.messages import LogprobsLists, Progress, WorkerInfo
+from nbengine.ipc.control_messages import Progress, WorkerInfo
+from nbengine.ipc.messages import LogprobsLists
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput

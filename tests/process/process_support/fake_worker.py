@@ -21,7 +21,7 @@ from process_support.fake_executor import FakeExecutor
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from nbengine.errors import EngineStartError, InvalidArgumentError, ModelLoadError
 from nbengine.executor.multiproc import MultiprocExecutor
-from nbengine.ipc.messages import WorkerInfo
+from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.scheduler.output import AsyncModelRunnerOutput
 
 FAKE_WORKERS_EXECUTOR = "process_support.fake_worker:FakeWorkersExecutor"

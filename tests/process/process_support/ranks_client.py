@@ -16,19 +16,16 @@ from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.fake_executor import VOCAB_SIZE
 from process_support.raw_client import RawClient
 
-from nbengine.ipc.messages import (
-    ENGINE_CORE_DEAD,
+from nbengine.ipc.control_messages import (
     Attached,
-    EngineCoreRequest,
-    EngineCoreRequestType,
     EngineDead,
     EngineLost,
     EngineReady,
     RanksChanged,
     Scaled,
     ScaleElasticEP,
-    engine_identity,
 )
+from nbengine.ipc.messages import ENGINE_CORE_DEAD, EngineCoreRequest, EngineCoreRequestType, engine_identity
 from nbengine.sampling_params import SamplingParams
 
 PATIENCE = 60.0

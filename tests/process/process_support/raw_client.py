@@ -11,22 +11,24 @@ import psutil
 import zmq
 
 from nbengine.client.connection import ConnectionInfo
-from nbengine.ipc.handshake import ControlDecoder, encode_control
-from nbengine.ipc.messages import (
-    ENGINE_CORE_DEAD,
-    STATS_TOPIC,
+from nbengine.ipc.control_messages import (
     Attach,
     Attached,
     Detach,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineCoreRequestType,
     EngineDead,
     EngineReady,
     Heartbeat,
     HostToClient,
     LeaseLost,
+)
+from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    STATS_TOPIC,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
     UtilityRequest,
     engine_identity,
 )

@@ -9,7 +9,7 @@ import signal
 import pytest
 from process_support.ray_cluster import START, on_cluster
 
-from nbengine.ipc.messages import EngineDead, EngineLost, EngineReady, RanksChanged
+from nbengine.ipc.control_messages import EngineDead, EngineLost, EngineReady, RanksChanged
 
 
 @pytest.fixture

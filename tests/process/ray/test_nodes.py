@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from process_support.ray_cluster import START, RayCluster, on_cluster
 
-from nbengine.ipc.messages import EngineDead, EngineLost, EngineReady, RanksChanged
+from nbengine.ipc.control_messages import EngineDead, EngineLost, EngineReady, RanksChanged
 
 
 @pytest.fixture(scope="module")

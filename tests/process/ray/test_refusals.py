@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from process_support.ray_cluster import START, on_cluster
 
-from nbengine.ipc.messages import EngineDead
+from nbengine.ipc.control_messages import EngineDead
 
 
 def refusal(engine) -> str:

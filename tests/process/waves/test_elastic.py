@@ -9,7 +9,7 @@ from process_support.engine_under_test import wait_for
 from process_support.raw_client import RawClient
 from process_support.wave_client import WaveClient
 
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     EngineReady,
     Progress,
     RanksChanged,

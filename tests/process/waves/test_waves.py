@@ -9,7 +9,8 @@ import pytest
 from process_support.engine_under_test import wait_for
 from process_support.wave_client import WaveClient
 
-from nbengine.ipc.messages import FIRST_REQ, EngineDead, FinishReason, Shutdown
+from nbengine.ipc.control_messages import EngineDead, Shutdown
+from nbengine.ipc.messages import FIRST_REQ, FinishReason
 
 if TYPE_CHECKING:
     from conftest import LockStepEngine, StartLockStep

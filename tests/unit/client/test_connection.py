@@ -18,9 +18,9 @@ from nbengine.client.connection import (
 )
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
 from nbengine.errors import NBEngineError
+from nbengine.ipc.control_messages import EngineReady, WorkerInfo
 from nbengine.ipc.curve import make_curve_keys
 from nbengine.ipc.liveness import machine_id
-from nbengine.ipc.messages import EngineReady, WorkerInfo
 
 
 @pytest.fixture

@@ -13,16 +13,14 @@ from nbengine.client import core_link
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.core_link import CoreLink
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
+from nbengine.ipc.control_messages import EngineLost, EngineReady, RanksChanged
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
-    EngineLost,
-    EngineReady,
     FinishReason,
-    RanksChanged,
     UtilityOutput,
     UtilityRequest,
     encode_incarnation,

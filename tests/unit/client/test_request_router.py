@@ -10,7 +10,8 @@ from nbengine.client.core_table import CoreTable, Home
 from nbengine.client.request_router import RequestRouter
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from nbengine.errors import RequestLostError
-from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineReady
+from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from nbengine.sampling_params import SamplingParams
 
 BLOCK = 4

@@ -13,18 +13,15 @@ from nbengine.config import CacheConfig, EngineConfig, ModelConfig
 from nbengine.engine.core_proc import EngineCoreProc, EngineShutdownState
 from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, ThreadFailed, Wakeup
 from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.ipc.handshake import ControlDecoder
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     CoreToHost,
-    EngineCoreOutputs,
-    EngineCoreRequest,
     EngineHandshakeMetadata,
     EngineReady,
-    FinishReason,
     Progress,
     ShutdownEngine,
-    UtilityRequest,
 )
+from nbengine.ipc.handshake import ControlDecoder
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityRequest
 from nbengine.ipc.sockets import make_socket
 from nbengine.sampling_params import SamplingParams
 from tests.process.process_support.fake_executor import FakeExecutor

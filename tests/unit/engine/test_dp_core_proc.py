@@ -14,16 +14,9 @@ from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConf
 from nbengine.engine.dp_core_proc import DPEngineCoreProc
 from nbengine.engine.waves import WAVE_AGREEMENT_STEPS
 from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, StartWave
+from nbengine.ipc.control_messages import ChangeGroup, CoreToHost, EngineHandshakeMetadata, GroupChanged
 from nbengine.ipc.handshake import ControlDecoder
-from nbengine.ipc.messages import (
-    ChangeGroup,
-    CoreToHost,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineCoreRequestType,
-    EngineHandshakeMetadata,
-    GroupChanged,
-)
+from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from nbengine.ipc.sockets import make_socket
 from nbengine.sampling_params import SamplingParams
 from tests.process.process_support.fake_executor import AsyncFakeExecutor, FakeExecutor

@@ -9,28 +9,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
 from nbengine.engine.host_events import (
     Action,
-    ClientSpoke,
-    CoreExited,
     CoreReady,
-    CoreSpoke,
     End,
     ForgetStats,
     RecordReady,
     RemoveSockets,
     RemoveTensors,
     SignalCores,
-    StopAsked,
-    TimePassed,
     ToClient,
     ToCore,
 )
-from nbengine.engine.host_state import FIRST_ATTACH_GRACE, HostPhase, HostState
-from nbengine.engine.scaling import STOP_GRACE, LockStep
-from nbengine.ipc.messages import (
-    Attach,
+from nbengine.engine.host_state import FIRST_ATTACH_GRACE, HostPhase
+from nbengine.engine.scaling import STOP_GRACE
+from nbengine.ipc.control_messages import (
     AttachClient,
     Attached,
     ClientLost,
@@ -38,7 +31,6 @@ from nbengine.ipc.messages import (
     DetachClient,
     EngineDead,
     EngineHandshakeMetadata,
-    EngineReady,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -47,66 +39,14 @@ from nbengine.ipc.messages import (
     Shutdown,
     ShutdownEngine,
 )
-
-HANDSHAKE = EngineHandshakeMetadata("in", "out")
-LOCK_STEP = ModelConfig(is_moe=True)
-MISFITS = {7: "data_parallel_size must be 1, 2 or 4, got 7"}
-"""Sizes that the model in lock step cannot be divided by."""
-
-
-def ready(rank: int = 0) -> EngineReady:
-    return EngineReady(rank, 8, 16, 128, 1, 1, "cpu", "float32", ["generate"], 100 + rank)
-
-
-def attach(session: str = "s", pid: int = 1) -> Attach:
-    return Attach(session, pid, 0.0, f"ipc:///run/{session}.in", f"ipc:///run/{session}.out")
-
-
-class Host:
-    """A `HostState` with a clock that the test moves."""
-
-    def __init__(self, ranks: int = 1, *, dead: set[int] | None = None, **config) -> None:
-        config = {"bound": False, "keep_alive": 100.0, "lease": 30.0} | config
-        parallel = ParallelConfig(data_parallel_size=ranks)
-        self.ranks = range(ranks)
-        self.now = 0.0
-        self.dead = set() if dead is None else dead
-        engine = EngineConfig(parallel=parallel, **config)
-        lock_step = LockStep("file:///place", MISFITS.get) if engine.lock_step else None
-        self.state = HostState(engine, HANDSHAKE, lambda pid, _: pid not in self.dead, 0.0, lock_step)
-
-    def client(self, message, identity: bytes = b"a") -> list[Action]:
-        return self.state.handle(ClientSpoke(identity, message), self.now)
-
-    def core(self, message, rank: int = 0) -> list[Action]:
-        return self.state.handle(CoreSpoke(rank, message), self.now)
-
-    def exit(self, rank: int = 0, how: str = "exited with status 0", clean: bool = True) -> list[Action]:
-        return self.state.handle(CoreExited(rank, 100 + rank, how, clean), self.now)
-
-    def stop(self, cause: str = "asked") -> list[Action]:
-        return self.state.handle(StopAsked(cause), self.now)
-
-    def at(self, now: float) -> list[Action]:
-        self.now = now
-        return self.state.handle(TimePassed(), now)
-
-    def greet(self) -> Host:
-        for rank in self.ranks:
-            self.core(Hello(rank, 100 + rank), rank)
-        return self
-
-    def start(self) -> Host:
-        self.greet()
-        for rank in self.ranks:
-            self.core(ready(rank), rank)
-        assert self.state.phase is HostPhase.READY
-        return self
-
-
-def only(actions: list[Action], kind: type) -> list:
-    return [action for action in actions if isinstance(action, kind)]
-
+from tests.unit.engine.host_rig import (
+    HANDSHAKE,
+    LOCK_STEP,
+    Host,
+    attach,
+    only,
+    ready,
+)
 
 # The start.
 

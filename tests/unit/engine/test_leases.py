@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nbengine.engine.leases import LIVENESS_INTERVAL, LeaseTable
-from nbengine.ipc.messages import Attach
+from nbengine.ipc.control_messages import Attach
 
 DURATION = 10.0
 

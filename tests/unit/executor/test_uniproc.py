@@ -21,7 +21,7 @@ from nbengine.executor.base import Executor
 from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.executor.ray import RayExecutor
 from nbengine.executor.uniproc import UniProcExecutor
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.models.tiny import random_tiny
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput

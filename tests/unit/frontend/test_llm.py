@@ -26,13 +26,8 @@ from nbengine.errors import (
 )
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions
-from nbengine.ipc.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineReady,
-    FinishReason,
-)
+from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling_params import RequestOutputKind
 

@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from nbengine.errors import EngineStartError, NBEngineError, WireError
-from nbengine.ipc.handshake import ControlDecoder, encode_control, say_hello
-from nbengine.ipc.messages import (
+from nbengine.ipc.control_messages import (
     AttachClient,
     ClientToHost,
     CoreToHost,
@@ -20,8 +19,9 @@ from nbengine.ipc.messages import (
     Heartbeat,
     Hello,
     Shutdown,
-    engine_identity,
 )
+from nbengine.ipc.handshake import ControlDecoder, encode_control, say_hello
+from nbengine.ipc.messages import engine_identity
 from nbengine.ipc.sockets import make_socket
 
 MakeSocket = Callable[..., zmq.Socket]

@@ -27,7 +27,7 @@ from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import NBEngineError
 from nbengine.frontend.control import Control, ControlOf
 from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.ipc.messages import EngineReady, Progress
+from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.extension import load, unload
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput

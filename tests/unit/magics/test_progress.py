@@ -6,7 +6,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.config import ParallelConfig
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.widgets.progress import StartProgress
 from tests.unit.magics.conftest import RecordingPublisher
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.config import ParallelConfig
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.widgets.stages import StartStages
 
 FOUR = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)

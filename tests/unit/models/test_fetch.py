@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 
 from nbengine.errors import ModelLoadError, ModelNotFoundError
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.models import fetch
 from nbengine.models.fetch import PinnedFile, PinnedModel, fetch_pinned
 from nbengine.models.progress import Reporter

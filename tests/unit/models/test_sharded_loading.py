@@ -23,7 +23,7 @@ from nbengine.config import ParallelConfig
 from nbengine.distributed.communicator import ParallelState
 from nbengine.distributed.layout import layouts
 from nbengine.errors import ModelLoadError
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.models import safetensors_loader
 from nbengine.models.decoder import DecoderForCausalLM
 from nbengine.models.decoder_config import DecoderConfig

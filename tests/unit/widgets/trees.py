@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from nbengine.client.process_usage import ProcessUsage
 from nbengine.config import ParallelConfig
-from nbengine.ipc.messages import WorkerInfo
+from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.widgets.process_tree import CoreNode, ProcessTree, WorkerNode
 
 OWN, HOST, FIRST_CORE = 900, 1000, 1001

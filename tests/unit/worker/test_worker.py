@@ -14,7 +14,7 @@ from nbengine.errors import EngineStartError, ModelLoadError
 from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.executor.worker_board import WorkerBoard
-from nbengine.ipc.messages import Progress
+from nbengine.ipc.control_messages import Progress
 from nbengine.worker import budget as budget_module
 from nbengine.worker import model_runner as model_runner_module
 from nbengine.worker import worker as worker_module
