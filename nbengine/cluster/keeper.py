@@ -62,13 +62,14 @@ class Keeper:
         self._connection = connection
         self._log_path = new_node_log(label)
         _redirect_output(self._log_path)
+        port = _free_port(address)
         self._run_dir = new_run_dir()
         self._tensor_dir = new_tensor_dir(self._run_dir)
         self._placed = Placed(
             node=node,
             hostname=socket.gethostname(),
             address=address,
-            port=_free_port(address),
+            port=port,
             run_dir=str(self._run_dir),
             tensor_dir=str(self._tensor_dir),
             log_path=str(self._log_path),
