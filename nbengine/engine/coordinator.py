@@ -36,6 +36,8 @@ GATHER_SECONDS = 0.01
 """How long the engines' messages gather under load before they are read."""
 HIGH_LOAD = 100.0
 """Messages a second from which on they do."""
+MESSAGES_A_TURN = 4096
+"""Messages read from a socket before the host looks at anything else: there may always be another one."""
 NOBODY = -1
 """Excluded rank of a START_DP_WAVE that is for all."""
 
@@ -282,23 +284,22 @@ class DPCoordinatorProc:
             self._poller.register(self.output_back, 0 if gathers else zmq.POLLIN)
 
     def process_input_socket(self, socket: zmq.Socket[bytes], now: float) -> int:
-        """Read everything that one of `sockets` holds, and return how many messages that were. One that is none is
-        dropped, and logged."""
+        """Read what one of `sockets` holds, up to `MESSAGES_A_TURN`, and return how many messages that were. One that is
+        none is dropped, and logged."""
         read = self._readers[socket]
-        count = 0
-        try:
-            while True:
+        for count in range(MESSAGES_A_TURN):
+            try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
-                count += 1
-                try:
-                    start = read(frames, now)
-                except WireError as error:
-                    logger.warning("dropped a message to the coordinator: %s", error)
-                else:
-                    if start is not None:
-                        self._start_wave(start)
-        except zmq.Again:
-            return count
+            except zmq.Again:
+                return count
+            try:
+                start = read(frames, now)
+            except WireError as error:
+                logger.warning("dropped a message to the coordinator: %s", error)
+            else:
+                if start is not None:
+                    self._start_wave(start)
+        return MESSAGES_A_TURN
 
     def publish_if_due(self, now: float) -> None:
         """Send a snapshot to the frontends if one is due."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nbengine.engine.coordinator import (
     GATHER_SECONDS,
     HIGH_LOAD,
+    MESSAGES_A_TURN,
     NOBODY,
     PUBLISH_INTERVAL,
     DPCoordinator,
@@ -283,6 +284,16 @@ def test_under_load_reports_gather_and_afterwards_the_first_is_heard_at_once(rig
     rig.report(1000)
     assert rig.turn(0)
     assert rig.newest() == 1000
+
+
+def test_a_flood_of_reports_does_not_keep_the_host_from_its_other_work(rig: Rig) -> None:
+    for number in range(MESSAGES_A_TURN + 1):
+        rig.report(number)
+    assert rig.turn()
+    assert rig.newest() == MESSAGES_A_TURN - 1
+    rig.now += GATHER_SECONDS
+    rig.turn(0)
+    assert rig.newest() == MESSAGES_A_TURN
 
 
 def test_a_client_is_answered_with_what_has_gathered(rig: Rig) -> None:
