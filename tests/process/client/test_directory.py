@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -17,8 +17,9 @@ from process_support.engine_under_test import wait_for
 from nbengine import AsyncLLM
 from nbengine.cli import main
 from nbengine.client.connection import ConnectionInfo, connection_file, new_run_dir, write_connection
-from nbengine.client.directory import count_clients, list_engines, reap, stop_engine
+from nbengine.client.directory import ReapReport, count_clients, list_engines, reap, stop_engine
 from nbengine.client.processes import session_processes
+from nbengine.config import EngineConfig
 from nbengine.engine.logs import worker_log_path
 
 pytestmark = pytest.mark.usefixtures("short_grace")
@@ -108,46 +109,76 @@ def test_reaping_removes_what_a_killed_engine_left_and_spares_the_living(
     assert capsys.readouterr().out == "nothing to remove\n"
 
 
-def test_reaping_kills_a_core_that_could_not_follow_its_host(start_async: StartAsync) -> None:
-    info = unwatched(start_async, "orphaned")
-    core = session_processes(info)[1]
-    core.send_signal(signal.SIGSTOP)
-    os.kill(info.host_pid, signal.SIGKILL)
-    wait_for(lambda: not info.host_alive, "the end of the host")
+@pytest.fixture
+def leave_behind() -> Iterator[Callable[[str], tuple[psutil.Process, float, psutil.Process]]]:
+    """Start a process with a title in a session whose leader has ended: the leader, its start time, the process."""
+    left: list[psutil.Process] = []
+
+    def start(title: str) -> tuple[psutil.Process, float, psutil.Process]:
+        script = f"(exec -a '{title}' sleep 60) >/dev/null & echo $!; read"
+        with subprocess.Popen(
+            ["bash", "-c", script], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as popen:
+            leader = psutil.Process(popen.pid)
+            created = leader.create_time()
+            left.append(psutil.Process(int(popen.stdout.readline())))
+        wait_for(lambda: is_titled(left[-1], title), "the title")
+        return leader, created, left[-1]
+
+    yield start
+    for process in left:
+        if process.is_running():
+            process.kill()
+
+
+def test_reaping_kills_a_core_that_could_not_follow_its_host(leave_behind) -> None:
+    leader, created, core = leave_behind("nbengine: core 0 orphaned")
+    info = ConnectionInfo(
+        name="orphaned",
+        run_dir=str(new_run_dir()),
+        log_path="",
+        host_pid=leader.pid,
+        host_create_time=created,
+        config=EngineConfig(),
+    )
+    write_connection(info)
     report = reap()
     assert report.dead == ["orphaned"]
     assert report.killed_pids == [core.pid]
     assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+    assert not Path(info.run_dir).exists()
 
 
-def test_a_core_without_any_file_is_found_too(start_async: StartAsync) -> None:
+def test_a_directory_that_no_connection_file_names_is_removed_when_it_is_old(start_async: StartAsync) -> None:
     info = unwatched(start_async, "fileless")
-    core = session_processes(info)[1]
-    core.send_signal(signal.SIGSTOP)
     connection_file("fileless").unlink()
-    os.kill(info.host_pid, signal.SIGKILL)
-    wait_for(lambda: not info.host_alive, "the end of the host")
-    report = reap()
-    assert core.pid in report.killed_pids
-    wait_for(lambda: not session_processes(info), "the end of the core")
+    kill_all(info)
+    assert reap().removed_dirs == []
     old = time.time() - 3600
     os.utime(info.run_dir, (old, old))
     assert reap().removed_dirs == [info.run_dir]
 
 
-def test_a_worker_that_has_outlived_its_engine_is_found() -> None:
-    script = "(exec -a 'nbengine: worker TP0 gone' sleep 60) >/dev/null & echo $!"
-    leader = subprocess.run(
-        ["bash", "-c", script], start_new_session=True, stdout=subprocess.PIPE, check=True
-    )
-    worker = psutil.Process(int(leader.stdout))
-    wait_for(lambda: is_titled(worker), "the worker's title")
-    assert worker.pid in reap().killed_pids
-    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+def test_a_stopped_core_goes_with_its_host_all_the_same(start_async: StartAsync) -> None:
+    info = unwatched(start_async, "stopped")
+    core = session_processes(info)[1]
+    core.send_signal(signal.SIGSTOP)
+    os.kill(info.host_pid, signal.SIGKILL)
+    wait_for(lambda: not session_processes(info), "the end of the core")
+    assert not Path(info.run_dir).exists()
+    assert not connection_file("stopped").exists()
+    assert reap() == ReapReport()
 
 
-def is_titled(process: psutil.Process) -> bool:
-    return " ".join(process.cmdline()).startswith("nbengine: worker")
+@pytest.mark.parametrize("title", ["nbengine: worker TP0 gone", "nbengine: core 0 gone"])
+def test_a_process_that_has_outlived_its_engine_is_found_without_any_file(leave_behind, title: str) -> None:
+    _, _, process = leave_behind(title)
+    assert process.pid in reap().killed_pids
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def is_titled(process: psutil.Process, title: str) -> bool:
+    return " ".join(process.cmdline()).startswith(title)
 
 
 def test_reaping_ends_engines_that_nobody_is_attached_to_only_when_asked(start_async: StartAsync) -> None:
@@ -197,6 +228,7 @@ def test_logs_show_the_end_of_the_log_and_follow_it(
     assert len(shown.splitlines()) == 2
     follower = threading.Thread(target=main, args=(["logs", "-f", "logged"],))
     follower.start()
+    wait_for(lambda: "client 1 detached" in capsys.readouterr().out, "the end of the log so far")
     stop_engine(info)
     follower.join(10)
     assert not follower.is_alive()

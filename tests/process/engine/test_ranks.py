@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from process_support.engine_under_test import FAKE_EXECUTOR
+from process_support.engine_under_test import FAKE_EXECUTOR, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 from process_support.ranks_client import Traffic, core_pids, join, new_core
 
@@ -170,8 +170,9 @@ def test_several_ranks_are_one_engine_to_list_and_reap(start_ranks) -> None:
         core.suspend()
     engine.host.kill()
     engine.host.wait()
-    assert engine.name in reap().dead
-    assert not any(map(is_running, cores))
+    reap()
+    wait_for(lambda: not any(map(is_running, cores)), "the end of the cores")
+    assert engine.name not in [listing.info.name for listing in list_engines()]
 
 
 # Scaling.
