@@ -18,7 +18,8 @@ from nbengine.engine.waves import (
     conclude,
     greatest_wave,
 )
-from tests.unit.engine.wave_network import Network, Violation
+from tests.unit.engine.simulated_core import Violation
+from tests.unit.engine.wave_network import Network
 
 NUM_SCHEDULES = 10_000
 SEEDS_OF_A_FAULT = 4000
