@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nbengine.checks import require
-from nbengine.config import EngineConfig
+from nbengine.checks import require
+from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.errors import InvalidTypeError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
@@ -52,10 +53,12 @@ class EngineCoreClient(ABC):
 
         Raises:
             EngineStartError: the engine cannot be started.
-            InvalidArgumentError: the name is taken.
+            InvalidArgumentError: the name is taken, or one process cannot hold what is asked for.
         """
         if not multiprocess:
             from nbengine.client.inproc import InprocClient
+
+            _check_single(config.parallel)
 
             return InprocClient(config, progress)
         from nbengine.client.launch import discarded_on_error, launch_engine
@@ -182,3 +185,14 @@ class BlockingClient(EngineCoreClient):
             EngineDeadError: the engine has ended.
             LeaseExpiredError: the lease under which requests were sent was lost.
         """
+
+
+def _check_single(parallel: ParallelConfig) -> None:
+    size, backend, address = (
+        parallel.data_parallel_size,
+        parallel.data_parallel_backend,
+        parallel.data_parallel_address,
+    )
+    require("data_parallel_size", size, size == 1, "1 with multiprocess=False")
+    require("data_parallel_backend", backend, backend == "mp", "'mp' with multiprocess=False")
+    require("data_parallel_address", address, address is None, "None with multiprocess=False")

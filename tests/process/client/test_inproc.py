@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbengine import LLM, SamplingParams
-from nbengine.errors import EngineDeadError, RequestError, UtilityError
+from nbengine.errors import EngineDeadError, InvalidArgumentError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest
 
 StartLLM = Callable[..., LLM]
@@ -75,3 +75,16 @@ def test_a_failing_step_ends_the_engine_with_the_models_error(start: StartLLM) -
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(EngineDeadError, match="the model broke"):
         llm.generate({"prompt_token_ids": [5]}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("data_parallel_size", 2),
+        ("data_parallel_backend", "ray"),
+        ("data_parallel_address", "127.0.0.1"),
+    ],
+)
+def test_one_process_refuses_what_needs_several(option: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{option} must be .* with multiprocess=False"):
+        LLM("random-tiny", multiprocess=False, **{option: value})
