@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nbengine.checks import require
-from nbengine.checks import require
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.errors import InvalidTypeError
 from nbengine.ipc.control_messages import EngineReady
