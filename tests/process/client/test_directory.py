@@ -38,7 +38,8 @@ def kill_all(info: ConnectionInfo) -> None:
     processes = session_processes(info)
     for process in processes:
         process.send_signal(signal.SIGSTOP)
-    for process in processes:
+    # The host last: the kernel wakes stopped cores whose host has gone.
+    for process in reversed(processes):
         process.kill()
     wait_for(lambda: not (info.host_alive or session_processes(info)), "the end of the killed processes")
 
