@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics
 
 from nbengine.magics.config import NBEngine
 from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics
 from nbengine.magics.session import Backend, NotebookSession
 from nbengine.magics.transform import AwaitGenerate, keep_prompts
-
-_MAGICS = (("line", "engine"), ("line", "generate"), ("cell", "generate"))
 
 
 @dataclass
@@ -26,14 +25,16 @@ class Extension:
     engine: EngineMagics
     generate: GenerateMagics
     transform: AwaitGenerate
+    others: tuple[Magics, ...] = ()
+    """Magics that need nothing of the extension but to be there."""
 
     loaded: ClassVar[dict[InteractiveShell, Extension]] = {}
 
     def install(self) -> None:
         """Define the magics."""
         shell = self.shell
-        shell.register_magics(self.engine)
-        shell.register_magics(self.generate)
+        for magics in self._magics:
+            shell.register_magics(magics)
         _configurables(shell).append(self.config)
         # First: IPython's own transformers would edit a prompt.
         shell.input_transformers_cleanup.insert(0, keep_prompts)
@@ -48,15 +49,18 @@ class Extension:
         shell.events.unregister("post_execute", self.transform.on_post_execute)
         shell.input_transformers_post.remove(self.transform)
         shell.input_transformers_cleanup.remove(keep_prompts)
-        for kind, name in _MAGICS:
-            shell.magics_manager.magics[kind].pop(name, None)
-        for magics in (self.engine, self.generate):
+        for magics in self._magics:
+            for kind, names in magics.magics.items():
+                for name in names:
+                    shell.magics_manager.magics[kind].pop(name, None)
             shell.magics_manager.registry.pop(type(magics).__name__, None)
         # Magics register themselves there, too.
         configurables = _configurables(shell)
-        configurables[:] = [
-            item for item in configurables if item not in (self.config, self.engine, self.generate)
-        ]
+        configurables[:] = [item for item in configurables if item not in (self.config, *self._magics)]
+
+    @property
+    def _magics(self) -> tuple[Magics, ...]:
+        return (self.engine, self.generate, *self.others)
 
     def leave(self) -> str:
         """End background generations and detach from every engine; returns what becomes of those."""

@@ -18,6 +18,7 @@ from nbengine.frontend.control import Control
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.arguments import did_you_mean
 from nbengine.magics.ledger import Ledger
+from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.stream import Collector
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import SamplingParams
@@ -136,6 +137,7 @@ class NotebookSession:
         self.key = session_key(shell)
         self.backend: Backend = backend or AsyncLLMBackend()
         self.ledger = Ledger(self.key)
+        self.ongoing = OngoingRequests()
         self._engines: dict[str, AttachedEngine] = {}
         self._dropped: list[AttachedEngine] = []
 

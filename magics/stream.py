@@ -11,6 +11,7 @@ from typing import Protocol
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.interrupts import Interrupted, ticking
+from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.result import GenerationHandle, GenerationResult
 from nbengine.magics.view import View
 from nbengine.outputs import RequestOutput
@@ -22,6 +23,7 @@ class Collector(Protocol):
     """The part of `RequestOutputCollector` that a generation reads."""
 
     request_id: str
+    engine_request_id: str
 
     async def get(self) -> RequestOutput:
         """Wait for the next output."""
@@ -40,11 +42,22 @@ class Generation:
     update is shared by all tokens of the interval, and the first token does not wait.
     """
 
-    def __init__(self, collector: Collector, prompt: str, view: View, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        prompt: str,
+        view: View,
+        abort: Callable[[str], None],
+        ongoing: OngoingRequests,
+        *,
+        foreground: bool,
+    ) -> None:
         self.result = GenerationResult(collector.request_id, prompt)
         self._collector = collector
         self._view = view
         self._abort = abort
+        self._ongoing = ongoing
+        ongoing.add(collector.engine_request_id, foreground=foreground)
         self._cancelled = threading.Event()
 
     async def run(self) -> None:
@@ -129,6 +142,7 @@ class Generation:
         return Interrupted("generation interrupted; what had been written is kept")
 
     def _end(self, note: str = "") -> None:
+        self._ongoing.discard(self._collector.engine_request_id)
         if not self.result.finished:
             self._drain()
             self.result.abort()

@@ -18,6 +18,8 @@ STATS_TOPIC = b"stats"
 """First frame on the coordinator's `stats.sock`; the second is a msgpack `EngineStats`."""
 KV_TOPIC = b"kv"
 """First frame on `stats.sock`; the second is a msgpack `KVEventBatch` or `KVCacheSnapshot`."""
+TRACE_TOPIC = b"trace"
+"""First frame on `stats.sock`; the second is a msgpack `TraceBatch` or `TraceSnapshot`."""
 FIRST_REQ = b"FIRST_REQ"
 """First frame of what a client writes to `stats.sock` when it has sent a request to an engine core that it believes to
 be paused; the second is a msgpack `(rank, wave)`, the rank being that of the core that has the request."""

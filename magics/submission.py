@@ -1,0 +1,80 @@
+"""From the options of a line to a request that runs: sampling parameters, the prompt, the view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.magics.config import NBEngine
+from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
+from nbengine.magics.ongoing import OngoingRequests
+from nbengine.magics.session import AttachedEngine
+from nbengine.magics.stream import Generation
+from nbengine.magics.view import view_for
+
+
+class Submitter:
+    """Sends the prompts of a notebook's magics to engines."""
+
+    def __init__(self, shell: InteractiveShell, config: NBEngine, ongoing: OngoingRequests) -> None:
+        self._shell = shell
+        self._config = config
+        self._ongoing = ongoing
+
+    def submit(self, engine: AttachedEngine, options: GenerateOptions) -> Generation:
+        """Send a prompt; its generation is to be run.
+
+        Raises:
+            UsageError: the engine cannot do what a flag asks for.
+            NBEngineError: the request is not possible, or the engine cannot be reached.
+        """
+        client = engine.client
+        self._check_rank(engine, options)
+        params = sampling_params(options, client.default_sampling_params(), self._config)
+        collector = client.submit(self.prompt(engine, options), params, data_parallel_rank=options.rank)
+        view = view_for(
+            self._shell,
+            options.format,
+            stream=options.stream,
+            footer=options.footer,
+            background=options.background,
+        )
+        generation = Generation(
+            collector,
+            options.prompt,
+            view,
+            client.abort_soon,
+            self._ongoing,
+            foreground=not options.background,
+        )
+        generation.result.is_json = options.parse_json
+        generation.result.names_ranks = len(client.engine_ranks) > 1
+        return generation
+
+    def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
+        """The prompt as the engine takes it: with the chat template, or as it is.
+
+        Raises:
+            UsageError: there is no chat template, and a flag needs one.
+        """
+        client = engine.client
+        chat = client.has_chat_template if options.chat is None else options.chat
+        if not chat:
+            if options.system is not None:
+                raise UsageError(f"--system: the model of engine {engine.name!r} has no chat template")
+            return options.prompt
+        if not client.has_chat_template:
+            raise UsageError(f"--chat: the model of engine {engine.name!r} has no chat template")
+        system = self._config.system if options.system is None else options.system
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        return client.render_chat([*messages, {"role": "user", "content": options.prompt}])
+
+    def _check_rank(self, engine: AttachedEngine, options: GenerateOptions) -> None:
+        engine_ranks = engine.client.engine_ranks
+        if options.rank is not None and options.rank not in engine_ranks:
+            ranks = ", ".join(map(str, engine_ranks))
+            raise UsageError(
+                f"-t {options.rank}: the engine cores of engine {engine.name!r} have the ranks {ranks}"
+            )
