@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
+# Tests of one file share their engines, and stay in one process.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
 # As the engine does for its own processes: two torch programs on one machine would spin in each other's way.
 export GOMP_SPINCOUNT ?= 1000
 # A CUDA build of torch brings the triton that it was built for; the CPU build brings none.
@@ -20,8 +23,8 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/run.py examples/01_quickstart.ipynb
 
 test: lint
-	$(PYTEST) tests/unit tests/kernels
-	$(PYTEST) tests/process
+	$(PYTEST) $(PARALLEL) tests/unit tests/kernels
+	$(PYTEST) $(PARALLEL) tests/process
 	$(PYTEST) tests/notebook
 
 lint: $(VENV)/.installed-dev
