@@ -180,7 +180,7 @@ def topology(parallel: ParallelConfig) -> str:
 
 
 def state_word(info: ConnectionInfo, stats: EngineStats) -> str:
-    """"starting", "asleep", "paused", "running" or "idle"."""
+    """ "starting", "asleep", "paused", "running" or "idle"."""
     if not stats.engines:
         return "idle" if info.ready else "starting"
     if any(engine.is_sleeping for engine in stats.engines):
