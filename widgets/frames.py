@@ -30,7 +30,7 @@ request has ended since, as `[step, null, seconds, finished]`, `finished` being 
 several frames, the oldest steps first. Two steps of a rank in a row may have the same number only when `history_lost` lies
 between them. Texts (ids, names, previews) are cut to at most 200 characters.
 
-Wave spans have `start` and `end` in seconds since the recording began. Those of a frame are new ones, and such with the
+Wave spans have `start` and `end` in seconds of `time.time()`. Those of a frame are new ones, and such with the
 `start` and `rank` of one that was sent, which they replace (the newest grows); with `reset` all earlier ones are void.
 
 A buffer of blocks is little-endian uint32: full, one word a block; else pairs (block, word). A word has the reference count in
@@ -45,7 +45,7 @@ messages: `snapshot` (a dict: a reset frame with one key more, `"buffers"`, a li
 so that a saved notebook has something to show; empty if there is none), `interrupt_path` (`api/kernels/<id>`, empty if unknown)
 and `height` (pixels; 0: as high as its content; the script sets it when the handle is dragged).
 
-All times are seconds of `time.time()`, those of `spans`, too; a rank's spans come in order and do not overlap. While a widget is
+All times are seconds of `time.time()`; a rank's spans come in order and do not overlap. While a widget is
 visible a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed: the script says that the
 kernel does not answer when none has come for fifteen.
 """
