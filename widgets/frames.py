@@ -30,8 +30,8 @@ request has ended since, as `[step, null, seconds, finished]`, `finished` being 
 several frames, the oldest steps first. Two steps of a rank in a row may have the same number only when `history_lost` lies
 between them. Texts (ids, names, previews) are cut to at most 200 characters.
 
-Wave spans have `start` and `end` in seconds of `time.time()`. Those of a frame are new ones, and such with the
-`start` and `rank` of one that was sent, which they replace (the newest grows); with `reset` all earlier ones are void.
+Wave spans come when they are settled, about a second late: what is sent is not changed any more. Those of a frame are new
+ones; with `reset` all earlier ones are void.
 
 A buffer of blocks is little-endian uint32: full, one word a block; else pairs (block, word). A word has the reference count in
 bits 0 to 11 (4095: that or more), bit 12 if the block is cached, and in bits 13 to 31 the number of the request that took it last,
