@@ -45,7 +45,7 @@ messages: `snapshot` (a dict: a reset frame with one key more, `"buffers"`, a li
 so that a saved notebook has something to show; empty if there is none), `interrupt_path` (`api/kernels/<id>`, empty if unknown)
 and `height` (pixels; 0: as high as its content; the script sets it when the handle is dragged).
 
-All times are seconds of `time.time()`, those of `spans`, too; a rank's spans come in order and do not overlap. While a widget is
+All times are seconds of `time.time()`; a rank's spans come in order and do not overlap. While a widget is
 visible a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed: the script says that the
 kernel does not answer when none has come for fifteen.
 """

@@ -93,6 +93,7 @@ def run(environment: dict[str, str], program: str, *arguments: str, directory: P
         capture_output=True,
         text=True,
         timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
