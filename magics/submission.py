@@ -12,7 +12,7 @@ from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.session import AttachedEngine
 from nbengine.magics.stream import Generation
-from nbengine.magics.view import view_for
+from nbengine.magics.view import View, view_for
 
 
 class Submitter:
@@ -23,8 +23,17 @@ class Submitter:
         self._config = config
         self._ongoing = ongoing
 
-    def submit(self, engine: AttachedEngine, options: GenerateOptions) -> Generation:
+    def submit(
+        self,
+        engine: AttachedEngine,
+        options: GenerateOptions,
+        *,
+        prompt: Any = None,
+        view: View | None = None,
+    ) -> Generation:
         """Send a prompt; its generation is to be run.
+
+        `prompt` is what the engine takes, and `view` what shows the answer, where the options do not say it all.
 
         Raises:
             UsageError: the engine cannot do what a flag asks for.
@@ -33,8 +42,10 @@ class Submitter:
         client = engine.client
         self._check_rank(engine, options)
         params = sampling_params(options, client.default_sampling_params(), self._config)
-        collector = client.submit(self.prompt(engine, options), params, data_parallel_rank=options.rank)
-        view = view_for(
+        if prompt is None:
+            prompt = self.prompt(engine, options)
+        collector = client.submit(prompt, params, data_parallel_rank=options.rank)
+        view = view or view_for(
             self._shell,
             options.format,
             stream=options.stream,
