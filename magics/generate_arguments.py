@@ -168,7 +168,7 @@ def parse_generate(
         raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
     if parsed.system is not None and parsed.chat is False:
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
-    sampling = _sampling(parsed, prog)
+    sampling = sampling_given(parsed, prog)
     constraint = constraint_of(parsed, namespace, prog)
     if constraint is not None:
         sampling["structured_outputs"] = constraint
@@ -204,7 +204,12 @@ def sampling_params(
         raise UsageError(f"%%generate: {error}") from None
 
 
-def _sampling(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
+def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
+    """The sampling parameters that a line has flags for, `--set` included.
+
+    Raises:
+        UsageError: `--set` names none, or one that has a flag of its own.
+    """
     given = {name: getattr(parsed, name) for name in (*_SAMPLING_FLAGS, "stop")}
     sampling = {name: value for name, value in given.items() if value is not None}
     known = SamplingParams.__struct_fields__

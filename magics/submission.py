@@ -16,7 +16,7 @@ from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.result import GenerationHandle
 from nbengine.magics.session import AttachedEngine
 from nbengine.magics.stream import Generation
-from nbengine.magics.view import view_for
+from nbengine.magics.view import View, view_for
 
 
 class Submitter:
@@ -29,8 +29,17 @@ class Submitter:
         self.background: weakref.WeakSet[GenerationHandle] = weakref.WeakSet()
         """Handles of what is written while no cell waits for it."""
 
-    def submit(self, engine: AttachedEngine, options: GenerateOptions) -> Generation:
+    def submit(
+        self,
+        engine: AttachedEngine,
+        options: GenerateOptions,
+        *,
+        prompt: Any = None,
+        view: View | None = None,
+    ) -> Generation:
         """Send a prompt; its generation is to be run.
+
+        `prompt` is what the engine takes, and `view` what shows the answer, where the options do not say it all.
 
         Raises:
             UsageError: the engine cannot do what a flag asks for.
@@ -39,9 +48,10 @@ class Submitter:
         client = engine.client
         self._check_rank(engine, options)
         params = sampling_params(options, client.default_sampling_params(), self._config)
-        prompt = self.prompt(engine, options)
+        if prompt is None:
+            prompt = self.prompt(engine, options)
         collector = client.submit(prompt, params, data_parallel_rank=options.rank)
-        view = view_for(
+        view = view or view_for(
             self._shell,
             options.format,
             stream=options.stream,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -11,10 +11,17 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.magics.arguments import CALLER_ERRORS
 from nbengine.magics.errors import without_traceback
-from nbengine.magics.result import GenerationHandle, GenerationResult
 from nbengine.magics.session import AttachedEngine, NotebookSession
 from nbengine.magics.stream import Generation
 from nbengine.widgets.live import in_kernel
+
+
+@runtime_checkable
+class Streamed(Protocol):
+    """A value that has been shown already when the cell ends."""
+
+    def silence_once(self) -> None:
+        """Let the next display pass in silence."""
 
 
 class Turn:
@@ -51,14 +58,14 @@ class Turn:
         if isinstance(error, NBEngineError):
             raise self.explained(error) from error.__cause__
 
-    def keep(self, value: GenerationResult | GenerationHandle, *, failed: bool = False) -> None:
+    def keep(self, value: object, *, failed: bool = False) -> None:
         """Put the result where the user finds it."""
         if self._is_cell or failed:
             hook: Any = self._shell.displayhook
             hook.update_user_ns(value)
             hook.fill_exec_result(value)
             return
-        if isinstance(value, GenerationResult) and in_kernel(self._shell):
+        if isinstance(value, Streamed) and in_kernel(self._shell):
             value.silence_once()
         self.returned = value
 
