@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
+from nbengine.magics.result import GenerationHandle
 from nbengine.magics.session import AttachedEngine
 from nbengine.magics.stream import Generation
 from nbengine.magics.view import View, view_for
@@ -22,6 +26,8 @@ class Submitter:
         self._shell = shell
         self._config = config
         self._ongoing = ongoing
+        self.background: weakref.WeakSet[GenerationHandle] = weakref.WeakSet()
+        """Handles of what is written while no cell waits for it."""
 
     def submit(
         self,
@@ -51,6 +57,7 @@ class Submitter:
             stream=options.stream,
             footer=options.footer,
             background=options.background,
+            tokens=params.logprobs is not None,
         )
         generation = Generation(
             collector,
@@ -60,6 +67,9 @@ class Submitter:
             self._ongoing,
             foreground=not options.background,
         )
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        origin = Origin(client, params, cache_salt, self._ongoing, self.background.add)
+        generation.result.tree = BranchTree(generation.result, origin)
         generation.result.is_json = options.parse_json
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
