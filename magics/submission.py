@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -11,8 +12,27 @@ from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.session import AttachedEngine
-from nbengine.magics.stream import Generation
+from nbengine.magics.stream import Collector, Generation
 from nbengine.magics.view import view_for
+from nbengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that an engine can be sent."""
+
+    engine: AttachedEngine
+    prompt: Any
+    params: SamplingParams
+    options: GenerateOptions
+
+    def send(self) -> Collector:
+        """Send it.
+
+        Raises:
+            NBEngineError: the request is not possible, or the engine cannot be reached.
+        """
+        return self.engine.client.submit(self.prompt, self.params, data_parallel_rank=self.options.rank)
 
 
 class Submitter:
@@ -31,9 +51,7 @@ class Submitter:
             NBEngineError: the request is not possible, or the engine cannot be reached.
         """
         client = engine.client
-        self._check_rank(engine, options)
-        params = sampling_params(options, client.default_sampling_params(), self._config)
-        collector = client.submit(self.prompt(engine, options), params, data_parallel_rank=options.rank)
+        collector = self.prepare(engine, options).send()
         view = view_for(
             self._shell,
             options.format,
@@ -52,6 +70,16 @@ class Submitter:
         generation.result.is_json = options.parse_json
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
+
+    def prepare(self, engine: AttachedEngine, options: GenerateOptions) -> PreparedRequest:
+        """What is to be sent, without sending it.
+
+        Raises:
+            UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
+        """
+        self._check_rank(engine, options)
+        params = sampling_params(options, engine.client.default_sampling_params(), self._config)
+        return PreparedRequest(engine, self.prompt(engine, options), params, options)
 
     def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         """The prompt as the engine takes it: with the chat template, or as it is.
