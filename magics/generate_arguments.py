@@ -250,7 +250,7 @@ def options_of(
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
     if parsed.diff and parsed.noblock:
         raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
-    sampling = _sampling(parsed, prog)
+    sampling = sampling_given(parsed, prog)
     constraint = constraint_of(parsed, namespace, prog)
     if constraint is not None:
         sampling["structured_outputs"] = constraint
@@ -287,7 +287,12 @@ def sampling_params(
         raise UsageError(f"%%generate: {error}") from None
 
 
-def _sampling(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
+def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
+    """The sampling parameters that a line has flags for, `--set` included.
+
+    Raises:
+        UsageError: `--set` names none, or one that has a flag of its own; a flag has several values.
+    """
     for name, value in vars(parsed).items():
         if isinstance(value, Several):
             raise UsageError(f"{prog}: --{name.replace('_', '-')} takes one value here, not {len(value)}")

@@ -13,7 +13,7 @@ from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.session import AttachedEngine
 from nbengine.magics.stream import Collector, Generation
-from nbengine.magics.view import view_for
+from nbengine.magics.view import View, view_for
 from nbengine.sampling_params import SamplingParams
 
 
@@ -43,16 +43,25 @@ class Submitter:
         self._config = config
         self._ongoing = ongoing
 
-    def submit(self, engine: AttachedEngine, options: GenerateOptions) -> Generation:
+    def submit(
+        self,
+        engine: AttachedEngine,
+        options: GenerateOptions,
+        *,
+        prompt: Any = None,
+        view: View | None = None,
+    ) -> Generation:
         """Send a prompt; its generation is to be run.
+
+        `prompt` is what the engine takes, and `view` what shows the answer, where the options do not say it all.
 
         Raises:
             UsageError: the engine cannot do what a flag asks for.
             NBEngineError: the request is not possible, or the engine cannot be reached.
         """
         client = engine.client
-        collector = self.prepare(engine, options).send()
-        view = view_for(
+        collector = self.prepare(engine, options, prompt).send()
+        view = view or view_for(
             self._shell,
             options.format,
             stream=options.stream,
@@ -71,15 +80,19 @@ class Submitter:
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
 
-    def prepare(self, engine: AttachedEngine, options: GenerateOptions) -> PreparedRequest:
-        """What is to be sent, without sending it.
+    def prepare(
+        self, engine: AttachedEngine, options: GenerateOptions, prompt: Any = None
+    ) -> PreparedRequest:
+        """What is to be sent, without sending it; `prompt` as `submit` takes it.
 
         Raises:
             UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
         """
         self._check_rank(engine, options)
         params = sampling_params(options, engine.client.default_sampling_params(), self._config)
-        return PreparedRequest(engine, self.prompt(engine, options), params, options)
+        if prompt is None:
+            prompt = self.prompt(engine, options)
+        return PreparedRequest(engine, prompt, params, options)
 
     def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         """The prompt as the engine takes it: with the chat template, or as it is.

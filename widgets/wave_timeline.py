@@ -131,6 +131,8 @@ class WaveRecorder:
 
     engine: str
     lock_step: bool
+    keep: int | None = None
+    """How many spans are kept, the latest; None: all."""
     _spans: list[Span] = field(default_factory=list)
     _newest: EngineStats | None = None
     _began: float = 0.0
@@ -144,6 +146,8 @@ class WaveRecorder:
             return
         else:
             self._spans.append(self._span(before, stats))
+            if self.keep is not None:
+                del self._spans[: -self.keep]
         self._newest = stats
 
     def timeline(self, now: float | None = None) -> WaveTimeline:

@@ -244,6 +244,7 @@ class EngineCoreProc(EngineCore):
 
     def _give_up_client(self, item: GiveUpClient) -> None:
         request_ids = self.scheduler.abort_client(item.client_index)
+        self.transcripts.take_ended(item.reason)
         ends = [failure(request_id, item.reason) for request_id in request_ids]
         self.output_queue.put((item.client_index, EngineCoreOutputs(outputs=ends)))
 

@@ -66,6 +66,21 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
     timestamp: float
 
 
+class TranscriptMark(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """On a request whose output the engine core is to keep until it has been read; see `nbengine.ipc.transcripts`."""
+
+    session: str
+    """Name of the client across restarts of its process, under which it finds the output again."""
+    prompt: str
+    """For a reader: what was asked, perhaps only its beginning."""
+    group: str
+    """Engine request id of the whole request, common to its completions."""
+    submitted: float
+    """`time.time()` of the frontend."""
+    index: int = 0
+    num_completions: int = 1
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request as the engine core takes it: validated, tokenized, its parameters completed.
 
@@ -85,6 +100,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The client's epoch: the host gives every attachment a new one."""
     current_wave: int = 0
     external_req_id: str | None = None
+    transcript: TranscriptMark | None = None
+    """Whether the output is to be kept, and what for."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):

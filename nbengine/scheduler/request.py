@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbengine.errors import RequestError
-from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
+from nbengine.ipc.messages import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreRequest,
+    FinishReason,
+    TranscriptMark,
+)
 from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.grammar import Grammar
@@ -81,6 +87,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "transcript",
     )
 
     def __init__(
@@ -97,6 +104,7 @@ class Request:
         block_hasher: BlockHasher | None = None,
         prompt_embeds: Any = None,
         content_digests: Sequence[bytes] = (),
+        transcript: TranscriptMark | None = None,
     ) -> None:
         self.request_id = request_id
         self.client_index = client_index
@@ -106,6 +114,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] | None = None
+        self.transcript = transcript
+        """Whoever keeps transcripts finds it in `SchedulerState.ended_for_transcripts` when it has ended."""
 
         self.prompt_embeds = prompt_embeds
         """Of a prompt given as embeddings, whose `prompt_token_ids` are zeros; for the workers."""
@@ -189,6 +199,7 @@ class Request:
             block_hasher=block_hasher,
             prompt_embeds=request.prompt_embeds,
             content_digests=digests,
+            transcript=request.transcript,
         )
 
     def _set_limits(self, params: SamplingParams) -> None:

@@ -76,6 +76,8 @@ class SchedulerState:
         self.finished_req_ids: set[str] = set()
         self._preempted_req_ids: set[str] = set()
         self._ended_by_client: defaultdict[int, list[str]] = defaultdict(list)
+        self.ended_for_transcripts: list[Request] = []
+        """Requests with a `transcript` that have ended, for whoever keeps these to take."""
         self._last_answered_step = -1
         self._schedules_ahead = async_scheduling and not num_lookahead_tokens and num_stages == 1
         self._limits = RequestLimits(
@@ -168,6 +170,8 @@ class SchedulerState:
         for request in self.waiting:
             if not request.num_output_tokens:
                 by_client[request.client_index].append(request.request_id)
+                # It goes on elsewhere, and is kept there.
+                request.transcript = None
         for request_ids in by_client.values():
             self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
         return by_client
@@ -216,6 +220,8 @@ class SchedulerState:
         self._structured.pop(request.request_id, None)
         self._preempted_req_ids.discard(request.request_id)
         self.finished_req_ids.add(request.request_id)
+        if request.transcript is not None:
+            self.ended_for_transcripts.append(request)
 
     # The KV cache, seen from outside.
 
