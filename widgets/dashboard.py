@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -205,7 +205,6 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
 
     def _fall_back(self, state: DashboardState) -> None:
         """Put the plain widget in this one's place."""
-        from nbengine.widgets.dashboard_plain import PlainDashboard
 
         self._is_closed = True
         self._final = static_bundle(state)
