@@ -11,7 +11,8 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import HelpRequested
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import parse_generate
+from nbengine.magics.generate_arguments import generate_parser, parse_generate
+from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.result import GenerationHandle, GenerationResult
@@ -35,8 +36,9 @@ class GenerateMagics(Magics):
 
     @no_var_expand
     @line_cell_magic
+    @documented(generate_parser)
     def generate(self, line: str, cell: str | None = None) -> Any:
-        """Send a prompt to the engine; the answer streams into the cell. `%generate -h` lists the flags."""
+        """Send a prompt to the engine; the answer streams into the cell."""
         __tracebackhide__ = True
         turn = self._begin(line, cell)
         with turn:

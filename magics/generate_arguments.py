@@ -210,7 +210,7 @@ def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
     Raises:
         UsageError: `--set` names none, or one that has a flag of its own.
     """
-    given = {name: getattr(parsed, name) for name in (*_SAMPLING_FLAGS, "stop")}
+    given = {name: getattr(parsed, name, None) for name in (*_SAMPLING_FLAGS, "stop")}
     sampling = {name: value for name, value in given.items() if value is not None}
     known = SamplingParams.__struct_fields__
     for name, value in parsed.set:

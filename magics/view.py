@@ -32,6 +32,11 @@ class View(Protocol):
         """Show the final state, once; `note` is what else there is to say."""
 
 
+def pace(size: int, cost: float) -> float:
+    """Seconds until the next update, when one sends `size` characters and takes `cost` seconds to make."""
+    return max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / _DUTY)
+
+
 class CellView:
     """The answer as one output of the cell, replaced in place."""
 
@@ -59,7 +64,7 @@ class CellView:
         started = time.perf_counter()
         size = self._live.show(answers_bundle(result.outputs, self._format, complete=False))
         cost = time.perf_counter() - started
-        self.interval = max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / _DUTY)
+        self.interval = pace(size, cost)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
