@@ -109,7 +109,7 @@ async def test_a_line_shows_its_answer_once(
     (await run(kernel_shell, "%chat hi?")).raise_error()
     assert len(publisher(kernel_shell).outputs()) == 1
     assert "Conversation" not in capsys.readouterr().out
-    kernel_shell.run_cell("%chat --show").raise_error()
+    (await run(kernel_shell, "%chat --show")).raise_error()
     assert "1. assistant" in publisher(kernel_shell).outputs()[1]["text/html"]
 
 
