@@ -13,7 +13,8 @@ from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
 from nbengine.magics.compare_run import ComparisonRun
 from nbengine.magics.compare_view import grid_view_for
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import GenerateOptions
+from nbengine.magics.generate_arguments import GenerateOptions, generate_parser
+from nbengine.magics.help import documented
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.rerun import EarlierAnswers
 from nbengine.magics.session import NotebookSession
@@ -37,8 +38,9 @@ class GenerateMagics(Magics):
 
     @no_var_expand
     @line_cell_magic
+    @documented(generate_parser)
     def generate(self, line: str, cell: str | None = None) -> Any:
-        """Send a prompt to the engine; the answer streams into the cell. `%generate -h` lists the flags."""
+        """Send a prompt to the engine; the answer streams into the cell."""
         __tracebackhide__ = True
         turn = self._begin(line, cell)
         with turn:
