@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from nbengine.magics.view import View
 from nbengine.outputs import RequestOutput
 
 _CANCEL_POLL_SECONDS = 0.1
+
+EndHandler = Callable[[bool, NBEngineError | None], None]
+"""Called when a generation has ended: whether all that the user wants of it has been shown, and the error if not."""
 
 
 class Collector(Protocol):
@@ -33,6 +37,10 @@ class Collector(Protocol):
 
     def get_blocking(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the next output in this thread."""
+
+
+def _ignore_end(shown: bool, error: NBEngineError | None) -> None:
+    """Nobody wants to know."""
 
 
 class Generation:
@@ -59,6 +67,8 @@ class Generation:
         self._ongoing = ongoing
         ongoing.add(collector.engine_request_id, foreground=foreground)
         self._cancelled = threading.Event()
+        self._interrupt_taken = False
+        self.on_end: EndHandler = _ignore_end
 
     async def run(self) -> None:
         """Stream until the end, on the running event loop.
@@ -138,15 +148,20 @@ class Generation:
         return self.result.finished
 
     def _interrupted(self) -> Interrupted:
+        self._interrupt_taken = True
         self._abort(self.result.request_id)
         return Interrupted("generation interrupted; what had been written is kept")
 
     def _end(self, note: str = "") -> None:
         self._ongoing.discard(self._collector.engine_request_id)
+        error = sys.exception()
+        failure = error if isinstance(error, NBEngineError) else None
+        shown = self.result.finished or self._interrupt_taken or self._cancelled.is_set()
         if not self.result.finished:
             self._drain()
             self.result.abort()
         self._view.finish(self.result, note)
+        self.on_end(shown, failure)
 
     def _drain(self) -> None:
         """Keep what has arrived but was not shown yet."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.errors import NBEngineError
+from nbengine.magics.answers import Answer
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
-from nbengine.magics.session import AttachedEngine
+from nbengine.magics.session import AttachedEngine, EngineClient
 from nbengine.magics.stream import Generation
 from nbengine.magics.view import View, view_for
 
@@ -44,7 +47,7 @@ class Submitter:
         params = sampling_params(options, client.default_sampling_params(), self._config)
         if prompt is None:
             prompt = self.prompt(engine, options)
-        collector = client.submit(prompt, params, data_parallel_rank=options.rank)
+        collector = client.submit(prompt, params, data_parallel_rank=options.rank, transcript=options.prompt)
         view = view or view_for(
             self._shell,
             options.format,
@@ -60,9 +63,17 @@ class Submitter:
             self._ongoing,
             foreground=not options.background,
         )
+        answer = self._ongoing.answers.begin(collector.engine_request_id, generation.result, engine.name)
+        generation.on_end = functools.partial(self._ended, client, answer)
         generation.result.is_json = options.parse_json
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
+
+    def _ended(self, client: EngineClient, answer: Answer, shown: bool, error: NBEngineError | None) -> None:
+        self._ongoing.answers.end(answer, error)
+        if shown:
+            # The engine need not keep it at the expense of what nobody has seen.
+            client.read_transcripts([answer.request_id])
 
     def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         """The prompt as the engine takes it: with the chat template, or as it is.
