@@ -82,7 +82,7 @@ class EngineClient(Protocol):
         """Have the engine drop these, all that have ended if None."""
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
-        """How many requests nobody has read, by session."""
+        """How many completions nobody has read, by session."""
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, without waiting."""

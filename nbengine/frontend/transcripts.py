@@ -112,7 +112,7 @@ class Transcripts(ABC):
         return cast("int", call.result(CALL_TIMEOUT))
 
     async def transcript_sessions(self) -> dict[str, int]:
-        """How many requests that have ended nobody has read, by session."""
+        """How many completions that have ended nobody has read, by session."""
         return cast("dict[str, int]", await self.call_utility("transcript_sessions"))
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
