@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -31,7 +30,6 @@ class GenerateMagics(Magics):
         self._session = session
         self._config = config
         self._submitter = Submitter(shell, config, session.ongoing)
-        self._handles: weakref.WeakSet[GenerationHandle] = weakref.WeakSet()
 
     @no_var_expand
     @line_cell_magic
@@ -55,7 +53,7 @@ class GenerateMagics(Magics):
 
     def cancel_background(self) -> None:
         """End all generations that run in the background."""
-        for handle in list(self._handles):
+        for handle in list(self._submitter.background):
             handle.cancel()
 
     def _begin(self, line: str, cell: str | None) -> Turn:
@@ -79,7 +77,7 @@ class GenerateMagics(Magics):
             self._bind(options.out, generation.result)
             return turn
         handle = generation.run_in_background(turn.note_death)
-        self._handles.add(handle)
+        self._submitter.background.add(handle)
         self._bind(options.out, handle)
         turn.keep(handle)
         return turn

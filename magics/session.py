@@ -63,9 +63,10 @@ class EngineClient(Protocol):
         sampling_params: SamplingParams,
         *,
         data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
         transcript: str | None = None,
     ) -> Collector:
-        """Send a request, to one engine core of several where a rank is given.
+        """Send a request, to one engine core of several where a rank is given, to go on behind `written`.
 
         With `transcript`, the prompt as it was typed, the engine keeps the answer.
         """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -10,9 +12,11 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.answers import Answer
+from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
+from nbengine.magics.result import GenerationHandle
 from nbengine.magics.session import AttachedEngine, EngineClient
 from nbengine.magics.stream import Generation
 from nbengine.magics.view import View, view_for
@@ -25,6 +29,8 @@ class Submitter:
         self._shell = shell
         self._config = config
         self._ongoing = ongoing
+        self.background: weakref.WeakSet[GenerationHandle] = weakref.WeakSet()
+        """Handles of what is written while no cell waits for it."""
 
     def submit(
         self,
@@ -54,6 +60,7 @@ class Submitter:
             stream=options.stream,
             footer=options.footer,
             background=options.background,
+            tokens=params.logprobs is not None,
         )
         generation = Generation(
             collector,
@@ -65,6 +72,9 @@ class Submitter:
         )
         answer = self._ongoing.answers.begin(collector.engine_request_id, generation.result, engine.name)
         generation.on_end = functools.partial(self._ended, client, answer)
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        origin = Origin(client, params, cache_salt, self._ongoing, self.background.add)
+        generation.result.tree = BranchTree(generation.result, origin)
         generation.result.is_json = options.parse_json
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class FakeClient:
         """By session; None is the notebook's own."""
         self.read: list[tuple[str | None, list[str]]] = []
         self.unread_sessions: dict[str, int] = {}
+        self.written: list[list[int]] = []
 
     @property
     def stats(self) -> SchedulerStats:
@@ -104,12 +105,14 @@ class FakeClient:
         *,
         data_parallel_rank: int | None = None,
         transcript: str | None = None,
+        written: Sequence[int] = (),
     ) -> RequestOutputCollector:
         if self.refusal is not None:
             raise self.refusal
         self.labels.append(transcript)
         self.requests.append((prompt, sampling_params))
         self.asked_ranks.append(data_parallel_rank)
+        self.written.append(list(written))
         request_id = f"{self.name}-{len(self.requests)}"
         collector = RequestOutputCollector(RequestOutputKind.DELTA, request_id, request_id)
         self.collectors.append(collector)
