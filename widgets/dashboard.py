@@ -47,7 +47,7 @@ LOADING_SECONDS = 10.0
 _PREVIEW_TOKENS = 64
 
 
-class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
+class Dashboard(anywidget.AnyWidget):
     """A live view of an engine, read-only but for ending this notebook's own requests.
 
     Its script is served with frames (`nbengine.widgets.frames`) while it gives signs of life. With the engine's end, or
@@ -137,7 +137,7 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         static = self.static()
         if self._is_closed:
             return static, {}
-        data, metadata = super()._repr_mimebundle_(**kwargs)
+        data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         return {**data, **static}, metadata
 
     def _ipython_display_(self, **kwargs: Any) -> None:
@@ -166,9 +166,13 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         if self._is_watched:
             self._send_frame(state)
             self._renew_snapshot(state)
-        elif self._heard_at is None and self._idle is not None and self._is_shown:
-            if self._idle.idle_seconds > LOADING_SECONDS:
-                self._fall_back(state)
+        elif self._must_fall_back:
+            self._fall_back(state)
+
+    @property
+    def _must_fall_back(self) -> bool:
+        waits = self._heard_at is None and self._is_shown and self._idle is not None
+        return waits and self._idle is not None and self._idle.idle_seconds > LOADING_SECONDS
 
     @property
     def _is_watched(self) -> bool:
@@ -202,12 +206,6 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         self._renew_snapshot(state, at_once=True)
         self._replace(self._final)
         super().close()
-
-    def _fall_back(self, state: DashboardState) -> None:
-        """Put the plain widget in this one's place."""
-
-        self._is_closed = True
-        self._final = static_bundle(state)
 
     def _replace(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
         if self._is_shown and self._publisher is not None:

@@ -19,6 +19,8 @@ HEIGHT = 64.0
 _GAP = 24.0
 _CHART = (WIDTH - 2 * PAD - _GAP) / 2
 _WIDEST = 12.0
+_CROSSES = 8.0
+"""Height above the bars for the crosses."""
 
 
 def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
@@ -52,7 +54,7 @@ def _loads(drawing: Drawing, loads: Loads, prefix: str, y: float) -> float:
         if run is not None and wait is not None
     ]
     _stacked(drawing, known, ("running", "waiting"), foot, width, most=0)
-    crosses = [(x, foot - 5) for x, times in zip(places, loads.preempted, strict=True) if times]
+    crosses = [(x, foot - HEIGHT + 2) for x, times in zip(places, loads.preempted, strict=True) if times]
     drawing.marks(crosses, CROSS, ROLES["preempted"], filled=False)
     entries = [
         LegendEntry(ROLES["running"], _up_to("running", [run for _, run, _ in known])),
@@ -88,7 +90,7 @@ def _budget(drawing: Drawing, budget: int, steps: Sequence[StepView], y: float) 
 def _frame(drawing: Drawing, title: str, left: float, y: float) -> float:
     """The title and the ground line; returns its height."""
     drawing.text(left, y + 12, title, width=_CHART, bold=True)
-    foot = y + LINE + 6 + HEIGHT
+    foot = y + LINE + 4 + HEIGHT
     drawing.bar(Rect(left, foot, _CHART, 1), "currentColor", opacity=0.4)
     return foot
 
@@ -113,7 +115,7 @@ def _stacked(
 
 
 def _scale(most: int) -> float:
-    return (HEIGHT - 2) / max(1, most)
+    return (HEIGHT - _CROSSES) / max(1, most)
 
 
 def _up_to(name: str, values: Sequence[int]) -> str:
