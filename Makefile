@@ -7,10 +7,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
+# Tests of one file share their engines, and stay in one process.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
 # As the engine does for its own processes: two torch programs on one machine would spin in each other's way.
 export GOMP_SPINCOUNT ?= 1000
 # A CUDA build of torch brings the triton that it was built for; the CPU build brings none.
 TRITON := $(BIN)/python -c 'import importlib.util as u; print("" if u.find_spec("triton") else "triton==3.9.0")'
+
+# The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
+IPYKERNELS := 6.31.0 7.3.0
 
 .PHONY: demo test lint check gpu-check bench lock install clean
 
@@ -20,8 +26,8 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/run.py examples/01_quickstart.ipynb
 
 test: lint
-	$(PYTEST) tests/unit tests/kernels
-	$(PYTEST) tests/process
+	$(PYTEST) $(PARALLEL) tests/unit tests/kernels
+	$(PYTEST) $(PARALLEL) tests/process
 	$(PYTEST) tests/notebook
 
 lint: $(VENV)/.installed-dev
@@ -49,6 +55,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
 	$(PIP) install -c constraints.txt $$($(TRITON)) -e ".[dev]"
+	for version in $(IPYKERNELS); do \
+		$(PIP) install --no-deps --upgrade --target $(VENV)/ipykernels/$$version ipykernel==$$version || exit 1; done
 	@touch $@
 
 lock:

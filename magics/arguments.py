@@ -23,7 +23,11 @@ _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2*
 
 
 class HelpRequested(Exception):
-    """`-h` was given; the exception carries the text to print."""
+    """`-h` was given; the exception carries the text to print, and the parser that it tells of."""
+
+    def __init__(self, parser: MagicParser) -> None:
+        super().__init__(parser.format_help())
+        self.parser = parser
 
 
 class MagicParser(argparse.ArgumentParser):
@@ -48,6 +52,13 @@ class MagicParser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
         )
         self.add_argument("-h", "--help", action=_HelpAction, nargs=0, help="show this text")
+
+    def take_flags(self, other: MagicParser, destinations: Iterable[str]) -> None:
+        """Have those flags of another parser, too, that are read into `destinations`."""
+        wanted = set(destinations)
+        for action in other._actions:
+            if action.dest in wanted:
+                self._add_action(action)
 
     def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse the words of a line."""
@@ -82,7 +93,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 class _HelpAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        raise HelpRequested(parser.format_help())
+        assert isinstance(parser, MagicParser)
+        raise HelpRequested(parser)
 
 
 def split_words(line: str, prog: str) -> list[str]:
@@ -117,6 +129,23 @@ def split_prompt(line: str, parser: MagicParser) -> tuple[list[str], str]:
         words.extend(split_words(word, parser.prog))
         position = match.end()
     return words, line[position:].strip()
+
+
+def values_of(flag: str, words: Sequence[str], parser: MagicParser) -> list[str]:
+    """The values that a flag has in the words of a line, before the line is read."""
+    found = []
+    remaining = list(words)
+    while remaining:
+        name, equals, value = remaining.pop(0).partition("=")
+        if not parser.takes_value(name):
+            continue
+        if not equals and remaining:
+            if parser.value_is_optional(name) and remaining[0].startswith("-"):
+                continue
+            value = remaining.pop(0)
+        if name == flag:
+            found.append(value)
+    return found
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -55,9 +55,14 @@ class EngineClient(Protocol):
         """Whether the model has a chat template."""
 
     def submit(
-        self, prompt: Any, sampling_params: SamplingParams, *, data_parallel_rank: int | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        *,
+        data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
     ) -> Collector:
-        """Send a request, to one engine core of several where a rank is given."""
+        """Send a request, to one engine core of several where a rank is given, to go on behind `written`."""
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, without waiting."""

@@ -14,32 +14,44 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.widgets.live import in_kernel
 
-_CELL = re.compile(r"%%generate(?=\s|$)")
-_QUESTION = re.compile(r"(?P<lead>\s*(?:[\w.\[\]'\", ]+=\s*)?)%generate[ \t]+(?P<rest>.*\?)\s*")
+AWAITED = {"generate": "GenerateMagics", "chat": "ChatMagics"}
+"""Magics that take a prompt, and the class whose coroutine `stream` a kernel's cell awaits in their place."""
+
+_NAMES = "|".join(AWAITED)
+_CELL = re.compile(rf"%%(?P<magic>{_NAMES})(?=\s|$)")
+_QUESTION = re.compile(rf"(?P<lead>\s*(?:[\w.\[\]'\", ]+=\s*)?)%(?P<magic>{_NAMES})[ \t]+(?P<rest>.*\?)\s*")
+_COMMAND_HELP = re.compile(r"\s*%engine[ \t]+(?P<command>\w+)[^?]*\?{1,2}\s*")
 _MAGIC_CALLS = ("run_line_magic", "run_cell_magic")
-_AWAITED = "await get_ipython().magics_manager.registry['GenerateMagics'].stream"
 
 
 def keep_prompts(lines: list[str]) -> list[str]:
-    """Turn `%%generate` cells and `%generate …?` lines into calls before IPython edits them.
+    """Turn `%%generate` and `%%chat` cells and `%generate …?` lines into calls before IPython edits them.
 
     IPython would dedent a body, strip `>>>` from it and drop its trailing blanks; a line that ends with a question
-    mark would become a request for help on its last word.
+    mark would become a request for help on its last word. `%engine start?` asks for the help of that command.
     """
     start = next((index for index, line in enumerate(lines) if not line.isspace()), None)
-    if start is not None and _CELL.match(lines[start]):
-        arguments = lines[start][len("%%generate") :].strip()
+    cell = None if start is None else _CELL.match(lines[start])
+    if start is not None and cell is not None:
+        magic, arguments = cell["magic"], lines[start][cell.end() :].strip()
         body = "".join(lines[start + 1 :])
         if not body.strip():
-            return [f"get_ipython().run_line_magic('generate', {arguments!r})\n"]
-        return [f"get_ipython().run_cell_magic('generate', {arguments!r}, {body!r})\n"]
+            return [f"get_ipython().run_line_magic({magic!r}, {arguments!r})\n"]
+        return [f"get_ipython().run_cell_magic({magic!r}, {arguments!r}, {body!r})\n"]
     kept: list[str] = []
     for line in lines:
-        match = _QUESTION.fullmatch(line)
-        if match is not None and not _inside_string(kept):
-            line = f"{match['lead']}get_ipython().run_line_magic('generate', {match['rest']!r})\n"
-        kept.append(line)
+        call = _line_call(line)
+        kept.append(line if call is None or _inside_string(kept) else call)
     return kept
+
+
+def _line_call(line: str) -> str | None:
+    """The call that a line with a question mark at its end means, if it is one of ours."""
+    if (match := _QUESTION.fullmatch(line)) is not None:
+        return f"{match['lead']}get_ipython().run_line_magic({match['magic']!r}, {match['rest']!r})\n"
+    if (match := _COMMAND_HELP.fullmatch(line)) is not None:
+        return f"get_ipython().run_line_magic('engine', {'help ' + match['command']!r})\n"
+    return None
 
 
 # IPython calls transformers on incomplete input, too, to see whether it is complete: not this one.
@@ -47,7 +59,7 @@ keep_prompts.has_side_effects = True  # type: ignore[attr-defined]
 
 
 class AwaitGenerate:
-    """Rewrites calls of the generate magic at the top level of a kernel's cell into awaits.
+    """Rewrites calls of the magics in `AWAITED` at the top level of a kernel's cell into awaits.
 
     While the cell awaits, the kernel's event loop runs, so that interrupts and widget messages arrive. A cell that
     runs inside another one (`%%time`, `get_ipython().run_cell(…)`) cannot await and keeps the blocking call.
@@ -67,13 +79,13 @@ class AwaitGenerate:
 
     def __call__(self, lines: list[str]) -> list[str]:
         source = "".join(lines)
-        if "_magic('generate'" not in source or not self._can_await():
+        if not any(f"_magic({name!r}" in source for name in AWAITED) or not self._can_await():
             return lines
         try:
             tree = ast.parse(source)
         except SyntaxError:
             return lines  # compiling the cell reports it
-        return _with_awaits(source, list(_generate_calls(tree.body))).splitlines(keepends=True)
+        return _with_awaits(source, list(_awaited_calls(tree.body))).splitlines(keepends=True)
 
     @property
     def _depth(self) -> int:
@@ -92,28 +104,28 @@ class AwaitGenerate:
         return True
 
 
-def _generate_calls(statements: list[ast.stmt]) -> Iterator[ast.Call]:
-    """Calls of the magic that are whole statements or assigned values, outside functions and classes."""
+def _awaited_calls(statements: list[ast.stmt]) -> Iterator[ast.Call]:
+    """Calls of the magics that are whole statements or assigned values, outside functions and classes."""
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
-        if isinstance(statement, ast.Expr | ast.Assign) and _is_generate(statement.value):
+        if isinstance(statement, ast.Expr | ast.Assign) and _is_awaited(statement.value):
             yield statement.value
         for child in ast.iter_child_nodes(statement):
             if isinstance(child, ast.ExceptHandler | ast.match_case):
-                yield from _generate_calls(child.body)
+                yield from _awaited_calls(child.body)
         nested = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
-        yield from _generate_calls(nested)
+        yield from _awaited_calls(nested)
 
 
-def _is_generate(node: ast.expr) -> TypeGuard[ast.Call]:
+def _is_awaited(node: ast.expr) -> TypeGuard[ast.Call]:
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[]), attr=attribute),
-            args=[ast.Constant(value="generate"), _, *_],
+            args=[ast.Constant(value=str(name)), _, *_],
             keywords=[],
         ):
-            return attribute in _MAGIC_CALLS
+            return attribute in _MAGIC_CALLS and name in AWAITED
     return False
 
 
@@ -126,7 +138,9 @@ def _with_awaits(source: str, calls: list[ast.Call]) -> str:
         begin = starts[call.lineno - 1] + call.col_offset
         end = starts[(call.end_lineno or call.lineno) - 1] + (call.end_col_offset or 0)
         arguments = ", ".join(ast.unparse(argument) for argument in call.args[1:])
-        data = data[:begin] + f"{_AWAITED}({arguments})".encode() + data[end:]
+        home = AWAITED[ast.literal_eval(call.args[0])]
+        awaited = f"await get_ipython().magics_manager.registry[{home!r}].stream({arguments})"
+        data = data[:begin] + awaited.encode() + data[end:]
     return data.decode()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -11,10 +11,18 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.magics.arguments import CALLER_ERRORS
 from nbengine.magics.errors import without_traceback
-from nbengine.magics.result import GenerationHandle, GenerationResult
+from nbengine.magics.result import GenerationResult
 from nbengine.magics.session import AttachedEngine, NotebookSession
-from nbengine.magics.stream import Generation
-from nbengine.widgets.live import in_kernel
+from nbengine.magics.stream import Stream
+from nbengine.widgets.live import in_kernel, publish
+
+
+@runtime_checkable
+class Streamed(Protocol):
+    """A value that has been shown already when the cell ends."""
+
+    def silence_once(self) -> None:
+        """Let the next display pass in silence."""
 
 
 class Turn:
@@ -32,8 +40,10 @@ class Turn:
         *,
         is_cell: bool,
     ) -> None:
-        self.generation: Generation | None = None
+        self.generation: Stream[Any] | None = None
         self.returned: Any = None
+        self.diff = False
+        """Show, in the end, what differs from the cell's previous answer."""
         self._shell = shell
         self._session = session
         self._engine = engine
@@ -51,14 +61,25 @@ class Turn:
         if isinstance(error, NBEngineError):
             raise self.explained(error) from error.__cause__
 
-    def keep(self, value: GenerationResult | GenerationHandle, *, failed: bool = False) -> None:
+    def show_diff(self) -> None:
+        """Show what differs from the cell's previous answer, if that is asked for."""
+        if not self.diff or self.generation is None:
+            return
+        result: GenerationResult = self.generation.result
+        if result.previous is None:
+            publish(self._shell, "[--diff: this cell has had no answer before]")
+            return
+        diff = result.diff()
+        publish(self._shell, str(diff), diff.html)
+
+    def keep(self, value: object, *, failed: bool = False) -> None:
         """Put the result where the user finds it."""
         if self._is_cell or failed:
             hook: Any = self._shell.displayhook
             hook.update_user_ns(value)
             hook.fill_exec_result(value)
             return
-        if isinstance(value, GenerationResult) and in_kernel(self._shell):
+        if isinstance(value, Streamed) and in_kernel(self._shell):
             value.silence_once()
         self.returned = value
 

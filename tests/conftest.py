@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TokenChecker = Callable[[list[int], list[int]], None]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests interrupt themselves in the workers of pytest-xdist, too, which ignore interrupts."""
+    if hasattr(config, "workerinput"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,6 +46,12 @@ def request_color(number: int) -> str:
     return REQUESTS[number % len(REQUESTS)]
 
 
+def ink_on(color: str) -> str:
+    """Black or white: what can be read on a colour."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
+
+
 def script() -> str:
     """The same as an ES module."""
     tables = {

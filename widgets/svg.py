@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -65,6 +65,11 @@ def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
     while text and text_width(text + "…", size) > width:
         text = text[:-1]
     return text.rstrip() + "…"
+
+
+def _short(number: float) -> str:
+    """A coordinate to a tenth, in as few characters as it takes."""
+    return f"{round(number, 1):g}"
 
 
 class Drawing:
@@ -138,6 +143,47 @@ class Drawing:
         corners = f"M{rect.x:g},{rect.y:g}L{rect.right:g},{rect.bottom:g}M{rect.right:g},{rect.y:g}L{rect.x:g},{rect.bottom:g}"
         self._elements.append(f'<path d="{corners}" stroke="{color}" stroke-opacity="0.45" fill="none"/>')
 
+    def runs(
+        self,
+        runs: Iterable[tuple[float, float, float]],
+        color: str,
+        *,
+        thickness: float,
+        opacity: float = 1.0,
+        dash: tuple[float, float] | None = None,
+    ) -> None:
+        """Horizontal strokes (x, y of its middle, length) as one element; a dash pattern begins anew in each: cells."""
+        path = "".join(f"M{_short(x)} {_short(y)}h{_short(length)}" for x, y, length in runs)
+        self._strokes(path, color, thickness, opacity, dash)
+
+    def columns(
+        self,
+        columns: Iterable[tuple[float, float, float]],
+        color: str,
+        *,
+        thickness: float,
+        opacity: float = 1.0,
+    ) -> None:
+        """Vertical strokes (x of its middle, y of its foot, height) as one element."""
+        path = "".join(f"M{_short(x)} {_short(y)}v{_short(-height)}" for x, y, height in columns)
+        self._strokes(path, color, thickness, opacity, None)
+
+    def marks(self, places: Iterable[tuple[float, float]], shape: str, color: str, *, filled: bool) -> None:
+        """The same small shape, a path relative to its middle, at many places."""
+        path = "".join(f"M{_short(x)} {_short(y)}{shape}" for x, y in places)
+        if path:
+            paint = f'fill="{color}"' if filled else f'fill="none" stroke="{color}" stroke-width="2"'
+            self._elements.append(f'<path d="{path}" {paint}/>')
+
+    def glyphs(self, places: Sequence[tuple[float, str]], y: float, color: str, *, size: float) -> None:
+        """Single characters on the base line `y`, each centred at its x."""
+        if places:
+            middles = " ".join(_short(x - size * ADVANCE / 2) for x, _ in places)
+            self._elements.append(
+                f'<text x="{middles}" y="{_short(y)}" font-size="{size:g}" fill="{color}">'
+                f"{escape(''.join(glyph for _, glyph in places))}</text>"
+            )
+
     def open_group(self, title: str, **data: object) -> None:
         """Begin a group with a tooltip."""
         attributes = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
@@ -161,6 +207,16 @@ class Drawing:
             f'style="max-width:100%;height:auto;{style}">'
             f"{sheet}<desc>{escape(description)}</desc>{''.join(self._elements)}</svg>"
         )
+
+    def _strokes(
+        self, path: str, color: str, thickness: float, opacity: float, dash: tuple[float, float] | None
+    ) -> None:
+        if path:
+            see_through = "" if opacity == 1 else f' stroke-opacity="{opacity:g}"'
+            dashes = "" if dash is None else f' stroke-dasharray="{dash[0]:g} {dash[1]:g}"'
+            self._elements.append(
+                f'<path d="{path}" stroke="{color}" stroke-width="{_short(thickness)}"{see_through}{dashes}/>'
+            )
 
     def _head(self, before: tuple[float, float], tip: tuple[float, float]) -> None:
         (x0, y0), (x, y) = before, tip

@@ -71,7 +71,9 @@ class MPClient(EngineCoreClient):
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._tensors: ShmTensorSender | None = None
         self.cores = CoreLink(info, self, data_parallel_rank)
-        self.link = HostLink(info, session or secrets.token_hex(8), *self.cores.addresses, self)
+        self.session = session or secrets.token_hex(8)
+        """Name of this client across restarts of its process."""
+        self.link = HostLink(info, self.session, *self.cores.addresses, self)
 
     @property
     def connection(self) -> ConnectionInfo:

@@ -21,7 +21,6 @@ from nbengine.client.connection import connection_file, engine_file
 from nbengine.ipc.control_messages import Shutdown
 from nbengine.ipc.curve import CurveKeys, make_curve_keys
 from nbengine.ipc.handshake import encode_control
-from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import HANDSHAKE_MS, EngineContext, host_of
 
 StartEngine = Callable[..., EngineUnderTest]
@@ -97,13 +96,13 @@ def contexts() -> Iterator[Callable[..., zmq.Context]]:
 
 def refused(context: zmq.Context, address: str) -> zmq.Socket:
     """A DEALER whose connection was turned down, with a request to end the engine in its queue."""
+    dealer = context.socket(zmq.DEALER)
     if isinstance(context, EngineContext):
-        dealer = make_socket(context, address, zmq.DEALER, bind=False)
-    else:
-        dealer = context.socket(zmq.DEALER)
+        for option, value in context.tcp_options(address, bind=False).items():
+            dealer.set(option, value)
+    # Before it connects, or the refusal may be over by the time that anyone looks.
     monitor = dealer.get_monitor_socket(FAILED | zmq.EVENT_DISCONNECTED)
-    if not isinstance(context, EngineContext):
-        dealer.connect(address)
+    dealer.connect(address)
     dealer.send(encode_control(Shutdown()))
     assert monitor.poll(10_000), "it was let in"
     dealer.disable_monitor()

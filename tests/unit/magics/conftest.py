@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class FakeClient:
         self.answers: dict[str, Any] = {}
         self.engine_stats = [make_stats(rank) for rank in self.engine_ranks]
         self.asked_ranks: list[int | None] = []
+        self.written: list[list[int]] = []
 
     @property
     def stats(self) -> SchedulerStats:
@@ -92,12 +93,18 @@ class FakeClient:
         return self.engine_stats[0]
 
     def submit(
-        self, prompt: Any, sampling_params: SamplingParams, *, data_parallel_rank: int | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        *,
+        data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
     ) -> RequestOutputCollector:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append((prompt, sampling_params))
         self.asked_ranks.append(data_parallel_rank)
+        self.written.append(list(written))
         request_id = f"{self.name}-{len(self.requests)}"
         collector = RequestOutputCollector(RequestOutputKind.DELTA, request_id, request_id)
         self.collectors.append(collector)
