@@ -27,6 +27,7 @@ from nbengine.magics.interpolate import interpolate
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.parallel import ParallelCommands
+from nbengine.magics.recover import RecoverCommands
 from nbengine.magics.render import count, seconds
 from nbengine.magics.reports import (
     capacity,
@@ -68,6 +69,7 @@ class EngineMagics(Magics):
             "reap": self._reap,
             **ParallelCommands(shell, session).commands,
             **ControlCommands(session).commands,
+            **RecoverCommands(shell, session, config, lambda: self._attach([])).commands,
             "help": self._help,
         }
 

@@ -70,6 +70,7 @@ class Dashboard(anywidget.AnyWidget):
     snapshot = traitlets.Dict().tag(sync=True)
     interrupt_path = traitlets.Unicode("").tag(sync=True)
     height = traitlets.Int(0).tag(sync=True)
+    view = traitlets.Dict().tag(sync=True)
 
     _is_closed = True
 
