@@ -35,6 +35,7 @@ class NBEngine(Configurable):
     format = Enum(FORMATS, "text", help="How answers are shown: text, markdown, json or code.").tag(
         config=True
     )
+    max_answers = Int(256, min=1, help="Most answers that one comparison may ask for.").tag(config=True)
     footer = Bool(True, help="Show tokens, speed and reuse under each answer.").tag(config=True)
 
     def sampling_defaults(self) -> dict[str, Any]:

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.errors import NBEngineError
+from nbengine.magics.answers import Answer
 from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
-from nbengine.magics.result import GenerationHandle
-from nbengine.magics.session import AttachedEngine
-from nbengine.magics.stream import Generation
+from nbengine.magics.result import Handle
+from nbengine.magics.session import AttachedEngine, EngineClient
+from nbengine.magics.stream import Collector, Generation
 from nbengine.magics.view import View, view_for
+from nbengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that an engine can be sent."""
+
+    engine: AttachedEngine
+    prompt: Any
+    params: SamplingParams
+    options: GenerateOptions
+
+    def send(self) -> Collector:
+        """Send it.
+
+        Raises:
+            NBEngineError: the request is not possible, or the engine cannot be reached.
+        """
+        options = self.options
+        return self.engine.client.submit(
+            self.prompt, self.params, data_parallel_rank=options.rank, transcript=options.prompt
+        )
 
 
 class Submitter:
@@ -26,7 +52,7 @@ class Submitter:
         self._shell = shell
         self._config = config
         self._ongoing = ongoing
-        self.background: weakref.WeakSet[GenerationHandle] = weakref.WeakSet()
+        self.background: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()
         """Handles of what is written while no cell waits for it."""
 
     def submit(
@@ -46,11 +72,8 @@ class Submitter:
             NBEngineError: the request is not possible, or the engine cannot be reached.
         """
         client = engine.client
-        self._check_rank(engine, options)
-        params = sampling_params(options, client.default_sampling_params(), self._config)
-        if prompt is None:
-            prompt = self.prompt(engine, options)
-        collector = client.submit(prompt, params, data_parallel_rank=options.rank)
+        prepared = self.prepare(engine, options, prompt)
+        collector, params = prepared.send(), prepared.params
         view = view or view_for(
             self._shell,
             options.format,
@@ -67,12 +90,35 @@ class Submitter:
             self._ongoing,
             foreground=not options.background,
         )
+        prompt = prepared.prompt
+        answer = self._ongoing.answers.begin(collector.engine_request_id, generation.result, engine.name)
+        generation.on_end = functools.partial(self._ended, client, answer)
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         origin = Origin(client, params, cache_salt, self._ongoing, self.background.add)
         generation.result.tree = BranchTree(generation.result, origin)
         generation.result.is_json = options.parse_json
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
+
+    def prepare(
+        self, engine: AttachedEngine, options: GenerateOptions, prompt: Any = None
+    ) -> PreparedRequest:
+        """What is to be sent, without sending it; `prompt` as `submit` takes it.
+
+        Raises:
+            UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
+        """
+        self._check_rank(engine, options)
+        params = sampling_params(options, engine.client.default_sampling_params(), self._config)
+        if prompt is None:
+            prompt = self.prompt(engine, options)
+        return PreparedRequest(engine, prompt, params, options)
+
+    def _ended(self, client: EngineClient, answer: Answer, shown: bool, error: NBEngineError | None) -> None:
+        self._ongoing.answers.end(answer, error)
+        if shown:
+            # The engine need not keep it at the expense of what nobody has seen.
+            client.read_transcripts([answer.request_id])
 
     def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         """The prompt as the engine takes it: with the chat template, or as it is.
