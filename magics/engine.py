@@ -22,11 +22,12 @@ from nbengine.magics.config import NBEngine
 from nbengine.magics.control import ControlCommands
 from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start, start_parser
 from nbengine.magics.errors import without_traceback
-from nbengine.magics.help import ENGINE_HELP
+from nbengine.magics.help import ENGINE_HELP, documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.parallel import ParallelCommands
+from nbengine.magics.recover import RecoverCommands
 from nbengine.magics.render import count, seconds
 from nbengine.magics.reports import (
     capacity,
@@ -68,13 +69,15 @@ class EngineMagics(Magics):
             "reap": self._reap,
             **ParallelCommands(shell, session).commands,
             **ControlCommands(session).commands,
+            **RecoverCommands(shell, session, config, lambda: self._attach([])).commands,
             "help": self._help,
         }
 
     @no_var_expand
     @line_magic
+    @documented(ENGINE_HELP)
     def engine(self, line: str) -> None:
-        """Start, watch and end engines. `%engine help` explains."""
+        """Start, watch and end engines."""
         __tracebackhide__ = True
         namespace = prompt_namespace(self.shell)
         words = [interpolate(word, namespace) for word in split_words(line, "%engine")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -14,10 +13,10 @@ from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
 from nbengine.magics.compare_run import ComparisonRun
 from nbengine.magics.compare_view import grid_view_for
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import GenerateOptions
+from nbengine.magics.generate_arguments import GenerateOptions, generate_parser
+from nbengine.magics.help import documented
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.rerun import EarlierAnswers
-from nbengine.magics.result import Handle
 from nbengine.magics.session import NotebookSession
 from nbengine.magics.stream import Stream
 from nbengine.magics.submission import Submitter
@@ -36,12 +35,12 @@ class GenerateMagics(Magics):
         self._config = config
         self._submitter = Submitter(shell, config, session.ongoing)
         self._earlier = EarlierAnswers(shell)
-        self._handles: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()
 
     @no_var_expand
     @line_cell_magic
+    @documented(generate_parser)
     def generate(self, line: str, cell: str | None = None) -> Any:
-        """Send a prompt to the engine; the answer streams into the cell. `%generate -h` lists the flags."""
+        """Send a prompt to the engine; the answer streams into the cell."""
         __tracebackhide__ = True
         turn = self._begin(line, cell)
         with turn:
@@ -62,7 +61,7 @@ class GenerateMagics(Magics):
 
     def cancel_background(self) -> None:
         """End all generations that run in the background."""
-        for handle in list(self._handles):
+        for handle in list(self._submitter.background):
             handle.cancel()
 
     def _begin(self, line: str, cell: str | None) -> Turn:
@@ -111,7 +110,7 @@ class GenerateMagics(Magics):
             self._bind(options.out, stream.result)
             return
         handle = stream.run_in_background(turn.note_death)
-        self._handles.add(handle)
+        self._submitter.background.add(handle)
         self._bind(options.out, handle)
         turn.keep(handle)
 

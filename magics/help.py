@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nbengine.magics.arguments import MagicParser
+
+Magic = TypeVar("Magic", bound=Callable[..., Any])
+
 ENGINE_HELP = """\
 %engine keeps a language model running in a process beside this notebook.
 
@@ -21,6 +28,8 @@ ENGINE_HELP = """\
   %engine reset                   forget the prefix cache
   %engine profile start / stop    record what it computes, as a Chrome trace
 
+  %engine recover [N] [-l]        what was written before a page reload or a kernel restart
+
   %engine ps                      all your engines on this machine
   %engine attach [NAME]           join one: yours from before a kernel restart, or another notebook's
   %engine detach [NAME]           leave it running without this notebook
@@ -35,5 +44,16 @@ Then ask it something:
   %config NBEngine                the defaults
 
 Interrupt a cell and its text so far is kept; the engine goes on. Restart the kernel and the engine is still there:
-%engine attach. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
+%engine attach, and so is what it had written: %engine recover. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
 """
+
+
+def documented(help_text: str | Callable[[], MagicParser]) -> Callable[[Magic], Magic]:
+    """Have a magic's docstring say what its `-h` prints, so that `%magic?` shows it."""
+
+    def document(magic: Magic) -> Magic:
+        text = help_text if isinstance(help_text, str) else help_text().format_help()
+        magic.__doc__ = f"{magic.__doc__}\n\n{text}"
+        return magic
+
+    return document

@@ -6,14 +6,17 @@ import asyncio
 import concurrent.futures
 import json
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from nbengine.errors import IncompleteOutputError, InvalidArgumentError
+from nbengine.errors import IncompleteOutputError, InvalidArgumentError, NBEngineError
 from nbengine.magics.diff import AnswerDiff, Earlier
 from nbengine.magics.interrupts import ticking
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, joined
+
+if TYPE_CHECKING:
+    from nbengine.magics.branching import Branch, BranchTree
 
 _NOTHING = CompletionOutput(0, "", [])
 """The first completion before it begins."""
@@ -52,6 +55,8 @@ class GenerationResult(ShownOnce):
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
         """Whether nothing more will come."""
+        self.prompt_token_ids: list[int] | None = None
+        """The prompt as the model has it, once the answer has begun; None for embeddings."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics()
@@ -62,6 +67,7 @@ class GenerationResult(ShownOnce):
         self.previous: Earlier | None = None
         """What the same cell had asked and got before."""
         self._whole: RequestOutput | None = None
+        self._tree: BranchTree | None = None
 
     def absorb(self, output: RequestOutput) -> None:
         """Add what is new: `output` is a delta."""
@@ -72,6 +78,7 @@ class GenerationResult(ShownOnce):
         self.num_cached_tokens = whole.num_cached_tokens
         self.metrics = whole.metrics
         if whole.prompt_token_ids is not None:
+            self.prompt_token_ids = whole.prompt_token_ids
             self.num_prompt_tokens = len(whole.prompt_token_ids)
 
     def abort(self, reason: str = "abort") -> None:
@@ -120,6 +127,39 @@ class GenerationResult(ShownOnce):
             return json.loads(self.text)
         except json.JSONDecodeError as error:
             raise IncompleteOutputError(_why_incomplete(self)) from error
+
+    @property
+    def tree(self) -> BranchTree:
+        """The answers and what branches from them.
+
+        Raises:
+            NBEngineError: the result does not know who has answered.
+        """
+        if self._tree is None:
+            raise NBEngineError(f"request {self.request_id} has no tree: its result does not know its engine")
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: BranchTree) -> None:
+        self._tree = tree
+
+    def branch(self, position: int, token: int | str, *, answer: int = 0) -> Branch:
+        """Go on from another token at a position of an answer, in the background; what stands before it is computed
+        already. Sampling parameters stay the same, and the length counts from the beginning of the answer.
+
+        Args:
+            position: of the token that is replaced, counted from 0.
+            token: a token id, or the text of an alternative.
+            answer: which of several, counted from 0.
+
+        Raises:
+            InvalidArgumentError: there is no such token or position.
+            NBEngineError: the answer cannot branch, or the engine cannot be reached.
+        """
+        tree = self.tree
+        if not 0 <= answer < len(tree.roots):
+            raise InvalidArgumentError("answer", answer, f"in [0, {len(tree.roots)})")
+        return tree.branch(position, token, node=tree.roots[answer])
 
     @property
     def _first(self) -> CompletionOutput:

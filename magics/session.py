@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -23,6 +23,9 @@ from nbengine.magics.stream import Collector
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.live import in_kernel
+
+if TYPE_CHECKING:
+    from nbengine.frontend.transcripts import Transcript
 
 ProgressCallback = Callable[[Progress], None]
 
@@ -55,9 +58,32 @@ class EngineClient(Protocol):
         """Whether the model has a chat template."""
 
     def submit(
-        self, prompt: Any, sampling_params: SamplingParams, *, data_parallel_rank: int | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        *,
+        data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
+        transcript: str | None = None,
     ) -> Collector:
-        """Send a request, to one engine core of several where a rank is given."""
+        """Send a request, to one engine core of several where a rank is given, to go on behind `written`.
+
+        With `transcript`, the prompt as it was typed, the engine keeps the answer.
+        """
+
+    def transcripts_blocking(self, session: str | None = None) -> list[Transcript]:
+        """What the engine has kept of this notebook, or of another one."""
+
+    def read_transcripts(self, request_ids: Iterable[str], session: str | None = None) -> None:
+        """Tell the engine, without waiting, that these have been seen."""
+
+    def forget_transcripts_blocking(
+        self, request_ids: Iterable[str] | None = None, session: str | None = None
+    ) -> int:
+        """Have the engine drop these, all that have ended if None."""
+
+    def transcript_sessions_blocking(self) -> dict[str, int]:
+        """How many completions nobody has read, by session."""
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, without waiting."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +21,9 @@ from nbengine.outputs import RequestOutput
 
 R = TypeVar("R")
 _CANCEL_POLL_SECONDS = 0.1
+
+EndHandler = Callable[[bool, NBEngineError | None], None]
+"""Called when a generation has ended: whether all that the user wants of it has been shown, and the error if not."""
 
 
 class Collector(Protocol):
@@ -38,6 +42,10 @@ class Collector(Protocol):
         """Wait for the next output in this thread."""
 
 
+def _ignore_end(shown: bool, error: NBEngineError | None) -> None:
+    """Nobody wants to know."""
+
+
 class Stream(ABC, Generic[R]):
     """What a cell waits for: awaited, blocking, or in the background.
 
@@ -48,6 +56,7 @@ class Stream(ABC, Generic[R]):
     def __init__(self, result: R) -> None:
         self.result = result
         self._cancelled = threading.Event()
+        self._interrupt_taken = False
 
     async def run(self) -> None:
         """Stream until the end, on the running event loop.
@@ -117,6 +126,7 @@ class Stream(ABC, Generic[R]):
             handle.settle()
 
     def _interrupted(self) -> Interrupted:
+        self._interrupt_taken = True
         self._abort_all()
         return Interrupted("generation interrupted; what had been written is kept")
 
@@ -165,6 +175,7 @@ class Generation(Stream[GenerationResult]):
         self._abort = abort
         self._ongoing = ongoing
         ongoing.add(collector.engine_request_id, foreground=foreground)
+        self.on_end: EndHandler = _ignore_end
 
     @property
     def _interval(self) -> float:
@@ -189,10 +200,14 @@ class Generation(Stream[GenerationResult]):
 
     def _end(self, note: str = "") -> None:
         self._ongoing.discard(self._collector.engine_request_id)
+        error = sys.exception()
+        failure = error if isinstance(error, NBEngineError) else None
+        shown = self.result.finished or self._interrupt_taken or self._cancelled.is_set()
         if not self.result.finished:
             drain(self._collector, self.result)
             self.result.abort()
         self._view.finish(self.result, note)
+        self.on_end(shown, failure)
 
 
 def drain(collector: Collector, result: GenerationResult) -> None:

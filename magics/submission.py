@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.errors import NBEngineError
+from nbengine.magics.answers import Answer
+from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
-from nbengine.magics.session import AttachedEngine
+from nbengine.magics.result import Handle
+from nbengine.magics.session import AttachedEngine, EngineClient
 from nbengine.magics.stream import Collector, Generation
 from nbengine.magics.view import View, view_for
 from nbengine.sampling_params import SamplingParams
@@ -32,7 +39,10 @@ class PreparedRequest:
         Raises:
             NBEngineError: the request is not possible, or the engine cannot be reached.
         """
-        return self.engine.client.submit(self.prompt, self.params, data_parallel_rank=self.options.rank)
+        options = self.options
+        return self.engine.client.submit(
+            self.prompt, self.params, data_parallel_rank=options.rank, transcript=options.prompt
+        )
 
 
 class Submitter:
@@ -42,6 +52,8 @@ class Submitter:
         self._shell = shell
         self._config = config
         self._ongoing = ongoing
+        self.background: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()
+        """Handles of what is written while no cell waits for it."""
 
     def submit(
         self,
@@ -60,13 +72,15 @@ class Submitter:
             NBEngineError: the request is not possible, or the engine cannot be reached.
         """
         client = engine.client
-        collector = self.prepare(engine, options, prompt).send()
+        prepared = self.prepare(engine, options, prompt)
+        collector, params = prepared.send(), prepared.params
         view = view or view_for(
             self._shell,
             options.format,
             stream=options.stream,
             footer=options.footer,
             background=options.background,
+            tokens=params.logprobs is not None,
         )
         generation = Generation(
             collector,
@@ -76,6 +90,12 @@ class Submitter:
             self._ongoing,
             foreground=not options.background,
         )
+        prompt = prepared.prompt
+        answer = self._ongoing.answers.begin(collector.engine_request_id, generation.result, engine.name)
+        generation.on_end = functools.partial(self._ended, client, answer)
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        origin = Origin(client, params, cache_salt, self._ongoing, self.background.add)
+        generation.result.tree = BranchTree(generation.result, origin)
         generation.result.is_json = options.parse_json
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
@@ -93,6 +113,12 @@ class Submitter:
         if prompt is None:
             prompt = self.prompt(engine, options)
         return PreparedRequest(engine, prompt, params, options)
+
+    def _ended(self, client: EngineClient, answer: Answer, shown: bool, error: NBEngineError | None) -> None:
+        self._ongoing.answers.end(answer, error)
+        if shown:
+            # The engine need not keep it at the expense of what nobody has seen.
+            client.read_transcripts([answer.request_id])
 
     def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         """The prompt as the engine takes it: with the chat template, or as it is.

@@ -14,7 +14,7 @@ from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.metrics.trace import TraceBatch, TraceSnapshot
 from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
-from nbengine.widgets.ownership import Owner, own_requests
+from nbengine.widgets.ownership import WAITING, Owner, own_requests
 from nbengine.widgets.rates import RateMeter
 from nbengine.widgets.wave_timeline import WaveRecorder
 
@@ -124,7 +124,7 @@ class FeedState:
             rates=Rates(memory_bytes=self._rates.memory_bytes) if self.ended else self._rates,
             mirrors=self._mirrors,
             waves=self._recorder.timeline(None if self.ended else moment),
-            own_requests={} if self.ended else own_requests(self._owners, requests),
+            own_requests={} if self.ended else own_requests(self._owners, requests, WAITING.requests()),
             note=self._note(),
         )
 

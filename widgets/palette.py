@@ -13,9 +13,9 @@ from pathlib import Path
 REQUESTS = (
     "#15c3fb",
     "#eab401",
-    "#4539b4",
+    "#4d42c2",
     "#e88a99",
-    "#485110",
+    "#586212",
     "#7178f9",
     "#8b8702",
     "#91607d",
@@ -44,6 +44,12 @@ FREE_OPACITY = 0.16
 def request_color(number: int) -> str:
     """The colour of a request, by the number that its engine core has given it."""
     return REQUESTS[number % len(REQUESTS)]
+
+
+def ink_on(color: str) -> str:
+    """Black or white: what can be read on a colour."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
 
 
 def script() -> str:

@@ -55,6 +55,8 @@ class WaveTimeline:
     lock_step: bool
     """Whether the engine cores step together; otherwise there are no waves and no dummy steps."""
     spans: tuple[Span, ...] = ()
+    began: float = 0.0
+    """`time.time()` of its start."""
 
     @property
     def seconds(self) -> float:
@@ -159,7 +161,11 @@ class WaveRecorder:
             spans.append(self._span(newest, still))
         for rank in {rank for span in spans for rank in span.ranks}:
             _spread(spans, rank)
-        return WaveTimeline(self.engine, self.lock_step, tuple(spans))
+        start = spans[0].start if spans else 0.0
+        if start:
+            # Earlier ones are not kept.
+            spans = [replace(span, start=span.start - start, end=span.end - start) for span in spans]
+        return WaveTimeline(self.engine, self.lock_step, tuple(spans), self._began + start)
 
     def _span(self, before: EngineStats, after: EngineStats) -> Span:
         known = {engine.engine_index: engine for engine in before.engines}

@@ -31,6 +31,7 @@ from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
+from nbengine.scheduler.trace_stream import TraceStream
 
 if TYPE_CHECKING:
     from nbengine.executor.base import Executor
@@ -100,6 +101,7 @@ class EngineCore:
         self.kv_events = KVEventStream(
             self.scheduler.kv_cache_manager.block_pool, config.cache.block_size, engine_index
         )
+        self.trace = TraceStream(self.scheduler)
         self.control = EngineControl(
             self.scheduler, self.model_executor, lambda: self.num_steps_in_flight, self.abort_all
         )

@@ -92,12 +92,11 @@ class TranscriptStore:
         return len(found)
 
     def unread(self) -> dict[str, int]:
-        """How many requests nobody has read, by session; sessions without such are there with 0."""
-        groups: dict[str, set[str]] = {session: set() for session in self._num_records}
+        """How many records nobody has read, by session; sessions without such are there with 0."""
+        counts = dict.fromkeys(self._num_records, 0)
         for record in self._records.values():
-            if not record.was_read:
-                groups[record.mark.session].add(record.mark.group)
-        return {session: len(names) for session, names in groups.items()}
+            counts[record.mark.session] += not record.was_read
+        return counts
 
     @staticmethod
     def _victim(records: Iterable[TranscriptRecord]) -> tuple[str, int]:
@@ -180,7 +179,7 @@ class TranscriptKeeper:
         return self.store.forget(session, None if groups is None else _checked_groups(groups))
 
     def sessions(self) -> dict[str, int]:
-        """How many requests that have ended nobody has read, by session."""
+        """How many completions that have ended nobody has read, by session."""
         self.take_ended()
         return self.store.unread()
 

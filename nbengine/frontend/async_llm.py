@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -176,6 +176,7 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         *,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
         transcript: str | None = None,
     ) -> RequestOutputCollector:
         """Send a request and return the collector of its outputs. Safe on any thread; does not wait.
@@ -188,6 +189,9 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
             priority: lower goes first, with `scheduling_policy="priority"`.
             data_parallel_rank: the engine core that is to have it; None leaves the choice to the client. With a rank it
                 goes nowhere else, whatever the load, and waits while that core is started again.
+            written: the first tokens of the answer, where it goes on from its middle: they stand behind the prompt, and
+                count for `max_tokens`, `min_tokens` and `stop`; penalties and words that are not wanted see only what
+                comes now. The outputs have the tokens that follow, and a text that begins with that of `written`.
             transcript: have the engine keep the output for `transcripts`, beside this text: the prompt, for a reader.
 
         Raises:
@@ -205,11 +209,14 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         request = self.input_processor.process_inputs(
             request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
         )
+        continuation = self.input_processor.continue_answer(request, written) if written else None
         self.input_processor.assign_request_id(request)
         if transcript is not None:
             request.transcript = mark(request, self.session, transcript)
         collector = RequestOutputCollector(sampling_params.output_kind, request_id, request.request_id)
-        self.engine_core.loop_thread.call_soon(self._requests.add, request, prompt_text(prompt), collector)
+        self.engine_core.loop_thread.call_soon(
+            self._requests.add, request, prompt_text(prompt), collector, continuation
+        )
         return collector
 
     async def generate(

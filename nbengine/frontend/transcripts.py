@@ -16,13 +16,11 @@ from nbengine.checks import require
 from nbengine.errors import InvalidTypeError
 from nbengine.frontend.detokenizer import IncrementalDetokenizer
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason, TranscriptMark
-from nbengine.ipc.transcripts import TranscriptRecord, unpack_tokens
+from nbengine.ipc.transcripts import TranscriptRecord, shortened, unpack_tokens
 from nbengine.outputs import CompletionOutput, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPT_CHARACTERS = 4000
-"""Of a prompt's text, what is kept beside its answer."""
 CALL_TIMEOUT = 30.0
 """Seconds that a blocking call waits for the engine cores, which answer between two steps."""
 
@@ -36,7 +34,7 @@ class Transcript:
     """The engine's, unique."""
     session: str
     prompt: str
-    """What was asked, or its first `MAX_PROMPT_CHARACTERS` characters."""
+    """What was asked, or its first `nbengine.ipc.transcripts.MAX_PROMPT_CHARACTERS` characters."""
     output: RequestOutput
     num_prompt_tokens: int
     submitted: float
@@ -114,7 +112,7 @@ class Transcripts(ABC):
         return cast("int", call.result(CALL_TIMEOUT))
 
     async def transcript_sessions(self) -> dict[str, int]:
-        """How many requests that have ended nobody has read, by session."""
+        """How many completions that have ended nobody has read, by session."""
         return cast("dict[str, int]", await self.call_utility("transcript_sessions"))
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
@@ -147,13 +145,6 @@ def mark(request: EngineCoreRequest, session: str, prompt: object) -> Transcript
     shown = shortened(prompt).encode(errors="replace").decode()
     num_completions = 1 if params is None else params.n
     return TranscriptMark(session, shown, request.request_id, time.time(), num_completions=num_completions)
-
-
-def shortened(prompt: str) -> str:
-    """The beginning of a prompt, which says so if it is not all."""
-    if len(prompt) <= MAX_PROMPT_CHARACTERS:
-        return prompt
-    return f"{prompt[:MAX_PROMPT_CHARACTERS]} … ({len(prompt):,} characters)"
 
 
 def transcripts_of(records: Iterable[TranscriptRecord], tokenizer: Tokenizer) -> list[Transcript]:

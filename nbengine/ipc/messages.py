@@ -6,7 +6,7 @@ See `EngineCoreRequestType` and the structs below it. Control messages are in `n
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +20,9 @@ KV_TOPIC = b"kv"
 """First frame on `stats.sock`; the second is a msgpack `KVEventBatch` or `KVCacheSnapshot`."""
 TRACE_TOPIC = b"trace"
 """First frame on `stats.sock`; the second is a msgpack `TraceBatch` or `TraceSnapshot`."""
+EventTopic = Literal["kv", "trace"]
+EVENT_TOPICS: dict[bytes, EventTopic] = {KV_TOPIC: "kv", TRACE_TOPIC: "trace"}
+"""Topics under which engine cores publish only while someone is subscribed."""
 FIRST_REQ = b"FIRST_REQ"
 """First frame of what a client writes to `stats.sock` when it has sent a request to an engine core that it believes to
 be paused; the second is a msgpack `(rank, wave)`, the rank being that of the core that has the request."""

@@ -13,15 +13,20 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError, WireError
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.transcripts import (
-    MAX_PROMPT_CHARACTERS,
     Transcripts,
     completion_of,
     mark,
-    shortened,
     transcripts_of,
 )
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TranscriptMark
-from nbengine.ipc.transcripts import TranscriptRecord, decoding_params, pack_tokens, unpack_tokens
+from nbengine.ipc.transcripts import (
+    MAX_PROMPT_CHARACTERS,
+    TranscriptRecord,
+    decoding_params,
+    pack_tokens,
+    shortened,
+    unpack_tokens,
+)
 from nbengine.outputs import CompletionOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
