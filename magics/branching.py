@@ -13,7 +13,7 @@ import msgspec
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.magics.answers import keep_answer
 from nbengine.magics.ongoing import OngoingRequests
-from nbengine.magics.result import GenerationHandle, GenerationResult
+from nbengine.magics.result import GenerationResult, Handle
 from nbengine.magics.stream import Collector, Generation
 from nbengine.magics.view import UPDATE_SECONDS
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -64,7 +64,7 @@ class Origin:
     params: SamplingParams
     cache_salt: str | None = None
     ongoing: OngoingRequests = field(default_factory=OngoingRequests)
-    on_start: Callable[[GenerationHandle], object] = lambda _handle: None
+    on_start: Callable[[Handle[GenerationResult]], object] = lambda _handle: None
     """Called with each branch's handle."""
 
     @property
@@ -110,7 +110,7 @@ class Branch:
         """What its own request has brought."""
         self._tree = tree
         self._index = index
-        self._handle: GenerationHandle | None = None
+        self._handle: Handle[GenerationResult] | None = None
         self._written: list[int] = []
         self._written_logprobs: list[dict[int, Logprob]] = []
         if parent is not None and position is not None and token_id is not None:
@@ -214,7 +214,7 @@ class Branch:
         elif not self.own.finished:
             self._tree.abort_first()
 
-    def run(self, generation: Generation) -> GenerationHandle:
+    def run(self, generation: Generation) -> Handle[GenerationResult]:
         """Begin to write, in the background."""
         # An error is in the view's note and in the handle.
         self._handle = generation.run_in_background(lambda _error: None)

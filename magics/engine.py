@@ -22,7 +22,7 @@ from nbengine.magics.config import NBEngine
 from nbengine.magics.control import ControlCommands
 from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start, start_parser
 from nbengine.magics.errors import without_traceback
-from nbengine.magics.help import ENGINE_HELP
+from nbengine.magics.help import ENGINE_HELP, documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.namespace import prompt_namespace
@@ -75,8 +75,9 @@ class EngineMagics(Magics):
 
     @no_var_expand
     @line_magic
+    @documented(ENGINE_HELP)
     def engine(self, line: str) -> None:
-        """Start, watch and end engines. `%engine help` explains."""
+        """Start, watch and end engines."""
         __tracebackhide__ = True
         namespace = prompt_namespace(self.shell)
         words = [interpolate(word, namespace) for word in split_words(line, "%engine")]
@@ -153,6 +154,8 @@ class EngineMagics(Magics):
         began = time.monotonic()
         held = footprint(info)
         end()
+        for note in self._session.on_engine_end:
+            note(info)
         print(
             f"engine {info.name!r} stopped in {seconds(time.monotonic() - began)}: "
             f"{count(held.processes, 'process is', 'processes are')} gone, {held} came back"

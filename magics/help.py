@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nbengine.magics.arguments import MagicParser
+
+Magic = TypeVar("Magic", bound=Callable[..., Any])
+
 ENGINE_HELP = """\
 %engine keeps a language model running in a process beside this notebook.
 
@@ -39,3 +46,14 @@ Then ask it something:
 Interrupt a cell and its text so far is kept; the engine goes on. Restart the kernel and the engine is still there:
 %engine attach, and so is what it had written: %engine recover. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
 """
+
+
+def documented(help_text: str | Callable[[], MagicParser]) -> Callable[[Magic], Magic]:
+    """Have a magic's docstring say what its `-h` prints, so that `%magic?` shows it."""
+
+    def document(magic: Magic) -> Magic:
+        text = help_text if isinstance(help_text, str) else help_text().format_help()
+        magic.__doc__ = f"{magic.__doc__}\n\n{text}"
+        return magic
+
+    return document

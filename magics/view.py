@@ -20,6 +20,11 @@ DUTY = 0.1
 """Share of the time that may go into drawing."""
 
 
+def pause_after(size: int, cost: float) -> float:
+    """Seconds to wait after an update of so many characters that took `cost` seconds."""
+    return max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / DUTY)
+
+
 class View(Protocol):
     """Shows a growing result. `interval` is how many seconds the next update should wait."""
 
@@ -59,7 +64,7 @@ class CellView:
         started = time.perf_counter()
         size = self._live.show(answers_bundle(result.outputs, self._format, complete=False))
         cost = time.perf_counter() - started
-        self.interval = max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / DUTY)
+        self.interval = pause_after(size, cost)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""

@@ -24,7 +24,9 @@ from nbengine.widgets.dashboard_svg_parts import (
 from nbengine.widgets.palette import ROLES, request_color
 from nbengine.widgets.svg import LINE, Drawing, Rect
 
-MAX_STEPS = 200
+MAX_STEPS = (200, 120, 60, 30)
+"""As many as there are, up to the first of these with which the picture is no longer than `MAX_LENGTH`."""
+MAX_LENGTH = 32_000
 MAX_ROWS = 20
 """Of all engine cores together."""
 _LEFT = 152.0
@@ -37,12 +39,20 @@ _HEIGHTS = {PREFILL: _BAR, DECODE: _BAR / 2, RECOMPUTE: _BAR}
 
 def draw_steps(state: DashboardState, *, standalone: bool) -> str:
     """The last steps of all engine cores that are drawn."""
+    for max_steps in MAX_STEPS:
+        svg = _draw(state, max_steps, standalone=standalone)
+        if len(svg) <= MAX_LENGTH:
+            break
+    return svg
+
+
+def _draw(state: DashboardState, max_steps: int, *, standalone: bool) -> str:
     drawing = Drawing()
     shown, note = mirrors(state)
     y = 1.0
     words = []
     for rank, mirror in shown:
-        grid = grid_of(mirror, MAX_STEPS, MAX_ROWS // len(shown))
+        grid = grid_of(mirror, max_steps, MAX_ROWS // len(shown))
         prefix = f"rank {rank}: " if len(state.mirrors) > 1 else ""
         words.append(prefix + summary(grid))
         drawing.text(PAD, y + 12, words[-1], width=WIDTH - 2 * PAD, bold=True)

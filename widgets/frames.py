@@ -42,8 +42,9 @@ From the script to the kernel: `{"kind": "hello"}`, `{"kind": "alive"}` every fi
 `{"kind": "block", "rank": 0, "block": 17}` (answer: `{"kind": "block", "rank", "block", "lines": [str, ...]}`), and
 `{"kind": "export"}` (answer: `{"kind": "export", "name": "trace.json", "text": str}`). Synchronised traits beside the
 messages: `snapshot` (a dict: a reset frame with one key more, `"buffers"`, a list of its buffers in base64; renewed now and then,
-so that a saved notebook has something to show; empty if there is none), `interrupt_path` (`api/kernels/<id>`, empty if unknown)
-and `height` (pixels; 0: as high as its content; the script sets it when the handle is dragged).
+so that a saved notebook has something to show; empty if there is none), `interrupt_path` (`api/kernels/<id>`, empty if unknown),
+`height` (pixels; 0: as high as its content; the script sets it when the handle is dragged) and `view` (a dict of the script's
+own, empty at first: which rank, where it is paused and how far zoomed, so that it is the same when the page is loaded again).
 
 All times are seconds of `time.time()`; a rank's spans come in order and do not overlap. While a widget is
 visible a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed: the script says that the

@@ -125,9 +125,10 @@ export class BlockMap {
       lines.push(`${integer(held)} held (${integer(shared)} shared), ${integer(cached)} cached, ${integer(free)} free`);
     }
     lines.push(`block ${integer(this.at)}: ${this.describe(word)}`);
+    const answer = link.linesOf(view.rank, this.at, word);
     const holder = this.holderText(word);
     if (holder) lines.push(holder);
-    return [...lines, ...(link.linesOf(view.rank, this.at, word) ?? [])];
+    return answer ? [...lines, ...answer] : lines;
   }
 
   describe(word) {

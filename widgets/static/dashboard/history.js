@@ -70,7 +70,7 @@ export class History {
 
   // Take in a STEP of the protocol.
   take(item) {
-    if (item[1] === null) this.setSeconds(item[0], item[2]);
+    if (item[1] === null) this.complete(item);
     else this.append(item);
   }
 
@@ -141,23 +141,32 @@ export class History {
     this.open.set(number, added);
   }
 
+  // Events are kept in the order of their steps; what comes late moves a few.
   note(ordinal, number, kind) {
-    const id = this.events.push();
-    const slot = this.events.slot(id);
-    this.events.ordinal[slot] = ordinal;
-    this.events.number[slot] = number;
-    this.events.kind[slot] = kind;
+    const { events } = this;
+    let slot = events.slot(events.push());
+    for (let id = events.end - 2; id >= events.begin; id -= 1) {
+      const before = events.slot(id);
+      if (events.ordinal[before] <= ordinal) break;
+      for (const column of Object.keys(EVENT_COLUMNS)) events[column][slot] = events[column][before];
+      slot = before;
+    }
+    events.ordinal[slot] = ordinal;
+    events.number[slot] = number;
+    events.kind[slot] = kind;
     this.open.delete(number);
   }
 
-  setSeconds(step, seconds) {
+  // More is known of an older step: how long it took, and which requests have ended since.
+  complete([step, , seconds, finished]) {
     const { steps } = this;
-    for (let ordinal = steps.end - 1; ordinal >= steps.begin; ordinal -= 1) {
-      const slot = steps.slot(ordinal);
-      if (steps.step[slot] !== step) continue;
-      steps.seconds[slot] = seconds;
-      return;
-    }
+    let ordinal = steps.end - 1;
+    while (ordinal >= steps.begin && this.at("step", ordinal) !== step) ordinal -= 1;
+    if (ordinal < steps.begin) return;
+    if (seconds !== null) steps.seconds[steps.slot(ordinal)] = seconds;
+    const known = new Set();
+    this.visitEvents(ordinal, ordinal + 1, (_, number, kind) => kind === FINISHED && known.add(number));
+    for (const number of finished ?? []) if (!known.has(number)) this.note(ordinal, number, FINISHED);
   }
 
   at(column, ordinal) {

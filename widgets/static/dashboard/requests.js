@@ -5,7 +5,7 @@ import { element, panel, setAttribute, setText } from "./dom.js";
 import { count, duration, integer } from "./format.js";
 import { REQUESTS } from "./palette.js";
 
-const COLUMNS = ["request", "state", "prompt", "output", "time", "text", ""];
+const COLUMNS = ["request", "rank", "state", "prompt", "output", "time", "text", ""];
 
 // A bar with up to two parts, and the numbers over it.
 class Bar {
@@ -35,6 +35,7 @@ class Row {
     this.swatch = element("i", { class: "nbe-swatch" });
     this.number = element("b", {});
     this.name = element("span", { class: "nbe-id" });
+    this.rank = element("span", {});
     this.state = element("span", { class: "nbe-request-state" });
     this.prompt = new Bar("prompt computed");
     this.output = new Bar("output");
@@ -47,6 +48,7 @@ class Row {
     });
     const cells = [
       ["request", this.swatch, this.number, this.name],
+      ["rank", this.rank],
       ["state", this.state],
       ["prompt", this.prompt.node],
       ["output", this.output.node],
@@ -66,7 +68,8 @@ class Row {
     this.request = request;
     const isFinished = request.state === "finished";
     setText(this.number, `#${request.number}`);
-    setText(this.name, `${table.hasRanks ? `rank ${request.rank} · ` : ""}${request.id}`);
+    setText(this.name, request.id);
+    setText(this.rank, String(request.rank));
     setAttribute(this.name, "title", request.id);
     const state = isFinished ? (request.finish_reason ?? "finished") : request.state;
     setText(this.state, state);
@@ -134,14 +137,11 @@ export class Requests {
     return this.app.link.state === "live" || this.app.link.state === "silent";
   }
 
-  get hasRanks() {
-    return this.app.store.ranks.size > 1;
-  }
-
   draw() {
     const { requests, time } = this.app.store;
     this.time = time ?? 0;
     this.aborts.keepOnly(requests);
+    this.table.classList.toggle("nbe-has-ranks", this.app.store.ranks.size > 1);
     const wanted = new Set();
     let before = null;
     for (const request of requests) {
@@ -149,7 +149,7 @@ export class Requests {
       wanted.add(key);
       if (!this.rows.has(key)) this.rows.set(key, new Row(this, request));
       const row = this.rows.get(key);
-      row.update(request, { aborts: this.aborts, isLive: this.isLive, hasRanks: this.hasRanks, now: this.time });
+      row.update(request, { aborts: this.aborts, isLive: this.isLive, now: this.time });
       this.put(row.node, before);
       before = row.node;
     }

@@ -8,8 +8,8 @@ export const REFERENCES = 4095;
 
 const SPANS = 8192;
 const SPAN_COLUMNS = {
-  start: Float64Array,
-  end: Float64Array,
+  since: Float64Array,
+  until: Float64Array,
   isRunning: Uint8Array,
   steps: Float32Array,
   dummySteps: Float32Array,
@@ -59,14 +59,14 @@ export class Rank {
       const slot = spans.slot(spans.end - 1);
       const wasIdle = !spans.steps[slot] && !spans.dummySteps[slot];
       const isSame = spans.isRunning[slot] === Number(running) && spans.wave[slot] === wave;
-      if (wasIdle && isSame && spans.requests[slot] === requests && start - spans.end[slot] < 1e-3) {
-        spans.end[slot] = end;
+      if (wasIdle && isSame && spans.requests[slot] === requests && start - spans.until[slot] < 1e-3) {
+        spans.until[slot] = end;
         return;
       }
     }
     const slot = spans.slot(spans.push());
-    spans.start[slot] = start;
-    spans.end[slot] = end;
+    spans.since[slot] = start;
+    spans.until[slot] = end;
     spans.isRunning[slot] = Number(running);
     spans.steps[slot] = steps;
     spans.dummySteps[slot] = dummySteps;

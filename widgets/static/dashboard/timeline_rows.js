@@ -233,6 +233,7 @@ export class Painter {
     context.font = `11px ${theme.font}`;
     context.textBaseline = "middle";
     context.textAlign = "right";
+    const every = Math.ceil(12 / rows.height);
     rows.numbers.forEach((number, row) => {
       const y = rows.y(row);
       const top = Math.max(AXIS, y);
@@ -241,9 +242,9 @@ export class Painter {
       context.fillStyle = REQUESTS[number % REQUESTS.length];
       const inset = rows.height > 6 ? 2 : 0;
       context.fillRect(GUTTER - 9, top + inset, 4, Math.max(1, bottom - top - 2 * inset));
-      if (rows.height < 11 || bottom - top < 10) return;
+      if (row % every || y < AXIS || y + Math.max(rows.height, 11) > this.height) return;
       context.fillStyle = theme.text;
-      context.fillText(`#${number}`, GUTTER - 14, y + rows.height / 2 + 0.5, GUTTER - 16);
+      context.fillText(`#${number}`, GUTTER - 14, y + Math.max(rows.height, every > 1 ? 8 : 0) / 2 + 0.5, GUTTER - 16);
     });
   }
 
@@ -252,16 +253,20 @@ export class Painter {
     context.font = `11px ${theme.font}`;
     context.textBaseline = "middle";
     context.textAlign = "left";
-    const step = Math.max(1, niceStep(84 / this.scale));
-    for (let ordinal = Math.ceil(this.first / step) * step; ordinal < this.end; ordinal += step) {
+    const every = Math.max(1, niceStep(84 / this.scale));
+    let free = GUTTER;
+    for (let ordinal = this.first; ordinal < this.end; ordinal += 1) {
+      const step = history.at("step", ordinal);
       const x = Math.round(this.x(ordinal));
-      if (x < GUTTER) continue;
-      const text = integer(history.at("step", ordinal));
+      if (step % every || x < free) continue;
+      const text = integer(step);
+      const end = x + 6 + context.measureText(text).width;
       context.fillStyle = theme.line;
       context.fillRect(x, 4, 1, this.height - 4);
-      if (x + 6 + context.measureText(text).width > this.width) continue;
+      if (end > this.width) continue;
       context.fillStyle = theme.muted;
       context.fillText(text, x + 4, AXIS / 2);
+      free = end + 8;
     }
   }
 }

@@ -16,6 +16,7 @@ export class View {
     this.width = 600; // of the timeline's columns, in pixels
     this.cursor = null; // an ordinal that the keyboard has gone to
     this.pausedTime = null; // of the step at the right edge: ordinals begin anew with each reset frame
+    this.isSeeking = false; // the step at the right edge has not come yet
     this.timer = 0;
     const kept = model.get("view") ?? {};
     if (Number.isFinite(kept.scale)) this.scale = clamp(kept.scale, ...SCALES);
@@ -60,10 +61,19 @@ export class View {
     if (!history) return;
     if (isReset) {
       this.cursor = null;
-      if (!this.isLive) this.right = Math.min(history.end, history.ordinalAt(this.pausedTime) + 1);
+      this.isSeeking = !this.isLive;
     }
+    if (this.isSeeking) this.seek();
     if (!this.isLive) this.right = this.limited(this.right);
     if (this.cursor !== null && this.cursor < history.begin) this.cursor = null;
+  }
+
+  // Go back to the time at which it was paused; a long history comes in several frames.
+  seek() {
+    const { history } = this;
+    const ordinal = history.ordinalAt(this.pausedTime);
+    this.isSeeking = ordinal === history.end;
+    this.right = this.limited(ordinal + 1);
   }
 
   limited(right) {
@@ -75,7 +85,7 @@ export class View {
     if (rank === this.rank) return;
     this.rank = rank;
     this.cursor = null;
-    if (!this.isLive) this.right = this.limited(this.history.ordinalAt(this.pausedTime) + 1);
+    if (!this.isLive) this.seek();
     this.keep();
   }
 
@@ -86,6 +96,7 @@ export class View {
 
   goLive() {
     this.isLive = true;
+    this.isSeeking = false;
     this.pausedTime = null;
     this.cursor = null;
     this.keep();
@@ -94,6 +105,7 @@ export class View {
   moveTo(right) {
     if (!this.history) return;
     this.isLive = false;
+    this.isSeeking = false;
     this.right = this.limited(right);
     const last = clamp(Math.ceil(this.right) - 1, this.history.begin, Math.max(this.history.end - 1, 0));
     this.pausedTime = this.history.end > this.history.begin ? this.history.at("time", last) : (this.store.time ?? 0);

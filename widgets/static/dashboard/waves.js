@@ -9,11 +9,12 @@ import { clamp } from "./view.js";
 
 const RANK_HEIGHT = 30;
 const SECONDS = [1, 3600];
+const LIVE_SECONDS = [2, 30];
 
 export class Waves {
   constructor(app) {
     this.app = app;
-    this.seconds = 30;
+    this.chosen = null; // seconds that are shown; null: as many as there are, within LIVE_SECONDS
     this.cursor = null; // { row, time }
     this.surface = new Surface({
       tabindex: "0",
@@ -32,6 +33,15 @@ export class Waves {
     canvas.addEventListener("pointerleave", () => app.tooltip.hide(this));
     canvas.addEventListener("blur", () => this.forget());
     canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  get seconds() {
+    if (this.chosen !== null) return this.chosen;
+    let begin = Infinity;
+    for (const { spans } of this.app.store.ranks.values()) {
+      if (spans.end > spans.begin) begin = Math.min(begin, spans.since[spans.slot(spans.begin)]);
+    }
+    return clamp((this.app.store.time ?? 0) - begin, ...LIVE_SECONDS);
   }
 
   get window() {
@@ -60,8 +70,8 @@ export class Waves {
     const number = this.app.store.rankNumbers[row];
     const spans = this.app.store.ranks.get(number)?.spans;
     if (!spans) return null;
-    const id = spans.search("end", time);
-    if (id >= spans.end || spans.start[spans.slot(id)] > time) return [`rank ${number} · ${clock(time, 1)}`, "nothing is known"];
+    const id = spans.search("until", time);
+    if (id >= spans.end || spans.since[spans.slot(id)] > time) return [`rank ${number} · ${clock(time, 1)}`, "nothing is known"];
     const slot = spans.slot(id);
     const steps = spans.steps[slot];
     const dummy = spans.dummySteps[slot];
@@ -69,7 +79,7 @@ export class Waves {
     const lines = [`rank ${number} · ${clock(time, 1)}`];
     if (inLockStep) lines.push(spans.isRunning[slot] ? `wave ${integer(spans.wave[slot])} runs` : "between waves");
     else lines.push(spans.isRunning[slot] ? "running" : "idle");
-    lines.push(`in ${duration(spans.end[slot] - spans.start[slot])}: ${count(Math.round(steps), "step")}`);
+    lines.push(`in ${duration(spans.until[slot] - spans.since[slot])}: ${count(Math.round(steps), "step")}`);
     if (inLockStep) lines.push(`${count(Math.round(dummy), "dummy step")}`);
     lines.push(count(spans.requests[slot], "request"));
     return lines;
@@ -111,7 +121,7 @@ export class Waves {
   }
 
   zoom(factor) {
-    this.seconds = clamp(this.seconds * factor, ...SECONDS);
+    this.chosen = clamp(this.seconds * factor, ...SECONDS);
   }
 
   forget() {
@@ -172,11 +182,11 @@ export class Waves {
     context.fillText(rank.info.alive ? `rank ${number}` : `${number} gone`, GUTTER - 8, y + RANK_HEIGHT / 2, GUTTER - 10);
     let wave = null;
     let labelEnd = GUTTER;
-    for (let id = spans.search("end", start); id < spans.end; id += 1) {
+    for (let id = spans.search("until", start); id < spans.end; id += 1) {
       const slot = spans.slot(id);
-      if (spans.start[slot] > end) break;
-      const left = Math.max(GUTTER, this.x(spans.start[slot]));
-      this.drawSpan(context, spans, slot, left, this.x(Math.min(end, spans.end[slot])), y);
+      if (spans.since[slot] > end) break;
+      const left = Math.round(Math.max(GUTTER, this.x(spans.since[slot])));
+      this.drawSpan(context, spans, slot, left, Math.round(this.x(Math.min(end, spans.until[slot]))), y);
       if (!inLockStep || !spans.isRunning[slot] || spans.wave[slot] === wave) continue;
       wave = spans.wave[slot];
       labelEnd = this.waveLabel(context, wave, left, y, labelEnd);
