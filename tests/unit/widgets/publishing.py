@@ -16,7 +16,14 @@ from nbengine.config import EngineArgs
 from nbengine.ipc.messages import STATS_TOPIC, TRACE_TOPIC
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.metrics.trace import BlocksCached, TraceBatch, TraceEvent, TraceMessage, TraceSnapshot
+from nbengine.metrics.trace import (
+    BlocksCached,
+    RequestTrace,
+    TraceBatch,
+    TraceEvent,
+    TraceMessage,
+    TraceSnapshot,
+)
 from nbengine.widgets.dashboard_state import DashboardState
 
 DEADLINE = 20.0
@@ -47,7 +54,8 @@ class Publisher:
         self.incarnation = 0
         self.topics: list[bytes] = []
         """What was subscribed to (\\x01) and left (\\x00), in order."""
-        self.silent = False
+        self.requests: list[RequestTrace] = []
+        """Those that a snapshot has."""
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, info.address("stats.sock"), zmq.XPUB, bind=True)
@@ -86,8 +94,6 @@ class Publisher:
             with self._lock:
                 message = self._socket.recv()
                 self.topics.append(message)
-                if self.silent:
-                    continue
                 if message == b"\x01" + STATS_TOPIC:
                     self.stats.timestamp = self.time
                     self._send(STATS_TOPIC, self.stats)
@@ -103,7 +109,7 @@ class Publisher:
             4,
             64,
             8,
-            [],
+            self.requests,
             BlocksCached([], []),
             engine,
             self.incarnation,
