@@ -114,7 +114,7 @@ def test_a_terminal_gets_text_once(
     shell.run_cell("%dashboard").raise_error()
     printed = capsys.readouterr().out
     assert "random-tiny" in printed
-    assert "</script><script>alert(1)" in printed
+    assert "</script><script>a" in printed
     assert "\x1b" not in printed
     assert "\x07" not in printed
     assert not EngineFeed._feeds
