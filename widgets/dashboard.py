@@ -6,7 +6,8 @@ import base64
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import anywidget
 import traitlets
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 FRAME_INTERVAL = 0.2
 """Seconds between two frames at least."""
 BYTES_PER_SECOND = 300_000
+"""Of all dashboards of a process together: a notebook's server drops what is above a million."""
 SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
 QUIET = 2.0
@@ -73,6 +75,7 @@ class Dashboard(anywidget.AnyWidget):
     view = traitlets.Dict().tag(sync=True)
 
     _is_closed = True
+    _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class Dashboard(anywidget.AnyWidget):
         self._builder = FrameBuilder(self._preview)
         self._final: Mapping[str, str] | None = None
         self._is_closed = False
+        self._open.add(self)
         answer_at_once(self.comm)
         self.on_msg(self._on_message)
         self._feed = EngineFeed.listen(info, self, owner, subscribe)
@@ -184,7 +188,8 @@ class Dashboard(anywidget.AnyWidget):
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
-            self._throttle.sent(frame.size)
+            num_watched = sum(dashboard._is_watched for dashboard in list(self._open))
+            self._throttle.sent(frame.size * num_watched)
             self._sent_at = time.monotonic()
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
@@ -217,6 +222,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _end(self) -> None:
         self._is_closed = True
+        self._open.discard(self)
         super().close()
 
     # What the script says, on any thread.
