@@ -46,6 +46,7 @@ FIRST_STATE_SECONDS = 1.0
 SNAPSHOT_INTERVAL = 5.0
 """Seconds between two snapshots at least."""
 SNAPSHOT_BYTES_PER_SECOND = 30_000
+"""Of all dashboards, too."""
 LOADING_SECONDS = 10.0
 """Seconds of an idle kernel after which a script that has not said anything is taken not to be there."""
 
@@ -182,14 +183,18 @@ class Dashboard(anywidget.AnyWidget):
     def _is_watched(self) -> bool:
         return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
 
+    @property
+    def _num_watched(self) -> int:
+        """How many dashboards share the way to the browser."""
+        return sum(dashboard._is_watched for dashboard in list(self._open))
+
     def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
         if not self._throttle.is_due:
             return
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
-            num_watched = sum(dashboard._is_watched for dashboard in list(self._open))
-            self._throttle.sent(frame.size * num_watched)
+            self._throttle.sent(frame.size * self._num_watched)
             self._sent_at = time.monotonic()
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
@@ -202,7 +207,8 @@ class Dashboard(anywidget.AnyWidget):
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
         self._snapshot_of = state.time
-        self._snapshot_due = now + max(SNAPSHOT_INTERVAL, frame.size / SNAPSHOT_BYTES_PER_SECOND)
+        share = self._num_watched * frame.size / SNAPSHOT_BYTES_PER_SECOND
+        self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)
 
     def _finish(self, state: DashboardState) -> None:
         """Put a picture in the widget's place."""
