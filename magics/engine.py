@@ -154,6 +154,8 @@ class EngineMagics(Magics):
         began = time.monotonic()
         held = footprint(info)
         end()
+        for note in self._session.on_engine_end:
+            note(info)
         print(
             f"engine {info.name!r} stopped in {seconds(time.monotonic() - began)}: "
             f"{count(held.processes, 'process is', 'processes are')} gone, {held} came back"

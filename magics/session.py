@@ -14,6 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import ConnectionInfo, list_connections
 from nbengine.config import EngineConfig
+from nbengine.errors import NBEngineError
 from nbengine.frontend.control import Control
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.arguments import did_you_mean
@@ -87,6 +88,17 @@ class EngineClient(Protocol):
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, without waiting."""
+
+    @property
+    def client_index(self) -> int:
+        """By which the engine knows this client's requests."""
+
+    @property
+    def death(self) -> NBEngineError | None:
+        """Why the engine has ended, as far as the client knows that it has."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens."""
 
     def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
         """Apply the chat template."""
@@ -164,6 +176,10 @@ class NotebookSession:
         self.backend: Backend = backend or AsyncLLMBackend()
         self.ledger = Ledger(self.key)
         self.ongoing = OngoingRequests()
+        self.on_engine_end: list[Callable[[ConnectionInfo], None]] = []
+        """Called when this notebook has ended an engine, its own or not."""
+        self.on_close: list[Callable[[], None]] = []
+        """Called before the notebook leaves its engines."""
         self._engines: dict[str, AttachedEngine] = {}
         self._dropped: list[AttachedEngine] = []
 
@@ -231,6 +247,8 @@ class NotebookSession:
 
     def close(self) -> list[AttachedEngine]:
         """Leave all engines running without this notebook, which may still come back; returns them."""
+        for leave in self.on_close:
+            leave()
         self.bury()
         engines, self._engines = list(self._engines.values()), {}
         for engine in engines:

@@ -166,6 +166,12 @@ class FakeClient:
     def abort_soon(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    client_index = 1
+    death: NBEngineError | None = None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
     def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
         return {"prompt": "".join(f"<{m['role']}>{m['content']}" for m in messages)}
 
