@@ -118,13 +118,13 @@ class TraceStream:
         )
 
     def _cached_blocks(self) -> BlocksCached:
-        scheduler, tokens, size = self._scheduler, self._tokens, self._block_size
+        scheduler, tokens = self._scheduler, self._tokens
         block_ids = list(scheduler.kv_cache_manager.block_pool.cached_blocks().values())
         findable = set(block_ids)
         for request in scheduler.running:
             for index, block_id in enumerate(request.block_ids[: request.num_cached_blocks]):
                 if block_id in findable and block_id not in tokens:
-                    tokens[block_id] = request.all_token_ids[index * size : (index + 1) * size]
+                    tokens[block_id] = self._block_tokens(request, index)
         known = [block_id for block_id in block_ids if block_id in tokens]
         unknown = [block_id for block_id in block_ids if block_id not in tokens]
         return BlocksCached(known + unknown, list(chain.from_iterable(tokens[block] for block in known)))
@@ -226,12 +226,19 @@ class TraceStream:
         if not isinstance(event, BlocksCached):
             event = BlocksCached([], [])
             self._events.append(event)
-        size, token_ids = self._block_size, request.all_token_ids
         for index in range(start, end):
             block_id = request.block_ids[index]
-            self._tokens[block_id] = tokens = token_ids[index * size : (index + 1) * size]
+            self._tokens[block_id] = tokens = self._block_tokens(request, index)
             event.block_ids.append(block_id)
             event.token_ids += tokens
+
+    def _block_tokens(self, request: Request, index: int) -> list[int]:
+        start = index * self._block_size
+        token_ids = request.all_token_ids[start : start + self._block_size]
+        if request.prompt_embeds is not None:
+            num_unknown = min(max(request.num_prompt_tokens - start, 0), self._block_size)
+            token_ids[:num_unknown] = [-1] * num_unknown
+        return token_ids
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
         """See `CacheObserver`."""
