@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from dashboard_frames import NUMBERS, START, FakeEngine, Frame
 from dashboard_page import DARK, LIGHT, DashboardPage, browser
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, expect
 
 from nbengine.widgets.palette import CACHED_OPACITY, FREE_OPACITY, REQUESTS, ROLES
 
@@ -463,7 +463,7 @@ def test_ten_thousand_steps_are_kept_and_told_right(open_page: OpenPage) -> None
             return steps;
         }""",
         [
-            item if index % 3 else item[:7] + [None] + item[8:] if is_same(told, index) else item
+            item if index % 3 else [*item[:7], None, *item[8:]] if is_same(told, index) else item
             for index, item in enumerate(told)
         ],
     )
@@ -607,7 +607,7 @@ def test_hostile_text_stays_text(open_page: OpenPage) -> None:
     page = open_page()
     dialogs: list[str] = []
     page.page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-    evil = {key: HOSTILE for key in ("name", "model", "topology", "device", "dtype", "state", "note")}
+    evil = dict.fromkeys(("name", "model", "topology", "device", "dtype", "state", "note"), HOSTILE)
     fields = {"id": HOSTILE, "preview": HOSTILE, "finish_reason": HOSTILE}
     rows = [request(0, **fields), request(1, **fields, state="finished")]
     page.mount(interrupt_path=HOSTILE)
@@ -671,7 +671,7 @@ def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> 
     assert page.page.locator(".nbe-abort:visible").count() == 0
     assert_color(page.pixel(BLOCKS, *cell(page, 0)), REQUESTS[0])
     assert tile(page, "tokens out") == "412/s"
-    live, buffers = engine.frame(reset=True)
+    live, _ = engine.frame(reset=True)
     live["requests"][0]["id"] = "live-1"
     page.page.evaluate("([content]) => models[0].deliver(content, [btoa('\\0'.repeat(24))])", [live])
     page.page.clock.run_for(100)
