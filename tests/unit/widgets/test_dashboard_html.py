@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from nbengine.client.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.widgets.dashboard_blocks import cells_of
+from nbengine.widgets.dashboard_figures import header
 from nbengine.widgets.dashboard_html import MAX_TABLE_RANKS, page, pictures, static_bundle
 from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
 from nbengine.widgets.dashboard_steps import DECODE, PREFILL, RECOMPUTE, grid_of
@@ -116,11 +117,9 @@ def test_the_page_has_only_what_untrusted_notebooks_show(state: DashboardState) 
 
 def test_the_header_says_what_the_state_says(state: DashboardState) -> None:
     html = Page(page(state))
-    names, values = html.rows[:2]
-    assert (
-        dict(zip(names, values, strict=True))["KV use"]
-        == f"{100 * state.stats.engines[0].kv_cache_usage:.3g} %"
-    )
+    figures = " · ".join(f"{name} {value}" for name, value in header(state))
+    assert f"KV use {100 * state.stats.engines[0].kv_cache_usage:.3g} %" in figures
+    assert figures in html.text
     assert html.text.startswith("random-tiny · engine demo · 1 engine core · cpu · float32 · running")
     assert "DP 2" in Page(page(replace(state, label=replace(LABEL, topology="DP 2 × TP 2")))).text
     assert "the engine has ended" in Page(page(replace(state, note="the engine has ended"))).text
