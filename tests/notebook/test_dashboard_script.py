@@ -22,7 +22,7 @@ PICTURES = os.environ.get("NBENGINE_TEST_PICTURES")
 BLOCKS = ".nbe-blocks canvas"
 TIMELINE = ".nbe-timeline canvas"
 TIP = ".nbe-tip:not([hidden])"
-GUTTER, AXIS = 56, 20
+GUTTER, AXIS, LARGEST = 56, 20, 26
 HOSTILE = '"><img src=x onerror="window.pwned=1"><script>window.pwned=1</script>${window.pwned=1}'
 SERVER = {"baseUrl": "/user/me/", "token": "t0ken"}
 
@@ -126,8 +126,8 @@ def frame(
 
 def cell(page: DashboardPage, index: int) -> tuple[float, float]:
     """The place of a block's cell in a map of few blocks: its upper left quarter."""
-    columns = int(page.page.evaluate("document.querySelector('.nbe-blocks canvas').clientWidth")) // 20
-    return (index % columns) * 20 + 4, (index // columns) * 20 + 4
+    columns = int(page.page.evaluate("document.querySelector('.nbe-blocks canvas').clientWidth")) // LARGEST
+    return (index % columns) * LARGEST + 4, (index // columns) * LARGEST + 4
 
 
 def hover(page: DashboardPage, canvas: str, x: float, y: float) -> str:
@@ -203,10 +203,10 @@ def test_blocks_have_the_colours_of_who_holds_them(open_page: OpenPage) -> None:
     assert look(6)[3] == 0
     # Digits in the middle of those that are shared, and of no others.
     x, y = cell(page, 4)
-    inside = {page.pixel(BLOCKS, x + dx, y + 5) for dx in range(2, 9)}
+    inside = {page.pixel(BLOCKS, x + dx, y + 8) for dx in range(4, 13)}
     assert len(inside) > 1
     x, y = cell(page, 3)
-    assert len({page.pixel(BLOCKS, x + dx, y + 5) for dx in range(2, 9)}) == 1
+    assert len({page.pixel(BLOCKS, x + dx, y + 8) for dx in range(4, 13)}) == 1
 
     page.deliver(frame(2, reset=False, changed={0: word(1, False, 4), 3: word(0, True, 9)}))
     assert_color(look(0), REQUESTS[4])
@@ -529,7 +529,7 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     page.deliver(frame(requests=rows))
     table = page.page.locator(".nbe-table tbody tr")
     first = [text.strip() for text in table.nth(0).locator("td:visible").all_inner_texts()]
-    prompt, output = "80 / 100, 32 reused", "5 / 50"
+    prompt, output = "80 / 100, 32 hit", "5 / 50"
     assert first == ["#0cmpl-0", "running", prompt, output, "0.00 ms", "Once upon a time", "Abort"]
     widths = (
         table.nth(0).locator(".nbe-track i").evaluate_all("(nodes) => nodes.map((node) => node.style.width)")
