@@ -190,6 +190,7 @@ def test_alternatives_stay_inside_the_page(
             box["y"] >= token["y"] + token["height"] / 2
             or box["y"] + box["height"] <= token["y"] + token["height"] / 2
         )
+        widget.page.keyboard.press("Escape")
     assert widget.page.evaluate("document.documentElement.scrollWidth") <= width
     widget.page.close()
 
