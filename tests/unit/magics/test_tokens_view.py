@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import threading
 from typing import Any
 
 import msgspec
@@ -308,7 +307,3 @@ def test_branches_end_with_the_extension(shell: InteractiveShell, engine: FakeCl
     unload(shell)
     assert branch.result(5).finish_reason == "abort"
     assert engine.aborted
-    assert not any(
-        thread.name.startswith("nbengine-") and thread.is_alive() and "Branch" in thread.name
-        for thread in threading.enumerate()
-    )
