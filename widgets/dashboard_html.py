@@ -81,7 +81,7 @@ def header_part(state: DashboardState) -> str:
     """Model, state, figures, and the engine cores if there are several."""
     model, facts = title(state)
     note = f"{_LINE}{escape(printable(state.note))}</p>" if state.note else ""
-    figures = " · ".join(
+    figures = f"{_NO_BREAK}· ".join(
         f"{_unbroken(name)}{_NO_BREAK}<b>{_unbroken(value)}</b>" for name, value in header(state)
     )
     return (
@@ -97,7 +97,7 @@ def requests_part(state: DashboardState) -> str:
         return f"{_LINE}no requests yet</p>"
     several = len(state.mirrors) > 1
     names = ["#", "request", "state", "progress", "prompt", "output", "first token", "time", "preempted"]
-    head = "".join(f"<th {_LEFT}>{_unbroken(name)}</th>" for name in (["rank"] if several else []) + names)
+    head = "".join(f"<th {_LEFT}>{name}</th>" for name in (["rank"] if several else []) + names)
     body = "".join(_row(row, several=several) for row in rows)
     more = f"{_LINE}… and {num_more:,} more</p>" if num_more > 0 else ""
     own = f"{_LINE}● of this notebook</p>" if any(row.is_own for row in rows) else ""

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nbengine.client.trace_mirror import StepView, TraceMirror
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 
-DECODE, PREFILL, RECOMPUTE = 0, 1, 2
-"""What a request does in a step; as in a frame's entries."""
 _LOOK_BACK = 2
 """How many times the grid's length is gone through, to know what was lost before it."""
 
@@ -19,7 +18,7 @@ class StepRow:
 
     number: int
     kinds: tuple[int | None, ...]
-    """By column; None: it had no part in the step."""
+    """By column, `DECODE`, `PROMPT` or `RECOMPUTED`; None: it had no part in the step."""
     hits: tuple[int, ...]
     """Where it was admitted with a part of its prompt found in the prefix cache."""
     preempted: tuple[int, ...]
@@ -96,7 +95,7 @@ def _take(tracks: dict[int, _Track], places: dict[int, int], step: StepView, col
             if step.num_computed[place]:
                 track.hits.append(column)
         if number in step.prefills:
-            track.kinds[column] = RECOMPUTE if track.is_recomputing else PREFILL
+            track.kinds[column] = RECOMPUTED if track.is_recomputing else PROMPT
         else:
             track.kinds[column] = DECODE
             track.is_recomputing = False

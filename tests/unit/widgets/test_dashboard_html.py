@@ -20,12 +20,13 @@ from nbengine.widgets.dashboard_blocks import cells_of
 from nbengine.widgets.dashboard_figures import header
 from nbengine.widgets.dashboard_html import MAX_TABLE_RANKS, page, pictures, static_bundle
 from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
-from nbengine.widgets.dashboard_steps import DECODE, PREFILL, RECOMPUTE, grid_of
+from nbengine.widgets.dashboard_steps import grid_of
 from nbengine.widgets.dashboard_svg_blocks import PITCHES, geometry, levels
 from nbengine.widgets.dashboard_svg_parts import PAD, WIDTH
 from nbengine.widgets.dashboard_svg_steps import MAX_LENGTH, MAX_STEPS
 from nbengine.widgets.dashboard_text import MIN_WIDTH, cells, text_dashboard
 from nbengine.widgets.palette import REQUESTS, ROLES, request_color
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.wave_timeline import RankSpan, Span, WaveTimeline
 from tests.unit.widgets.dashboards import LABEL, START, SmallEngine, busy_engine, state_of, vast_mirror
 from tests.unit.widgets.pictures import SVG, Stroke, strokes_in, texts_fit
@@ -228,7 +229,7 @@ def test_the_timeline_has_a_bar_for_each_part_of_a_request(
         kinds = Counter(kind for kind in row.kinds if kind is not None)
         assert drawn == {
             ROLES[name]: kinds[kind]
-            for name, kind in (("prefill", PREFILL), ("decode", DECODE), ("recompute", RECOMPUTE))
+            for name, kind in (("prefill", PROMPT), ("decode", DECODE), ("recompute", RECOMPUTED))
             if kinds[kind]
         }
         swatch = group.find(f"{SVG}rect")
