@@ -110,7 +110,7 @@ class Dashboard(anywidget.AnyWidget):
     @property
     def is_closed(self) -> bool:
         """Whether what is shown does not change any more."""
-        return self._is_closed
+        return self._is_closed if self._plain is None else self._plain.is_closed
 
     def close(self) -> None:
         """Stop following the engine and show the last state for good; again does nothing."""

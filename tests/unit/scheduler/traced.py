@@ -263,5 +263,5 @@ def compare_request(view: RequestView, request: Request) -> None:
         request.num_prompt_tokens,
         request.max_total_tokens,
     )
-    assert added.prompt_token_ids == request.prompt_token_ids[:64]
+    assert added.prompt_token_ids == (request.prompt_token_ids[:64] if request.prompt_embeds is None else [])
     assert added.priority == request.priority
