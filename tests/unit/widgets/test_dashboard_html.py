@@ -107,7 +107,7 @@ def cells_by_color(root: ElementTree.Element, pitch: int) -> Counter[str]:
 def test_the_page_has_only_what_untrusted_notebooks_show(state: DashboardState) -> None:
     html = Page(page(state))
     assert set(html.tags) <= {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td", "img", "span"}
-    assert html.attributes <= {"style", "align", "alt", "src"}
+    assert html.attributes <= {"style", "align", "cellpadding", "alt", "src"}
     assert list(html.images) == ["scheduler", "KV blocks", "step timeline"]
     for svg in html.images.values():
         root = ElementTree.fromstring(svg)
