@@ -87,7 +87,7 @@ class Row {
     const { num_prompt_tokens: prompt, num_cached_tokens: hit, num_output_tokens: output } = request;
     const cached = Math.max(0, Math.min(hit, prompt));
     const computed = Math.min(prompt, request.num_computed_tokens);
-    const found = cached ? `, ${integer(cached)} reused` : "";
+    const found = cached ? `, ${integer(cached)} hit` : "";
     this.prompt.set(Math.min(cached, computed), Math.max(0, computed - cached), prompt, `${integer(computed)} / ${integer(prompt)}${found}`);
     const most = Math.max(0, request.max_total_tokens - prompt);
     this.output.set(output, 0, most, `${integer(output)} / ${integer(most)}`);
