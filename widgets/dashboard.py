@@ -17,6 +17,7 @@ from nbengine.errors import NBEngineError
 from nbengine.metrics.trace import RequestAdded
 from nbengine.widgets.block_lines import block_lines, token_text
 from nbengine.widgets.chrome_trace import chrome_trace
+from nbengine.widgets.comms import answer_at_once
 from nbengine.widgets.dashboard_html import static_bundle
 from nbengine.widgets.dashboard_state import DashboardState
 from nbengine.widgets.feed import EngineFeed, Subscribe
@@ -279,10 +280,3 @@ def interrupt_path() -> str:
         # A kernel inside another program has no connection file.
         return ""
     return f"api/kernels/{name.removeprefix('kernel-')}" if name.startswith("kernel-") else ""
-
-
-def answer_at_once(comm: Any) -> None:
-    """Have a comm's messages taken in where the frontend sends them, not where the comm has last published: ipykernel 7.4
-    would leave them until the cell has ended."""
-    if getattr(comm, "_reply_subshell_for", None):
-        comm._reply_subshell_for = None
