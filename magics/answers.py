@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.result import GenerationResult
@@ -14,6 +14,8 @@ from nbengine.magics.result import GenerationResult
 if TYPE_CHECKING:
     from nbengine.frontend.transcripts import Transcript
 
+EndHandler = Callable[[bool, NBEngineError | None], None]
+"""Called when a generation has ended: whether all that the user wants of it has been shown, and the error if not."""
 MAX_ANSWERS = 200
 MAX_TOKENS = 1_000_000
 """Of all answers that a kernel keeps together; those that are still written are kept beyond it."""
@@ -106,6 +108,39 @@ class Answers:
             else:
                 kept.append(answer)
         self._answers = kept
+
+
+class AnsweredGeneration(Protocol):
+    """The part of a `Generation` that is needed to keep its answer."""
+
+    result: GenerationResult
+    on_end: EndHandler
+
+
+class ReadClient(Protocol):
+    """The part of `AsyncLLM` that is needed to keep an answer."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+
+    def read_transcripts(self, request_ids: Iterable[str]) -> None:
+        """Tell the engine, without waiting, that these have been seen."""
+
+
+def keep_answer(
+    answers: Answers, generation: AnsweredGeneration, client: ReadClient, request_id: str
+) -> None:
+    """Keep the answer of a generation that has just begun, and tell its engine when all of it has been shown: it need
+    not be kept there at the expense of what nobody has seen."""
+    answer = answers.begin(request_id, generation.result, client.name)
+
+    def ended(shown: bool, error: NBEngineError | None) -> None:
+        answers.end(answer, error)
+        if shown:
+            client.read_transcripts([request_id])
+
+    generation.on_end = ended
 
 
 def kept_answer(transcript: Transcript, engine: str) -> Answer:

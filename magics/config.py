@@ -8,6 +8,7 @@ from traitlets import Bool, Enum, Float, Int, Unicode
 from traitlets.config import Configurable
 
 FORMATS = ("text", "markdown", "json", "code")
+DASHBOARD_FORMS = ("auto", "widget", "plain", "text")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 
 
@@ -36,6 +37,12 @@ class NBEngine(Configurable):
         config=True
     )
     max_answers = Int(256, min=1, help="Most answers that one comparison may ask for.").tag(config=True)
+    dashboard = Enum(
+        DASHBOARD_FORMS,
+        "auto",
+        help="What `%dashboard` shows: a widget with a script of its own, a plain one of core ipywidgets, or text. "
+        "auto: the widget, and the plain one if its script cannot be loaded.",
+    ).tag(config=True)
     footer = Bool(True, help="Show tokens, speed and reuse under each answer.").tag(config=True)
 
     def sampling_defaults(self) -> dict[str, Any]:

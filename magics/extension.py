@@ -11,6 +11,7 @@ from IPython.core.magic import Magics
 from nbengine.magics.chat import ChatMagics
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversation import Conversations
+from nbengine.magics.dashboard import DashboardMagics
 from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics
 from nbengine.magics.session import Backend, NotebookSession
@@ -84,7 +85,10 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
         engine=EngineMagics(shell, session, config),
         generate=GenerateMagics(shell, session, config),
         transform=AwaitGenerate(shell),
-        others=(ChatMagics(shell, session, config, conversations),),
+        others=(
+            ChatMagics(shell, session, config, conversations),
+            DashboardMagics(shell, session, config),
+        ),
     )
     extension.install()
     Extension.loaded[shell] = extension

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -13,19 +12,18 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import newest
 from nbengine.errors import NBEngineError
-from nbengine.ipc.transcripts import shortened
 from nbengine.magics.answers import Answer, kept_answer, merged, selected
+from nbengine.magics.answers_view import heading, listing
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.interrupts import Interrupted
-from nbengine.magics.render import age, count, table
+from nbengine.magics.render import count
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
 from nbengine.magics.view import view_for
 from nbengine.widgets.live import publish
 
 MAX_SHOWN = 10
 """Answers shown at once without `--all`."""
-_CELL_WIDTH = 40
 _DESCRIPTION = """\
 Show what was written for this notebook, also before its page was reloaded or its kernel restarted.
 
@@ -64,7 +62,7 @@ class RecoverCommands:
         if not answers:
             notes = [_nothing(engines, parsed.session), *notes, *_other_sessions(engines, parsed.session)]
         elif parsed.list:
-            publish(self._shell, *_listing(answers))
+            publish(self._shell, *listing(answers))
         else:
             chosen, rest = _chosen(answers, parsed)
             self._show_all(chosen, parsed)
@@ -111,7 +109,7 @@ class RecoverCommands:
 
     def _show(self, answer: Answer, output_format: str) -> None:
         """Show an answer; one that this kernel is still being sent streams on until its end."""
-        publish(self._shell, *_heading(answer))
+        publish(self._shell, *heading(answer))
         view = view_for(self._shell, output_format, stream=True, footer=self._config.footer, background=False)
         result = answer.result
         try:
@@ -212,47 +210,3 @@ def _other_sessions(engines: Iterable[AttachedEngine], session: str | None) -> l
         for name, number in engine.client.transcript_sessions_blocking().items()
         if number
     ]
-
-
-def _listing(answers: Sequence[Answer]) -> tuple[str, str]:
-    rows = [
-        [
-            str(number),
-            f"{age(answer.submitted)} ago",
-            "new" if answer.is_new else "",
-            _brief(answer.result.prompt),
-            _brief(answer.result.text),
-            f"{answer.num_tokens:,}",
-            answer.ending,
-            answer.engine,
-            answer.request_id,
-        ]
-        for number, answer in enumerate(answers, 1)
-    ]
-    return table(rows, ["#", "ASKED", "", "PROMPT", "ANSWER", "TOKENS", "END", "ENGINE", "ID"])
-
-
-def _heading(answer: Answer) -> tuple[str, str]:
-    asked = time.strftime("%H:%M:%S", time.localtime(answer.submitted))
-    line = f"asked at {asked}, {age(answer.submitted)} ago, of engine {answer.engine!r} · {answer.ending}"
-    prompt = shortened(answer.result.prompt)
-    quoted = "\n".join(f"> {part}" for part in _printable(prompt).splitlines())
-    html = (
-        f'<div style="color:var(--jp-ui-font-color2,#777);font-size:85%">{escape(line)}</div>'
-        '<blockquote style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0.3em 0;padding-left:0.7em;'
-        f'border-left:3px solid var(--jp-border-color1,#bbb)">{escape(prompt)}</blockquote>'
-    )
-    return f"{_printable(line)}\n{quoted}", html
-
-
-def _brief(text: str) -> str:
-    """The beginning of a text in one line."""
-    line = _printable(" ".join(text[: 4 * _CELL_WIDTH].split()))
-    return line if len(line) <= _CELL_WIDTH else line[: _CELL_WIDTH - 1] + "…"
-
-
-def _printable(text: str) -> str:
-    """Text without what could steer a terminal."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text
-    )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from nbengine.errors import NBEngineError
+from nbengine.magics.answers import EndHandler
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.result import GenerationHandle, GenerationResult, Handle
@@ -21,9 +22,6 @@ from nbengine.outputs import RequestOutput
 
 R = TypeVar("R")
 _CANCEL_POLL_SECONDS = 0.1
-
-EndHandler = Callable[[bool, NBEngineError | None], None]
-"""Called when a generation has ended: whether all that the user wants of it has been shown, and the error if not."""
 
 
 class Collector(Protocol):

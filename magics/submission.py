@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.errors import NBEngineError
-from nbengine.magics.answers import Answer
+from nbengine.magics.answers import keep_answer
 from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.result import Handle
-from nbengine.magics.session import AttachedEngine, EngineClient
+from nbengine.magics.session import AttachedEngine
 from nbengine.magics.stream import Collector, Generation
 from nbengine.magics.view import View, view_for
 from nbengine.sampling_params import SamplingParams
@@ -91,8 +89,7 @@ class Submitter:
             foreground=not options.background,
         )
         prompt = prepared.prompt
-        answer = self._ongoing.answers.begin(collector.engine_request_id, generation.result, engine.name)
-        generation.on_end = functools.partial(self._ended, client, answer)
+        keep_answer(self._ongoing.answers, generation, client, collector.engine_request_id)
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         origin = Origin(client, params, cache_salt, self._ongoing, self.background.add)
         generation.result.tree = BranchTree(generation.result, origin)
@@ -113,12 +110,6 @@ class Submitter:
         if prompt is None:
             prompt = self.prompt(engine, options)
         return PreparedRequest(engine, prompt, params, options)
-
-    def _ended(self, client: EngineClient, answer: Answer, shown: bool, error: NBEngineError | None) -> None:
-        self._ongoing.answers.end(answer, error)
-        if shown:
-            # The engine need not keep it at the expense of what nobody has seen.
-            client.read_transcripts([answer.request_id])
 
     def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         """The prompt as the engine takes it: with the chat template, or as it is.

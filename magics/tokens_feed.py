@@ -46,6 +46,10 @@ class _Stop(msgspec.Struct, tag_field="kind", tag="stop"):
     node: int
 
 
+class _Rest(msgspec.Struct, tag_field="kind", tag="rest"):
+    pass
+
+
 class Widget(Protocol):
     """The part of `TokensWidget` that the feed uses."""
 
@@ -59,12 +63,19 @@ class TokensFeed:
     """Keeps the script up to date. Safe on any thread: what is sent comes in its order."""
 
     def __init__(
-        self, tree: BranchTree, widget: Widget, *, footer: bool, on_hello: Callable[[], None]
+        self,
+        tree: BranchTree,
+        widget: Widget,
+        *,
+        footer: bool,
+        on_hello: Callable[[], None],
+        on_rest: Callable[[], None],
     ) -> None:
         self._tree = tree
         self._widget = widget
         self._footer = footer
         self._on_hello = on_hello
+        self._on_rest = on_rest
         self._lock = threading.Lock()
         self._sent: dict[int, int] = {}
 
@@ -82,11 +93,14 @@ class TokensFeed:
         Raises:
             msgspec.ValidationError: it is nothing that the script sends.
         """
-        request = msgspec.convert(content, _Hello | _Alternatives | _Branch | _Stop)
+        request = msgspec.convert(content, _Hello | _Rest | _Alternatives | _Branch | _Stop)
         if isinstance(request, _Hello):
             with self._lock:
                 self._widget.send(self._reset(is_news=True))
             self._on_hello()
+            return
+        if isinstance(request, _Rest):
+            self._on_rest()
             return
         node = self._tree[request.node]
         if isinstance(request, _Stop):

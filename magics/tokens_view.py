@@ -61,6 +61,8 @@ class TokensView:
         self._tree: BranchTree | None = None
         self._greeted = threading.Event()
         self._given_up = False
+        self._stale = False
+        """A saved notebook would lack something."""
 
     def update(self, result: GenerationResult) -> None:
         """Send what is new and set the pace by what that cost."""
@@ -114,7 +116,9 @@ class TokensView:
             logger.info("tokens are shown without a widget: %s", error)
             return
         self._widget = TokensWidget(self._receive, folded=self._rendered is not None)
-        self._feed = TokensFeed(self._tree, self._widget, footer=self._footer, on_hello=self._on_hello)
+        self._feed = TokensFeed(
+            self._tree, self._widget, footer=self._footer, on_hello=self._on_hello, on_rest=self._on_rest
+        )
 
     def _receive(self, content: object) -> None:
         if self._feed is not None:
@@ -135,6 +139,13 @@ class TokensView:
         if self._feed is not None:
             self._feed.push(branch)
         if branch.done:
+            self._stale = True
+            if not self._greeted.is_set():
+                self._on_rest()
+
+    def _on_rest(self) -> None:
+        if self._stale:
+            self._stale = False
             self._refresh()
 
     def _refresh(self) -> None:

@@ -35,9 +35,10 @@ from nbengine.widgets.palette import ROLES
 from nbengine.widgets.wave_timeline_svg import draw as draw_waves
 
 MAX_TABLE_RANKS = 32
-_NAME_LENGTH = 40
-_LEFT = "text-align:left"
-_RIGHT = "text-align:right"
+_NAME_LENGTH = 28
+_LEFT = 'style="text-align:left"'
+_RIGHT = 'align="right"'
+_WHOLE = 'style="text-align:left;white-space:nowrap"'
 _BAR_WIDTH = 90.0
 _BAR_GROUND = "rgba(138,143,152,0.3)"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -78,7 +79,7 @@ def header_part(state: DashboardState) -> str:
     """Model, state, figures, and the engine cores if there are several."""
     model, facts = title(state)
     note = f'<p style="margin:4px 0">{escape(printable(state.note))}</p>' if state.note else ""
-    names = "".join(f'<th style="{_LEFT}">{_unbroken(name)}</th>' for name, _ in header(state))
+    names = "".join(f"<th {_LEFT}>{_unbroken(name)}</th>" for name, _ in header(state))
     values = "".join(_cell(value, _LEFT) for _, value in header(state))
     return (
         f'<p style="margin:4px 0"><b>{escape(model)}</b> · {escape(facts)} · <b>{escape(printable(state.state))}</b></p>'
@@ -93,9 +94,7 @@ def requests_part(state: DashboardState) -> str:
         return '<p style="margin:4px 0">no requests yet</p>'
     several = len(state.mirrors) > 1
     names = ["#", "request", "state", "progress", "prompt", "output", "first token", "time", "preempted"]
-    head = "".join(
-        f'<th style="{_LEFT}">{_unbroken(name)}</th>' for name in (["rank"] if several else []) + names
-    )
+    head = "".join(f"<th {_LEFT}>{_unbroken(name)}</th>" for name in (["rank"] if several else []) + names)
     body = "".join(_row(row, several=several) for row in rows)
     more = f'<p style="margin:4px 0">… and {num_more:,} more</p>' if num_more > 0 else ""
     own = '<p style="margin:4px 0">● of this notebook</p>' if any(row.is_own for row in rows) else ""
@@ -131,7 +130,7 @@ def _ranks(state: DashboardState) -> str:
     )
     num_more = len(engines) - MAX_TABLE_RANKS
     more = f'<p style="margin:4px 0">… and {num_more:,} more</p>' if num_more > 0 else ""
-    head = "".join(f'<th style="{_RIGHT}">{_unbroken(name)}</th>' for name in names)
+    head = "".join(f"<th {_RIGHT}>{_unbroken(name)}</th>" for name in names)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
 
 
@@ -140,7 +139,7 @@ def _cells(values: Sequence[str]) -> str:
 
 
 def _cell(text: str, style: str) -> str:
-    return f'<td style="{style}">{_unbroken(text)}</td>'
+    return f"<td {style}>{_unbroken(text)}</td>"
 
 
 def _unbroken(text: str) -> str:
@@ -153,13 +152,13 @@ def _row(row: RequestRow, *, several: bool) -> str:
     cells = [
         *([(str(row.rank), _RIGHT)] if several else []),
         (str(row.number), _RIGHT),
-        (marked, _LEFT),
+        (marked, _WHOLE),
         (row.state, _LEFT),
     ]
     rest = (row.prompt, row.output, row.first_token, row.total_time, row.preemptions)
     before = "".join(_cell(text, style) for text, style in cells)
     after = "".join(_cell(text, _RIGHT) for text in rest)
-    return f'<tr>{before}<td style="{_LEFT}">{_bar(row)}</td>{after}</tr>'
+    return f"<tr>{before}<td {_WHOLE}>{_bar(row)}</td>{after}</tr>"
 
 
 def _bar(row: RequestRow) -> str:

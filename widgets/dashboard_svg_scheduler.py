@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from nbengine.client.trace_mirror import StepView
 from nbengine.widgets.dashboard_figures import mirrors
-from nbengine.widgets.dashboard_loads import COLUMNS, Loads, budget_title, loads_of
+from nbengine.widgets.dashboard_loads import Loads, budget_title, loads_of
 from nbengine.widgets.dashboard_state import DashboardState
 from nbengine.widgets.dashboard_steps import last_steps
 from nbengine.widgets.dashboard_svg_parts import CROSS, PAD, SMALL_GAP, WIDTH, LegendEntry, finish, legend
 from nbengine.widgets.palette import ROLES
 from nbengine.widgets.svg import LINE, Drawing, Rect
 
+COLUMNS = 120
+"""Of the first chart; half as many where there are several."""
 MAX_STEPS = 200
+"""Of all engine cores together."""
 HEIGHT = 64.0
 """Of a chart."""
 _GAP = 24.0
@@ -31,8 +34,8 @@ def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
     words = []
     for rank, mirror in shown:
         prefix = f"rank {rank}: " if len(state.mirrors) > 1 else ""
-        loads = loads_of(mirror)
-        steps = last_steps(mirror, MAX_STEPS)
+        loads = loads_of(mirror, COLUMNS if len(shown) == 1 else COLUMNS // 2)
+        steps = last_steps(mirror, MAX_STEPS // len(shown))
         words.append(f"{prefix}{loads.title}; {budget_title(steps)}")
         left = _loads(drawing, loads, prefix, y)
         right = _budget(drawing, mirror.max_num_batched_tokens, steps, y)
@@ -46,7 +49,7 @@ def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
 def _loads(drawing: Drawing, loads: Loads, prefix: str, y: float) -> float:
     """Waiting requests upon running ones; crosses where some were preempted."""
     foot = _frame(drawing, prefix + loads.title, PAD, y)
-    width = _CHART / COLUMNS
+    width = _CHART / max(1, len(loads.running))
     places = [PAD + (column + 0.5) * width for column in range(len(loads.running))]
     known = [
         (x, run, wait)

@@ -101,7 +101,7 @@ def _header(state: DashboardState, width: int) -> list[str]:
 
 def _scheduler(mirror: TraceMirror, prefix: str, width: int) -> list[str]:
     places = width - _LABEL - _FIGURES
-    loads = loads_of(mirror)
+    loads = loads_of(mirror, places)
     steps = last_steps(mirror, places)
     prefills = [step.num_prefill_tokens for step in steps]
     decodes = [step.num_decode_tokens for step in steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import msgspec
 from nbengine.client.connection import ConnectionInfo, newest
 from nbengine.client.trace_mirror import TraceMirror
 from nbengine.config import ParallelConfig
+from nbengine.errors import WireError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.metrics.trace import TraceBatch, TraceSnapshot
@@ -17,6 +19,8 @@ from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
 from nbengine.widgets.ownership import WAITING, Owner, own_requests
 from nbengine.widgets.rates import RateMeter
 from nbengine.widgets.wave_timeline import WaveRecorder
+
+logger = logging.getLogger(__name__)
 
 TRACE_LAG = 0.5
 """Seconds by which a mirror may be older than the published statistics and still be what is shown: an engine core that
@@ -85,7 +89,14 @@ class FeedState:
             mirror = self._mirrors.get(rank)
             if mirror is None:
                 mirror = self._mirrors[rank] = TraceMirror(rank)
-            mirror.apply(message)
+            try:
+                mirror.apply(message)
+            except WireError as error:
+                # It goes on with the next snapshot, which a new mirror waits for.
+                logger.warning(
+                    "dropped what engine core %d of %s has published: %s", rank, self._info.name, error
+                )
+                del self._mirrors[rank]
         else:
             return
         self._has_news = True

@@ -19,8 +19,8 @@ share; `position` is where in the whole answer that one stands. `state` is "runn
 many of its tokens are in its text, null while it is being written. `refusal` says why nothing can branch.
 
 The script sends `{"kind": "hello"}` when it is mounted and when a node's `start` is not where it is,
-`{"kind": "branch", "node", "position", "token"}`, `{"kind": "alternatives", "node", "position"}` and
-`{"kind": "stop", "node"}`. `snapshot` is the last reset message at the end of an answer, for where nobody answers a hello.
+`{"kind": "branch", "node", "position", "token"}`, `{"kind": "alternatives", "node", "position"}`,
+`{"kind": "stop", "node"}`, and `{"kind": "rest"}` when a branch has ended and nobody is in the widget. `snapshot` is the last reset message at the end of an answer, for where nobody answers a hello.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TokensWidget(anywidget.AnyWidget):
     """Only a line that unfolds it is shown."""
 
     def __init__(self, receive: Callable[[object], None], *, folded: bool) -> None:
-        self._esm = _static("tokens.js")
+        self._esm = _static("index.js")
         self._css = _static("tokens.css")
         super().__init__(folded=folded)
         # ipykernel 7.4 sends a comm's messages to where it was last published from: behind the cell that is running.

@@ -187,9 +187,10 @@ class TranscriptKeeper:
         mark: TranscriptMark | None = request.transcript
         if mark is None or request.sampling_params is None:
             return None
+        num_before = request.num_prompt_tokens - max(0, mark.num_written)
         return TranscriptRecord(
             mark,
-            pack_tokens(request.output_token_ids),
+            pack_tokens(request.all_token_ids[max(0, num_before) :]),
             request.num_prompt_tokens,
             decoding_params(request.sampling_params),
             finish_reason=FINISH_REASONS.get(request.status),

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 from tokenizers import Tokenizer
 
 from nbengine.checks import require
@@ -130,8 +131,9 @@ class Transcripts(ABC):
         return transcripts_of(records, self._tokenizer.backend_tokenizer)
 
 
-def mark(request: EngineCoreRequest, session: str, prompt: object) -> TranscriptMark:
-    """What has a request kept; its `request_id` is the engine's.
+def mark(request: EngineCoreRequest, session: str, prompt: object, num_written: int = 0) -> TranscriptMark:
+    """What has a request kept, whose `request_id` is the engine's; the last `num_written` tokens of its prompt are the
+    beginning of the answer.
 
     Raises:
         InvalidTypeError: the prompt is no text.
@@ -144,7 +146,14 @@ def mark(request: EngineCoreRequest, session: str, prompt: object) -> Transcript
     # What cannot be written as UTF-8 could not be sent.
     shown = shortened(prompt).encode(errors="replace").decode()
     num_completions = 1 if params is None else params.n
-    return TranscriptMark(session, shown, request.request_id, time.time(), num_completions=num_completions)
+    return TranscriptMark(
+        session,
+        shown,
+        request.request_id,
+        time.time(),
+        num_completions=num_completions,
+        num_written=num_written,
+    )
 
 
 def transcripts_of(records: Iterable[TranscriptRecord], tokenizer: Tokenizer) -> list[Transcript]:
@@ -158,7 +167,11 @@ def transcripts_of(records: Iterable[TranscriptRecord], tokenizer: Tokenizer) ->
 
 def completion_of(record: TranscriptRecord, tokenizer: Tokenizer) -> CompletionOutput:
     """What the stream of a completion had brought by then: text, tokens, and how it ended."""
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, record.decoding)
+    num_written = record.mark.num_written
+    # A beginning that an end had been found in would not have been sent; the rest counts on from there.
+    min_tokens = record.decoding.min_tokens + num_written
+    params = msgspec.structs.replace(record.decoding, min_tokens=min_tokens)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, params)
     reason, stop_reason = record.finish_reason, record.stop_reason
     is_aborted = reason is FinishReason.ABORT
     stop_string = detokenizer.update(unpack_tokens(record.tokens), None if is_aborted else reason)
@@ -172,7 +185,7 @@ def completion_of(record: TranscriptRecord, tokenizer: Tokenizer) -> CompletionO
     return CompletionOutput(
         record.mark.index,
         text,
-        detokenizer.token_ids,
+        detokenizer.token_ids[num_written:],
         finish_reason=None if reason is None else str(reason),
         stop_reason=stop_reason,
     )

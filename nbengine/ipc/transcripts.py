@@ -27,7 +27,7 @@ class TranscriptRecord(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
     mark: TranscriptMark
     tokens: bytes
-    """Output token ids, 4 bytes each, little-endian (`pack_tokens`)."""
+    """Token ids of the answer, 4 bytes each, little-endian (`pack_tokens`): `mark.num_written`, then the output's."""
     num_prompt_tokens: int
     decoding: SamplingParams
     """What of the request's parameters decides how tokens become text (`decoding_params`)."""

@@ -151,13 +151,14 @@ class TraceStream:
         new_blocks: list[tuple[int, list[int]]] = []
         if any(cached.new_block_ids):
             pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
-            new_blocks = [(requests[name].number, blocks) for name, blocks in pairs if blocks]
+            # Copied, as all lists of the plan are: they belong to whoever executes it.
+            new_blocks = [(requests[name].number, blocks.copy()) for name, blocks in pairs if blocks]
         now = self._clock()
         continues = not admits and cached.req_ids == self._last_ids
         if continues and plan.total_num_scheduled_tokens == len(cached.req_ids):
             self._events.append(StepContinued(plan.step, now, new_blocks))
         else:
-            computed, admitted = cached.num_computed_tokens, []
+            computed, admitted = cached.num_computed_tokens.copy(), []
             if admits:
                 starts = dict(zip(cached.req_ids, computed, strict=True))
                 starts.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
@@ -165,7 +166,7 @@ class TraceStream:
                 names = cached.resumed_req_ids.union(new.req_id for new in plan.scheduled_new_reqs)
                 admitted = [requests[name].number for name in counts if name in names]
                 new_blocks += [
-                    (requests[new.req_id].number, new.block_ids) for new in plan.scheduled_new_reqs
+                    (requests[new.req_id].number, new.block_ids.copy()) for new in plan.scheduled_new_reqs
                 ]
             numbers = [requests[name].number for name in counts]
             event = StepPlanned(

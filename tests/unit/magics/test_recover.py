@@ -15,6 +15,7 @@ from nbengine.client.connection import write_connection
 from nbengine.errors import EngineDeadError, RequestLostError, UtilityError
 from nbengine.frontend.transcripts import Transcript
 from nbengine.magics.answers import Answers, kept_answer, merged, selected
+from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.recover import MAX_SHOWN
 from nbengine.magics.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestOutput
@@ -301,6 +302,25 @@ async def test_one_that_runs_in_the_background_streams_on_until_its_end(
 def _finish_when_shown(display: RecordingPublisher, engine: FakeClient) -> None:
     display.wait_for("still being written")
     engine.emit(" upon a time", "stop")
+
+
+def test_an_interrupt_ends_the_showing_and_not_the_generation(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.words = None
+    said(shell, "%generate -a hi", capsys)
+    handle = shell.user_ns["_"]
+
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nbengine.magics.recover.time.sleep", interrupt)
+        with pytest.raises(Interrupted, match="what is being written goes on"):
+            shell.run_cell("%engine recover").raise_error()
+    assert engine.aborted == []
+    engine.emit("Hello", "stop")
+    assert handle.result(5).text == "Hello"
 
 
 def test_an_engine_that_died_leaves_the_kernel_its_own_answers(

@@ -3,6 +3,7 @@
 const EAGER_ALTERNATIVES = 5;
 const HOVER_MS = 120;
 const LEAVE_MS = 200;
+const REST_MS = 1000;
 const MARGIN = 8;
 
 let widgets = 0;
@@ -224,10 +225,43 @@ class View {
   start() {
     this.reset(this.model.get("snapshot") ?? {});
     this.hello();
+    this.frame = requestAnimationFrame(() => this.watch());
+  }
+
+  // JupyterLab replaces an output by taking the old view away, without a word to it: until the new one is there, its place
+  // stays as high as it was, so that nothing below jumps.
+  watch() {
+    const host = this.root.closest(".jp-OutputArea-output");
+    if (!host) return;
+    host.style.minHeight = "";
+    let height = 0;
+    this.sizes = new ResizeObserver(() => (height = this.root.isConnected ? host.offsetHeight : height));
+    this.sizes.observe(this.root);
+    this.changes = new MutationObserver(() => {
+      if (this.root.isConnected) return;
+      host.style.minHeight = `${height}px`;
+      setTimeout(() => (host.style.minHeight = ""), REST_MS);
+      this.end();
+    });
+    this.changes.observe(host, { childList: true });
+  }
+
+  // The kernel may replace what a saved notebook has, and with it this view: not while somebody is in it.
+  restSoon() {
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => {
+      const isInUse = this.root.matches(":hover") || this.root.contains(document.activeElement);
+      if (isInUse) this.restSoon();
+      else this.model.send({ kind: "rest" });
+    }, REST_MS);
   }
 
   end() {
     clearTimeout(this.timer);
+    clearTimeout(this.resting);
+    cancelAnimationFrame(this.frame);
+    this.sizes?.disconnect();
+    this.changes?.disconnect();
     this.model.off("msg:custom", this.onMessage);
     this.model.off("change:active", this.onActive);
     this.model.off("change:folded", this.onFolded);
@@ -276,6 +310,7 @@ class View {
       return;
     }
     if (isNew) this.markForks();
+    if (node.parent !== null && node.state !== "running") this.restSoon();
     this.draw();
   }
 
