@@ -20,6 +20,7 @@ from nbengine.errors import (
 )
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.magics.compare_result import ComparisonHandle, ComparisonResult
+from nbengine.magics.extension import Extension
 from nbengine.sampling_params import SamplingParams
 from tests.unit.magics.conftest import FakeBackend, FakeClient
 
@@ -236,6 +237,16 @@ def test_an_interrupt_while_requests_are_sent_ends_those_that_were(
     assert isinstance(outcome.error_in_exec, KeyboardInterrupt)
     assert engine.aborted == [collector.request_id for collector in engine.collectors]
     assert len(engine.aborted) == 2
+    assert Extension.loaded[shell].session.ongoing.snapshot() == {}
+
+
+def test_answers_are_kept_and_can_branch(shell: InteractiveShell, engine: FakeClient) -> None:
+    result = run(shell, "%%generate --seed 1,2 --json\nhi\n")
+    kept = Extension.loaded[shell].session.ongoing.answers.newest_first()
+    assert [answer.result for answer in kept] == result.results[::-1]
+    assert all(answer.ended is not None for answer in kept)
+    assert engine.read == [(None, [collector.engine_request_id]) for collector in engine.collectors]
+    assert all(answer.tree is not None and answer.is_json for answer in result)
 
 
 def test_in_the_background_a_handle_stands_for_all(
@@ -282,8 +293,6 @@ def test_a_line_magic_gives_the_result_back_and_code_can_call_it(
 def test_the_notebook_waits_for_no_request_that_has_ended(
     shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nbengine.magics.extension import Extension
-
     ongoing = Extension.loaded[shell].session.ongoing
     seen: list[dict[str, bool]] = []
     original: Submit = engine.submit
