@@ -67,6 +67,21 @@ class EngineMagics(Magics):
             "help": self._help,
         }
 
+    @property
+    def command_names(self) -> list[str]:
+        """The words that may follow `%engine`."""
+        return sorted(self._commands)
+
+    def parser_of(self, command: str) -> MagicParser | None:
+        """What reads the words behind a command; None where nothing does."""
+        if command not in self._commands or command == "help":
+            return None
+        try:
+            self._commands[command](["-h"])
+        except HelpRequested as request:
+            return request.parser
+        return None
+
     @no_var_expand
     @line_magic
     @documented(ENGINE_HELP)
