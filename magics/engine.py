@@ -220,9 +220,9 @@ class EngineMagics(Magics):
         print(reap_sentences(reap(end_unattached=parser.parse_words(words).all)))
 
     def _help(self, words: Sequence[str]) -> None:
-        if not words:
+        if not words or words[0] in ("help", "-h", "--help"):
             print(ENGINE_HELP)
-        elif words[0] in self._commands and words[0] != "help":
+        elif words[0] in self._commands:
             self._commands[words[0]](["-h"])
         else:
             raise UsageError(f"%engine help: no command {words[0]!r}{did_you_mean(words[0], self._commands)}")
