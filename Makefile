@@ -15,6 +15,9 @@ export GOMP_SPINCOUNT ?= 1000
 # A CUDA build of torch brings the triton that it was built for; the CPU build brings none.
 TRITON := $(BIN)/python -c 'import importlib.util as u; print("" if u.find_spec("triton") else "triton==3.9.0")'
 
+# The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
+IPYKERNELS := 6.31.0 7.3.0
+
 .PHONY: demo test lint check gpu-check bench lock install clean
 
 install: $(VENV)/.installed
@@ -52,6 +55,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
 	$(PIP) install -c constraints.txt $$($(TRITON)) -e ".[dev]"
+	for version in $(IPYKERNELS); do \
+		$(PIP) install --no-deps --upgrade --target $(VENV)/ipykernels/$$version ipykernel==$$version || exit 1; done
 	@touch $@
 
 lock:

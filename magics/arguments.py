@@ -145,6 +145,23 @@ def split_prompt(line: str, parser: MagicParser) -> tuple[list[str], str]:
     return words, line[position:].strip()
 
 
+def values_of(flag: str, words: Sequence[str], parser: MagicParser) -> list[str]:
+    """The values that a flag has in the words of a line, before the line is read."""
+    found = []
+    remaining = list(words)
+    while remaining:
+        name, equals, value = remaining.pop(0).partition("=")
+        if not parser.takes_value(name):
+            continue
+        if not equals and remaining:
+            if parser.value_is_optional(name) and remaining[0].startswith("-"):
+                continue
+            value = remaining.pop(0)
+        if name == flag:
+            found.append(value)
+    return found
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"; did you mean X?"` for the nearest of `known`, or nothing."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)

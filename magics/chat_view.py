@@ -12,7 +12,7 @@ from nbengine.magics.conversation import Conversation, Exchange
 from nbengine.magics.reasoning import Answer, split_reasoning
 from nbengine.magics.render import answer_bundle, count, footer_of, joined
 from nbengine.magics.result import GenerationResult
-from nbengine.magics.view import UPDATE_SECONDS, View, pace
+from nbengine.magics.view import UPDATE_SECONDS, View, pause_after
 from nbengine.widgets.live import LiveDisplay, in_kernel
 
 _MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
@@ -109,7 +109,7 @@ class ChatCellView:
         started = time.perf_counter()
         answer = split_reasoning(result.text, self._closing, complete=False)
         size = self._live.show(chat_bundle(answer, self._format, complete=False))
-        self.interval = pace(size, time.perf_counter() - started)
+        self.interval = pause_after(size, time.perf_counter() - started)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""

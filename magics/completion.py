@@ -17,6 +17,7 @@ from nbengine.config.scheduler import POLICIES
 from nbengine.magics.arguments import MagicParser, split_prompt
 from nbengine.magics.chat_arguments import chat_parser
 from nbengine.magics.conversation import Conversations
+from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.engine import EngineMagics
 from nbengine.magics.generate_arguments import generate_parser
 from nbengine.magics.session import NotebookSession, live_engines
@@ -51,6 +52,7 @@ class Completion:
         self.parsers: dict[str, Callable[[], MagicParser]] = {
             "generate": generate_parser,
             "chat": chat_parser,
+            "dashboard": dashboard_parser,
         }
         self._shell = shell
         self._session = session
@@ -80,7 +82,7 @@ class Completion:
         elif match["magic"] in self.parsers:
             parser = self.parsers[match["magic"]]()
             is_line = match["sign"] == "%"
-            if is_line and _has_prompt(rest[: len(rest) - len(fragment)], parser):
+            if is_line and not parser.positionals and _has_prompt(rest[: len(rest) - len(fragment)], parser):
                 return "", []
             fragment, candidates = self._of_flags(
                 parser, words, fragment, match["magic"], offers_flags=not is_line

@@ -12,6 +12,7 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.sampling_params import SamplingParams
 
 FORMATS = ("text", "markdown", "json", "code")
+DASHBOARD_FORMS = ("auto", "widget", "plain", "text")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 
 
@@ -45,6 +46,13 @@ class NBEngine(Configurable):
     format = Enum(FORMATS, "text", help="How answers are shown: text, markdown, json or code.").tag(
         config=True
     )
+    max_answers = Int(256, min=1, help="Most answers that one comparison may ask for.").tag(config=True)
+    dashboard = Enum(
+        DASHBOARD_FORMS,
+        "auto",
+        help="What `%dashboard` shows: a widget with a script of its own, a plain one of core ipywidgets, or text. "
+        "auto: the widget, and the plain one if its script cannot be loaded.",
+    ).tag(config=True)
     footer = Bool(True, help="Show tokens, speed and reuse under each answer.").tag(config=True)
 
     @validate(*SAMPLING_DEFAULTS)

@@ -24,6 +24,7 @@ from nbengine.magics.launching import Launcher
 from nbengine.magics.logs import LogCommands
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.parallel import ParallelCommands
+from nbengine.magics.recover import RecoverCommands
 from nbengine.magics.render import seconds
 from nbengine.magics.reports import (
     capacity,
@@ -64,6 +65,7 @@ class EngineMagics(Magics):
             "reap": self._reap,
             **ParallelCommands(shell, session).commands,
             **ControlCommands(session).commands,
+            **RecoverCommands(shell, session, config, lambda: self._attach([])).commands,
             "help": self._help,
         }
 

@@ -12,6 +12,7 @@ from nbengine.magics.chat import ChatMagics
 from nbengine.magics.completion import Completion
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversation import Conversations
+from nbengine.magics.dashboard import DashboardMagics
 from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics
 from nbengine.magics.session import Backend, NotebookSession
@@ -90,7 +91,10 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
         generate=GenerateMagics(shell, session, config),
         transform=AwaitGenerate(shell),
         completion=Completion(shell, session, conversations, engine),
-        others=(ChatMagics(shell, session, config, conversations),),
+        others=(
+            ChatMagics(shell, session, config, conversations),
+            DashboardMagics(shell, session, config),
+        ),
     )
     extension.install()
     Extension.loaded[shell] = extension

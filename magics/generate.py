@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -10,13 +9,16 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import HelpRequested
+from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
+from nbengine.magics.compare_run import ComparisonRun
+from nbengine.magics.compare_view import grid_view_for
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import generate_parser, parse_generate
+from nbengine.magics.generate_arguments import GenerateOptions, generate_parser
 from nbengine.magics.help import documented
-from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
-from nbengine.magics.result import GenerationHandle, GenerationResult
+from nbengine.magics.rerun import EarlierAnswers
 from nbengine.magics.session import NotebookSession
+from nbengine.magics.stream import Stream
 from nbengine.magics.submission import Submitter
 from nbengine.magics.turn import Turn
 
@@ -32,7 +34,7 @@ class GenerateMagics(Magics):
         self._session = session
         self._config = config
         self._submitter = Submitter(shell, config, session.ongoing)
-        self._handles: weakref.WeakSet[GenerationHandle] = weakref.WeakSet()
+        self._earlier = EarlierAnswers(shell)
 
     @no_var_expand
     @line_cell_magic
@@ -44,6 +46,7 @@ class GenerateMagics(Magics):
         with turn:
             if turn.generation is not None:
                 turn.generation.run_blocking()
+        turn.show_diff()
         return turn.returned
 
     async def stream(self, line: str, cell: str | None = None) -> Any:
@@ -53,39 +56,64 @@ class GenerateMagics(Magics):
         with turn:
             if turn.generation is not None:
                 await turn.generation.run()
+        turn.show_diff()
         return turn.returned
 
     def cancel_background(self) -> None:
         """End all generations that run in the background."""
-        for handle in list(self._handles):
+        for handle in list(self._submitter.background):
             handle.cancel()
 
     def _begin(self, line: str, cell: str | None) -> Turn:
         __tracebackhide__ = True
         shell, namespace = self.shell, prompt_namespace(self.shell)
         try:
-            options = parse_generate(
-                line, cell, self._config, lambda text: interpolate(text, namespace), namespace
-            )
-        except HelpRequested as request:
-            print(request)
+            request = parse_request(line, cell, self._config, namespace)
+        except HelpRequested as asked:
+            print(asked)
             return Turn(shell, self._session, None, is_cell=cell is not None)
-        engine = self._session.get(options.engine)
+        if isinstance(request, ComparisonPlan):
+            return self._begin_comparison(request, is_cell=cell is not None)
+        engine = self._session.get(request.engine)
         turn = Turn(shell, self._session, engine, is_cell=cell is not None)
         try:
-            generation = self._submitter.submit(engine, options)
+            generation = self._submitter.submit(engine, request)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
-        if not options.background:
-            turn.generation = generation
-            self._bind(options.out, generation.result)
-            return turn
-        handle = generation.run_in_background(turn.note_death)
-        self._handles.add(handle)
-        self._bind(options.out, handle)
-        turn.keep(handle)
+        self._earlier.note([({}, generation.result)])
+        turn.diff = request.diff
+        self._run(turn, generation, request)
         return turn
 
-    def _bind(self, name: str | None, value: GenerationResult | GenerationHandle) -> None:
+    def _begin_comparison(self, plan: ComparisonPlan, *, is_cell: bool) -> Turn:
+        __tracebackhide__ = True
+        shell, options = self.shell, plan.options
+        prepared = [
+            self._submitter.prepare(self._session.get(combination.options.engine), combination.options)
+            for combination in plan.combinations
+        ]
+        view_of = grid_view_for(shell, plan, [request.params for request in prepared])
+        run = ComparisonRun(plan, prepared, view_of, self._session.ongoing, self._session.drop)
+        turn = Turn(shell, self._session, None, is_cell=is_cell)
+        try:
+            run.send(foreground=not options.background)
+        except NBEngineError as error:
+            raise turn.explained(error) from error.__cause__
+        self._earlier.note(list(zip(run.result.settings, run.result.results, strict=True)))
+        self._run(turn, run, options)
+        return turn
+
+    def _run(self, turn: Turn, stream: Stream[Any], options: GenerateOptions) -> None:
+        """Let the turn wait for it, or nobody."""
+        if not options.background:
+            turn.generation = stream
+            self._bind(options.out, stream.result)
+            return
+        handle = stream.run_in_background(turn.note_death)
+        self._submitter.background.add(handle)
+        self._bind(options.out, handle)
+        turn.keep(handle)
+
+    def _bind(self, name: str | None, value: object) -> None:
         if name is not None:
             self.shell.user_ns[name] = value

@@ -19,6 +19,7 @@ from nbengine.magics.arguments import (
     split_words,
     unescaped,
 )
+from nbengine.magics.compare_axes import Several, one_or_several
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.structured import add_constraint_flags, constraint_of
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -38,11 +39,16 @@ Send a prompt to the engine; the answer streams into the cell.
   %generate [flags] PROMPT  the rest of the line is the prompt
 
 {name}, {obj.attr}, {row["key"]}, {In[3]} and {Out[3]} in the prompt become the values of the notebook's
-variables where they exist; other braces stay as they are, and {{name}} gives {name}."""
+variables where they exist; other braces stay as they are, and {{name}} gives {name}.
+
+Lists compare: --temperature 0,0.7,1, and so --top-p, --top-k, --min-p, --max-tokens, --seed, --engine, --set KEY=[A,B],
+and --system given several times. --each goes through a list, dict, array or column; the prompt and the flags name its
+element. All combinations run at once, into one grid, whatever their number up to NBEngine.max_answers."""
 _EPILOG = """\
 The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
 .logprobs (with --logprobs) .outputs (all answers, with -n; the others are the first one's)
 .value (with --json: the parsed JSON)
+A comparison in _ : comparison[2], comparison[{"temperature": 0}], .results .settings .errors .rows() .to_frame()
 %config NBEngine.temperature = 0.7 changes a default. An interrupt keeps what has been written so far.
 
 examples:
@@ -51,6 +57,12 @@ examples:
   %%generate -o place --json '{"type": "object", "properties": {"city": {"type": "string"}}}'
   %generate --choice yes,no Is the sky blue?
   %generate -a -o later Write a haiku about {topic}
+  %%generate --temperature 0,0.7,1 -n 4
+  %%generate --each questions                     {questions} is each one in turn, and so is {each}
+  %%generate --each item=questions --engine A,B   {item}
+  %%generate --each df["question"] -o answers     {question}; answers.to_frame()
+  %%generate --each row=df                        {row["question"]} {row.context}
+  %generate --each word=tree,house --system "In {language}." --each language=French,Thai Translate {word}
 """
 
 
@@ -72,6 +84,29 @@ class GenerateOptions:
     """The engine core that shall answer; None: the one with the least to do."""
     parse_json: bool = False
     """The answer is JSON, and the result's `value` what it stands for."""
+    diff: bool = False
+    """Show how the answer differs from the cell's previous one."""
+
+
+@dataclass(frozen=True)
+class GenerateLine:
+    """A line of `%generate` or `%%generate` and what follows it, before its flags are read."""
+
+    prog: str
+    parser: MagicParser
+    words: list[str]
+    prompt: str
+
+
+class _Repeated(argparse.Action):
+    """A flag whose values are compared when it is given several times."""
+
+    def __call__(
+        self, _: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *__: object
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        several = before if isinstance(before, Several) else () if before is None else (before,)
+        setattr(namespace, self.dest, Several((*several, value)) if several else value)
 
 
 def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicParser:
@@ -84,12 +119,27 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         read.__name__ = kind.__name__
         return read
 
+    def numbers(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        return number(one_or_several(kind))
+
     usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " PROMPT")
     parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
     add = parser.add_argument
     add("-o", "--out", metavar="NAME", help="bind the result to a variable")
     add("-a", "--noblock", action="store_true", help="do not wait: the result is a handle to await or ask")
-    add("--engine", metavar="NAME", help="engine to ask (default: the last one started or attached)")
+    add(
+        "--engine",
+        metavar="NAME",
+        type=one_or_several(str.strip),
+        help="engine to ask (default: the last one started or attached)",
+    )
+    add(
+        "--each",
+        metavar="[NAME=]SOURCE",
+        action="append",
+        default=[],
+        help="ask for each element of a variable, or of words with commas between them (repeatable)",
+    )
     add(
         "-t",
         dest="rank",
@@ -108,14 +158,22 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     mode.add_argument(
         "--raw", action="store_const", const=False, dest="chat", help="complete the prompt as it is"
     )
-    add("--system", metavar="S", type=expand, help="system message")
+    add(
+        "--system",
+        metavar="S",
+        type=expand,
+        action=_Repeated,
+        help="system message (repeatable: they are compared)",
+    )
     add("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
-    add("--temperature", metavar="T", type=number(float), help="0 is greedy; higher is more varied")
-    add("--top-p", metavar="P", type=number(float), help="sample from the likeliest tokens of this total")
-    add("--top-k", metavar="K", type=number(int), help="sample from the K likeliest tokens")
-    add("--min-p", metavar="P", type=number(float), help="least probability, relative to the likeliest token")
-    add("--max-tokens", metavar="N", type=number(int), help="most new tokens")
-    add("--seed", metavar="N", type=number(int), help="the same seed gives the same answer")
+    add("--temperature", metavar="T", type=numbers(float), help="0 is greedy; higher is more varied")
+    add("--top-p", metavar="P", type=numbers(float), help="sample from the likeliest tokens of this total")
+    add("--top-k", metavar="K", type=numbers(int), help="sample from the K likeliest tokens")
+    add(
+        "--min-p", metavar="P", type=numbers(float), help="least probability, relative to the likeliest token"
+    )
+    add("--max-tokens", metavar="N", type=numbers(int), help="most new tokens")
+    add("--seed", metavar="N", type=numbers(int), help="the same seed gives the same answer")
     add(
         "--stop",
         metavar="S",
@@ -133,6 +191,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         default=[],
         help="any other sampling parameter by its Python name, the value as JSON",
     )
+    add("--diff", action="store_true", help="show what differs from this cell's previous answer")
     add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
     add("--logprobs", metavar="K", type=number(int), help="log probabilities, with the K likeliest tokens")
     return parser
@@ -153,6 +212,12 @@ def parse_generate(
         UsageError: the line cannot be understood.
         HelpRequested: `-h` was given.
     """
+    given = read_line(line, body, expand)
+    return options_of(given, given.parser.parse_words(given.words), config, expand, namespace)
+
+
+def read_line(line: str, body: str | None, expand: Expand) -> GenerateLine:
+    """Take a line apart, without reading its flags."""
     prog = "%generate" if body is None else "%%generate"
     parser = generate_parser(expand, prog)
     if body is None:
@@ -160,14 +225,31 @@ def parse_generate(
     else:
         words, prompt = split_words(line, prog), body.removesuffix("\n")
         parser.stray_hint = ": the prompt is the cell's body, not its first line"
-    parsed = parser.parse_words(words)
-    prompt = expand(prompt)
+    return GenerateLine(prog, parser, words, prompt)
+
+
+def options_of(
+    line: GenerateLine,
+    parsed: argparse.Namespace,
+    config: NBEngine,
+    expand: Expand,
+    namespace: Mapping[str, object],
+) -> GenerateOptions:
+    """The options of flags that have been read, each with one value.
+
+    Raises:
+        UsageError: they do not go together, or one of them has several values.
+    """
+    prog = line.prog
+    prompt = expand(line.prompt)
     if not prompt.strip():
         raise UsageError(f"{prog}: the prompt is empty")
     if parsed.out is not None and not parsed.out.isidentifier():
         raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
     if parsed.system is not None and parsed.chat is False:
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
+    if parsed.diff and parsed.noblock:
+        raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
     sampling = sampling_given(parsed, prog)
     constraint = constraint_of(parsed, namespace, prog)
     if constraint is not None:
@@ -186,6 +268,7 @@ def parse_generate(
         sampling=sampling,
         rank=parsed.rank,
         parse_json=parse_json,
+        diff=parsed.diff,
     )
 
 
@@ -208,8 +291,11 @@ def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
     """The sampling parameters that a line has flags for, `--set` included.
 
     Raises:
-        UsageError: `--set` names none, or one that has a flag of its own.
+        UsageError: `--set` names none, or one that has a flag of its own; a flag has several values.
     """
+    for name, value in vars(parsed).items():
+        if isinstance(value, Several):
+            raise UsageError(f"{prog}: --{name.replace('_', '-')} takes one value here, not {len(value)}")
     given = {name: getattr(parsed, name, None) for name in (*_SAMPLING_FLAGS, "stop")}
     sampling = {name: value for name, value in given.items() if value is not None}
     known = SamplingParams.__struct_fields__

@@ -31,6 +31,8 @@ ENGINE_HELP = """\
   %engine reset                   forget the prefix cache
   %engine profile start / stop    record what it computes, as a Chrome trace
 
+  %engine recover [N] [-l]        what was written before a page reload or a kernel restart
+
   %engine ps                      all your engines on this machine
   %engine attach [NAME]           join one: yours from before a kernel restart, or another notebook's
   %engine detach [NAME]           leave it running without this notebook
@@ -46,7 +48,7 @@ Then ask it something:
   %config NBEngine                the defaults
 
 Interrupt a cell and its text so far is kept; the engine goes on. Restart the kernel and the engine is still there:
-%engine attach. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
+%engine attach, and so is what it had written: %engine recover. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
 """
 
 

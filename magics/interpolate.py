@@ -7,17 +7,12 @@ import re
 import types
 from collections.abc import Mapping
 
-_FIELD = re.compile(
-    r"""
-    (?<!\{)(?P<open>\{++)
-    (?P<path>
+_PATH = r"""
         [^\W\d]\w*
         (?: \.[^\W\d]\w* | \[ (?: -?\d+ | "[^"\\\n]*" | '[^'\\\n]*' ) \] )*
-    )
-    (?P<close>\}++)
-    """,
-    re.VERBOSE,
-)
+"""
+_WHOLE_PATH = re.compile(_PATH, re.VERBOSE)
+_FIELD = re.compile(rf"(?<!\{{)(?P<open>\{{++)(?P<path>{_PATH})(?P<close>\}}++)", re.VERBOSE)
 
 _NEVER_TEXT = (
     types.ModuleType,
@@ -55,6 +50,20 @@ def interpolate(text: str, namespace: Mapping[str, object]) -> str:
         return "{" * (opening - pairs + literal) + inner + "}" * (closing - pairs + literal)
 
     return _FIELD.sub(replacement, text)
+
+
+def look_up(path: str, namespace: Mapping[str, object]) -> object:
+    """The value of what a field could name.
+
+    Raises:
+        LookupError: it is no such path, or names nothing.
+    """
+    try:
+        if _WHOLE_PATH.fullmatch(path) is not None:
+            return _resolve(path, namespace)
+    except _Unresolved:
+        pass
+    raise LookupError(path)
 
 
 def _resolve(path: str, namespace: Mapping[str, object]) -> object:

@@ -70,6 +70,8 @@ class Launcher:
         began = time.monotonic()
         held = footprint(info)
         end()
+        for note in self._session.on_engine_end:
+            note(info)
         print(
             f"engine {info.name!r} stopped in {seconds(time.monotonic() - began)}: "
             f"{count(held.processes, 'process is', 'processes are')} gone, {held} came back"

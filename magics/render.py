@@ -97,12 +97,14 @@ def indented_json(text: str) -> str:
 
 
 def footer_of(result: GenerationResult) -> str:
-    """The quiet line under an answer: why it ended early, tokens, speed, reuse. Empty if nothing came."""
+    """The quiet line under an answer: tokens, speed, reuse and why it ended, first where it ended early. Empty if
+    nothing came."""
     num_tokens = sum(len(completion.token_ids) for completion in result.outputs)
     if not num_tokens:
         return ""
     metrics = result.metrics
-    parts = [_ending(result), count(num_tokens, "token")]
+    early = _early_ending(result)
+    parts = [early, count(num_tokens, "token")]
     latency = metrics.inter_token_latency
     if latency:
         parts.append(f"{1 / latency:.1f} tok/s")
@@ -112,10 +114,22 @@ def footer_of(result: GenerationResult) -> str:
         parts.append(f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens reused")
     if metrics.num_preemptions:
         parts.append(f"preempted {count(metrics.num_preemptions, 'time')}")
+    parts.append("" if early else _ending(result))
     if result.names_ranks and metrics.data_parallel_ranks:
         ranks = sorted(metrics.data_parallel_ranks)
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
     return joined(*parts)
+
+
+def branch_footer(own: GenerationResult, error: str = "") -> str:
+    """The line under a branch, whose own request may have brought nothing but an end."""
+    ending = _early_ending(own) or _ending(own)
+    return joined(footer_of(own) or (ending if own.finished and not error else ""), error)
+
+
+def muted(text: str) -> str:
+    """Text in a quiet line of its own, in HTML; nothing for none."""
+    return _html_footer(text)
 
 
 def joined(*parts: str) -> str:
@@ -167,6 +181,16 @@ def age(since: float) -> str:
 
 
 def _ending(result: GenerationResult) -> str:
+    """How it ended of itself; of several answers, only that they have."""
+    if not result.finished:
+        return ""
+    stop = result.stop_reason if len(result.outputs) == 1 else None
+    if stop is None:
+        return "finished"
+    return f"stopped at {stop!r}" if isinstance(stop, str) else f"stopped at token {stop}"
+
+
+def _early_ending(result: GenerationResult) -> str:
     reasons = [completion.finish_reason for completion in result.outputs]
     if "abort" in reasons:
         return "ended early"

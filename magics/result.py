@@ -6,19 +6,40 @@ import asyncio
 import concurrent.futures
 import json
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from nbengine.errors import IncompleteOutputError
+from nbengine.errors import IncompleteOutputError, InvalidArgumentError, NBEngineError
+from nbengine.magics.diff import AnswerDiff, Earlier
 from nbengine.magics.interrupts import ticking
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, joined
+
+if TYPE_CHECKING:
+    from nbengine.magics.branching import Branch, BranchTree
 
 _NOTHING = CompletionOutput(0, "", [])
 """The first completion before it begins."""
 
+R = TypeVar("R")
 
-class GenerationResult:
+
+class ShownOnce:
+    """What a cell leaves behind; its repr is not shown where the text has just streamed into the same cell."""
+
+    _displayed = True
+
+    def silence_once(self) -> None:
+        """Let the next display pass in silence: the text has just streamed into the same cell."""
+        self._displayed = False
+
+    def _ipython_display_(self) -> None:
+        if self._displayed:
+            raise NotImplementedError  # IPython then shows the repr
+        self._displayed = True
+
+
+class GenerationResult(ShownOnce):
     """The answer to one prompt, which grows while it streams.
 
     `outputs` has all completions, of which there are several with `-n`; `text`, `token_ids`, `logprobs`,
@@ -34,6 +55,8 @@ class GenerationResult:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
         """Whether nothing more will come."""
+        self.prompt_token_ids: list[int] | None = None
+        """The prompt as the model has it, once the answer has begun; None for embeddings."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics()
@@ -41,8 +64,10 @@ class GenerationResult:
         """The answer was asked for with `--json`."""
         self.names_ranks = False
         """There are several engine cores, and it is worth saying which one has answered."""
+        self.previous: Earlier | None = None
+        """What the same cell had asked and got before."""
         self._whole: RequestOutput | None = None
-        self._displayed = True
+        self._tree: BranchTree | None = None
 
     def absorb(self, output: RequestOutput) -> None:
         """Add what is new: `output` is a delta."""
@@ -53,13 +78,14 @@ class GenerationResult:
         self.num_cached_tokens = whole.num_cached_tokens
         self.metrics = whole.metrics
         if whole.prompt_token_ids is not None:
+            self.prompt_token_ids = whole.prompt_token_ids
             self.num_prompt_tokens = len(whole.prompt_token_ids)
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "abort") -> None:
         """Nothing more will come, although the answer is not complete."""
         self.finished = True
         self.outputs = [
-            completion if completion.finished else msgspec.structs.replace(completion, finish_reason="abort")
+            completion if completion.finished else msgspec.structs.replace(completion, finish_reason=reason)
             for completion in self.outputs or [_NOTHING]
         ]
 
@@ -103,17 +129,58 @@ class GenerationResult:
             raise IncompleteOutputError(_why_incomplete(self)) from error
 
     @property
+    def tree(self) -> BranchTree:
+        """The answers and what branches from them.
+
+        Raises:
+            NBEngineError: the result does not know who has answered.
+        """
+        if self._tree is None:
+            raise NBEngineError(f"request {self.request_id} has no tree: its result does not know its engine")
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: BranchTree) -> None:
+        self._tree = tree
+
+    def branch(self, position: int, token: int | str, *, answer: int = 0) -> Branch:
+        """Go on from another token at a position of an answer, in the background; what stands before it is computed
+        already. Sampling parameters stay the same, and the length counts from the beginning of the answer.
+
+        Args:
+            position: of the token that is replaced, counted from 0.
+            token: a token id, or the text of an alternative.
+            answer: which of several, counted from 0.
+
+        Raises:
+            InvalidArgumentError: there is no such token or position.
+            NBEngineError: the answer cannot branch, or the engine cannot be reached.
+        """
+        tree = self.tree
+        if not 0 <= answer < len(tree.roots):
+            raise InvalidArgumentError("answer", answer, f"in [0, {len(tree.roots)})")
+        return tree.branch(position, token, node=tree.roots[answer])
+
+    @property
     def _first(self) -> CompletionOutput:
         return self.outputs[0] if self.outputs and self.outputs[0].index == 0 else _NOTHING
 
-    def silence_once(self) -> None:
-        """Let the next display pass in silence: the text has just streamed into the same cell."""
-        self._displayed = False
+    def diff(self, other: GenerationResult | str | None = None) -> AnswerDiff:
+        """The words that differ from another answer; from the cell's previous one if none is given.
 
-    def _ipython_display_(self) -> None:
-        if self._displayed:
-            raise NotImplementedError  # IPython then shows the repr
-        self._displayed = True
+        Raises:
+            InvalidArgumentError: none is given, and there is no previous one.
+        """
+        if other is None:
+            if self.previous is None:
+                raise InvalidArgumentError(
+                    "other", other, "an answer to compare with: the cell had none before"
+                )
+            earlier = self.previous
+        else:
+            prompt = other.prompt if isinstance(other, GenerationResult) else self.prompt
+            earlier = Earlier(prompt, str(other))
+        return AnswerDiff(earlier, Earlier(self.prompt, self.text))
 
     def __str__(self) -> str:
         return self.text
@@ -135,30 +202,21 @@ def _why_incomplete(result: GenerationResult) -> str:
     return f"the answer is not complete JSON: {reason} (.text has what there is)"
 
 
-class GenerationHandle:
-    """A generation that goes on while other cells run. `await handle` gives the result, too."""
+class Handle(Generic[R]):
+    """What goes on while other cells run. `await handle` gives the result, too."""
 
-    def __init__(self, partial: GenerationResult, cancel: Callable[[], None]) -> None:
+    def __init__(self, name: str, partial: R, cancel: Callable[[], None]) -> None:
+        self._name = name
         self._partial = partial
         self._cancel = cancel
-        self._future: concurrent.futures.Future[GenerationResult] = concurrent.futures.Future()
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self._partial.request_id
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._partial.text
+        self._future: concurrent.futures.Future[R] = concurrent.futures.Future()
 
     @property
     def done(self) -> bool:
-        """Whether the generation has ended, in whatever way."""
+        """Whether it has ended, in whatever way."""
         return self._future.done()
 
-    def result(self, timeout: float | None = None) -> GenerationResult:
+    def result(self, timeout: float | None = None) -> R:
         """Wait for the result.
 
         Raises:
@@ -179,12 +237,29 @@ class GenerationHandle:
         else:
             self._future.set_result(self._partial)
 
-    def __await__(self) -> Generator[Any, None, GenerationResult]:
+    def __await__(self) -> Generator[Any, None, R]:
         return self._wait().__await__()
 
-    async def _wait(self) -> GenerationResult:
+    async def _wait(self) -> R:
         async with ticking():
             return await asyncio.shield(asyncio.wrap_future(self._future))
 
     def __repr__(self) -> str:
-        return f"GenerationHandle({self.request_id!r}, {'done' if self.done else 'running'})"
+        return f"{type(self).__name__}({self._name!r}, {'done' if self.done else 'running'})"
+
+
+class GenerationHandle(Handle[GenerationResult]):
+    """A generation that goes on while other cells run."""
+
+    def __init__(self, partial: GenerationResult, cancel: Callable[[], None]) -> None:
+        super().__init__(partial.request_id, partial, cancel)
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self._partial.request_id
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._partial.text

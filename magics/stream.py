@@ -1,21 +1,26 @@
-"""One generation from its collector to its view: awaited, blocking, or in the background."""
+"""From collectors to a view: awaited, blocking, or in the background."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from nbengine.errors import NBEngineError
+from nbengine.magics.answers import EndHandler
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.magics.ongoing import OngoingRequests
-from nbengine.magics.result import GenerationHandle, GenerationResult
+from nbengine.magics.result import GenerationHandle, GenerationResult, Handle
 from nbengine.magics.view import View
 from nbengine.outputs import RequestOutput
 
+R = TypeVar("R")
 _CANCEL_POLL_SECONDS = 0.1
 
 
@@ -35,30 +40,21 @@ class Collector(Protocol):
         """Wait for the next output in this thread."""
 
 
-class Generation:
-    """Moves a request's outputs into its result and its view.
+def _ignore_end(shown: bool, error: NBEngineError | None) -> None:
+    """Nobody wants to know."""
 
-    Between two updates it sleeps for the view's interval while the collector merges what comes: the cost of an
-    update is shared by all tokens of the interval, and the first token does not wait.
+
+class Stream(ABC, Generic[R]):
+    """What a cell waits for: awaited, blocking, or in the background.
+
+    Between two steps it sleeps for the view's interval while collectors merge what comes: the cost of an update is
+    shared by all tokens of the interval, and the first token does not wait.
     """
 
-    def __init__(
-        self,
-        collector: Collector,
-        prompt: str,
-        view: View,
-        abort: Callable[[str], None],
-        ongoing: OngoingRequests,
-        *,
-        foreground: bool,
-    ) -> None:
-        self.result = GenerationResult(collector.request_id, prompt)
-        self._collector = collector
-        self._view = view
-        self._abort = abort
-        self._ongoing = ongoing
-        ongoing.add(collector.engine_request_id, foreground=foreground)
+    def __init__(self, result: R) -> None:
+        self.result = result
         self._cancelled = threading.Event()
+        self._interrupt_taken = False
 
     async def run(self) -> None:
         """Stream until the end, on the running event loop.
@@ -69,8 +65,8 @@ class Generation:
         """
         try:
             async with ticking():
-                while not self._take(await self._collector.get()):
-                    await asyncio.sleep(self._view.interval)
+                while not await self._step():
+                    await asyncio.sleep(self._interval)
         except asyncio.CancelledError:
             raise self._interrupted() from None
         finally:
@@ -79,36 +75,41 @@ class Generation:
     def run_blocking(self) -> None:
         """Stream until the end, in this thread; raises as `run` does."""
         try:
-            while not self._take(self._collector.get_blocking()):
-                time.sleep(self._view.interval)
+            while not self._step_blocking():
+                time.sleep(self._interval)
         except KeyboardInterrupt:
             raise self._interrupted() from None
         finally:
             self._end()
 
-    def run_in_background(self, on_error: Callable[[NBEngineError], None]) -> GenerationHandle:
+    def run_in_background(self, on_error: Callable[[NBEngineError], None]) -> Handle[R]:
         """Stream in a thread of its own, into the output of the cell that is running now."""
-        handle = GenerationHandle(self.result, self.cancel)
+        handle = self._handle()
         # ipykernel keeps the running cell in a context variable: the thread's outputs belong to this cell.
         context = contextvars.copy_context()
         thread = threading.Thread(
             target=context.run,
             args=(self._run_background, handle, on_error),
-            name=f"nbengine-{self.result.request_id}",
+            name=f"nbengine-{handle!r}",
             daemon=True,
         )
         thread.start()
         return handle
 
     def cancel(self) -> None:
-        """Abort the request and let the background thread finish; callable from any thread."""
+        """Abort what has not ended and let the background thread finish; callable from any thread."""
         self._cancelled.set()
-        self._abort(self.result.request_id)
+        self._abort_all()
 
-    def _run_background(self, handle: GenerationHandle, on_error: Callable[[NBEngineError], None]) -> None:
+    def _run_background(self, handle: Handle[R], on_error: Callable[[NBEngineError], None]) -> None:
         try:
-            while not self._take(self._next_unless_cancelled()):
-                self._cancelled.wait(self._view.interval)
+            while not self._cancelled.is_set():
+                try:
+                    if self._step_blocking(_CANCEL_POLL_SECONDS):
+                        break
+                except TimeoutError:
+                    continue
+                self._cancelled.wait(self._interval)
             self._end()
         except NBEngineError as error:
             cancelled = self._cancelled.is_set()
@@ -122,37 +123,95 @@ class Generation:
         else:
             handle.settle()
 
-    def _next_unless_cancelled(self) -> RequestOutput | None:
-        while not self._cancelled.is_set():
-            try:
-                return self._collector.get_blocking(timeout=_CANCEL_POLL_SECONDS)
-            except TimeoutError:
-                continue
-        return None
+    def _interrupted(self) -> Interrupted:
+        self._interrupt_taken = True
+        self._abort_all()
+        return Interrupted("generation interrupted; what had been written is kept")
 
-    def _take(self, output: RequestOutput | None) -> bool:
-        if output is None:
-            return True
+    @property
+    @abstractmethod
+    def _interval(self) -> float:
+        """Seconds between two steps."""
+
+    @abstractmethod
+    async def _step(self) -> bool:
+        """Take and show what comes next; True at the end."""
+
+    @abstractmethod
+    def _step_blocking(self, timeout: float | None = None) -> bool:
+        """`_step` in this thread; raises TimeoutError where nothing came within `timeout` seconds."""
+
+    @abstractmethod
+    def _handle(self) -> Handle[R]:
+        """A handle to the result that grows."""
+
+    @abstractmethod
+    def _abort_all(self) -> None:
+        """End the requests that have not ended."""
+
+    @abstractmethod
+    def _end(self, note: str = "") -> None:
+        """Keep and show what there is in the end; called once."""
+
+
+class Generation(Stream[GenerationResult]):
+    """Moves a request's outputs into its result and its view."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        prompt: str,
+        view: View,
+        abort: Callable[[str], None],
+        ongoing: OngoingRequests,
+        *,
+        foreground: bool,
+    ) -> None:
+        super().__init__(GenerationResult(collector.request_id, prompt))
+        self._collector = collector
+        self._view = view
+        self._abort = abort
+        self._ongoing = ongoing
+        ongoing.add(collector.engine_request_id, foreground=foreground)
+        self.on_end: EndHandler = _ignore_end
+
+    @property
+    def _interval(self) -> float:
+        return self._view.interval
+
+    async def _step(self) -> bool:
+        return self._take(await self._collector.get())
+
+    def _step_blocking(self, timeout: float | None = None) -> bool:
+        return self._take(self._collector.get_blocking(timeout))
+
+    def _take(self, output: RequestOutput) -> bool:
         self.result.absorb(output)
         self._view.update(self.result)
         return self.result.finished
 
-    def _interrupted(self) -> Interrupted:
+    def _handle(self) -> GenerationHandle:
+        return GenerationHandle(self.result, self.cancel)
+
+    def _abort_all(self) -> None:
         self._abort(self.result.request_id)
-        return Interrupted("generation interrupted; what had been written is kept")
 
     def _end(self, note: str = "") -> None:
         self._ongoing.discard(self._collector.engine_request_id)
+        error = sys.exception()
+        failure = error if isinstance(error, NBEngineError) else None
+        shown = self.result.finished or self._interrupt_taken or self._cancelled.is_set()
         if not self.result.finished:
-            self._drain()
+            drain(self._collector, self.result)
             self.result.abort()
         self._view.finish(self.result, note)
+        self.on_end(shown, failure)
 
-    def _drain(self) -> None:
-        """Keep what has arrived but was not shown yet."""
-        try:
-            output = self._collector.get_nowait()
-        except NBEngineError:
-            return  # the error that ended the stream is being raised already
+
+def drain(collector: Collector, result: GenerationResult) -> None:
+    """Keep what has arrived but was not shown yet, of a request whose stream is over."""
+    # An error that ended the stream is being raised already.
+    with contextlib.suppress(NBEngineError):
+        output = collector.get_nowait()
         if output is not None:
-            self.result.absorb(output)
+            result.absorb(output)

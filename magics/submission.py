@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.magics.answers import keep_answer
+from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
+from nbengine.magics.result import Handle
 from nbengine.magics.session import AttachedEngine
-from nbengine.magics.stream import Generation
+from nbengine.magics.stream import Collector, Generation
 from nbengine.magics.view import View, view_for
+from nbengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that an engine can be sent."""
+
+    engine: AttachedEngine
+    prompt: Any
+    params: SamplingParams
+    options: GenerateOptions
+
+    def send(self) -> Collector:
+        """Send it.
+
+        Raises:
+            NBEngineError: the request is not possible, or the engine cannot be reached.
+        """
+        options = self.options
+        return self.engine.client.submit(
+            self.prompt, self.params, data_parallel_rank=options.rank, transcript=options.prompt
+        )
 
 
 class Submitter:
@@ -22,6 +50,8 @@ class Submitter:
         self._shell = shell
         self._config = config
         self._ongoing = ongoing
+        self.background: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()
+        """Handles of what is written while no cell waits for it."""
 
     def submit(
         self,
@@ -40,17 +70,15 @@ class Submitter:
             NBEngineError: the request is not possible, or the engine cannot be reached.
         """
         client = engine.client
-        self._check_rank(engine, options)
-        params = sampling_params(options, client.default_sampling_params(), self._config)
-        if prompt is None:
-            prompt = self.prompt(engine, options)
-        collector = client.submit(prompt, params, data_parallel_rank=options.rank)
+        prepared = self.prepare(engine, options, prompt)
+        collector, params = prepared.send(), prepared.params
         view = view or view_for(
             self._shell,
             options.format,
             stream=options.stream,
             footer=options.footer,
             background=options.background,
+            tokens=params.logprobs is not None,
         )
         generation = Generation(
             collector,
@@ -60,9 +88,28 @@ class Submitter:
             self._ongoing,
             foreground=not options.background,
         )
+        prompt = prepared.prompt
+        keep_answer(self._ongoing.answers, generation, client, collector.engine_request_id)
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        origin = Origin(client, params, cache_salt, self._ongoing, self.background.add)
+        generation.result.tree = BranchTree(generation.result, origin)
         generation.result.is_json = options.parse_json
         generation.result.names_ranks = len(client.engine_ranks) > 1
         return generation
+
+    def prepare(
+        self, engine: AttachedEngine, options: GenerateOptions, prompt: Any = None
+    ) -> PreparedRequest:
+        """What is to be sent, without sending it; `prompt` as `submit` takes it.
+
+        Raises:
+            UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
+        """
+        self._check_rank(engine, options)
+        params = sampling_params(options, engine.client.default_sampling_params(), self._config)
+        if prompt is None:
+            prompt = self.prompt(engine, options)
+        return PreparedRequest(engine, prompt, params, options)
 
     def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
         """The prompt as the engine takes it: with the chat template, or as it is.

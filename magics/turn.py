@@ -11,9 +11,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.magics.arguments import CALLER_ERRORS
 from nbengine.magics.errors import without_traceback
+from nbengine.magics.result import GenerationResult
 from nbengine.magics.session import AttachedEngine, NotebookSession
-from nbengine.magics.stream import Generation
-from nbengine.widgets.live import in_kernel
+from nbengine.magics.stream import Stream
+from nbengine.widgets.live import in_kernel, publish
 
 
 @runtime_checkable
@@ -39,8 +40,10 @@ class Turn:
         *,
         is_cell: bool,
     ) -> None:
-        self.generation: Generation | None = None
+        self.generation: Stream[Any] | None = None
         self.returned: Any = None
+        self.diff = False
+        """Show, in the end, what differs from the cell's previous answer."""
         self._shell = shell
         self._session = session
         self._engine = engine
@@ -57,6 +60,17 @@ class Turn:
             self.keep(self.generation.result, failed=error is not None)
         if isinstance(error, NBEngineError):
             raise self.explained(error) from error.__cause__
+
+    def show_diff(self) -> None:
+        """Show what differs from the cell's previous answer, if that is asked for."""
+        if not self.diff or self.generation is None:
+            return
+        result: GenerationResult = self.generation.result
+        if result.previous is None:
+            publish(self._shell, "[--diff: this cell has had no answer before]")
+            return
+        diff = result.diff()
+        publish(self._shell, str(diff), diff.html)
 
     def keep(self, value: object, *, failed: bool = False) -> None:
         """Put the result where the user finds it."""

@@ -16,8 +16,13 @@ UPDATE_SECONDS = 0.04
 """Between two updates of a cell: often enough to look like writing, seldom enough for the iopub channel."""
 _CHARACTERS_PER_SECOND = 250_000
 """Jupyter's server drops output above a megabyte a second; each update sends the whole answer again."""
-_DUTY = 0.1
+DUTY = 0.1
 """Share of the time that may go into drawing."""
+
+
+def pause_after(size: int, cost: float) -> float:
+    """Seconds to wait after an update of so many characters that took `cost` seconds."""
+    return max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / DUTY)
 
 
 class View(Protocol):
@@ -30,11 +35,6 @@ class View(Protocol):
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Show the final state, once; `note` is what else there is to say."""
-
-
-def pace(size: int, cost: float) -> float:
-    """Seconds until the next update, when one sends `size` characters and takes `cost` seconds to make."""
-    return max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / _DUTY)
 
 
 class CellView:
@@ -64,7 +64,7 @@ class CellView:
         started = time.perf_counter()
         size = self._live.show(answers_bundle(result.outputs, self._format, complete=False))
         cost = time.perf_counter() - started
-        self.interval = pace(size, cost)
+        self.interval = pause_after(size, cost)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
@@ -112,10 +112,21 @@ class SilentView:
 
 
 def view_for(
-    shell: InteractiveShell, output_format: str, *, stream: bool, footer: bool, background: bool
+    shell: InteractiveShell,
+    output_format: str,
+    *,
+    stream: bool,
+    footer: bool,
+    background: bool,
+    tokens: bool = False,
 ) -> View:
-    """The view of the running cell. In a terminal a background answer would run into what is being typed."""
+    """The view of the running cell, with `tokens` that of single ones. In a terminal a background answer would run into
+    what is being typed."""
     if in_kernel(shell):
         placeholder = "in the background …" if background else ""
+        if tokens:
+            from nbengine.magics.tokens_view import TokensView
+
+            return TokensView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
         return CellView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
     return SilentView() if background else TerminalView(stream=stream, footer=footer)

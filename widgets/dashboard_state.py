@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,9 @@ class DashboardState:
         ]
         unfinished.sort(key=lambda item: item[1].added.time)
         ended = [
-            (rank, request) for rank, mirror in self.mirrors.items() for request in mirror.finished.values()
+            (rank, request)
+            for rank, mirror in self.mirrors.items()
+            for request in itertools.islice(reversed(mirror.finished.values()), limit)
         ]
         ended.sort(key=lambda item: item[1].ended_at or 0.0, reverse=True)
         return (unfinished + ended)[:limit]

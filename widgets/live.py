@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 from uuid import uuid4
 
 from IPython.core.interactiveshell import InteractiveShell
 
-MimeBundle = Mapping[str, str]
+MimeBundle = Mapping[str, Any]
+"""Text, or what a frontend takes as JSON."""
 
 
 class LiveDisplay:

@@ -19,9 +19,13 @@ from nbengine.client.processes import session_processes
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.ipc.control_messages import EngineReady, WorkerInfo
 
-CLIENT_TO_HOST = ("host.sock: DEALER ↔ ROUTER", "stats.sock: SUB (on demand) ← XPUB")
+CLIENT_TO_HOST = "host.sock: DEALER ↔ ROUTER"
+STATS = ("stats.sock: SUB (on demand) ← XPUB", "stats.sock: XSUB ↔ XPUB")
+"""With one engine core, and where the client balances among several or wakes those in lock step."""
 CLIENT_TO_CORE = ("c-<id>.in: ROUTER → DEALER", "c-<id>.out: PULL ← PUSH")
 HOST_TO_CORE = ("core.sock: ROUTER ↔ DEALER", "back-out.sock: PULL ← PUSH", "pipe: each sees the other's end")
+WAVES = "back-pub.sock: XPUB → SUB"
+"""To engine cores in lock step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ class ProcessTree:
     cores: tuple[CoreNode, ...]
     others: tuple[ProcessUsage, ...] = ()
     """Further processes of the engine."""
+    lock_step: bool = False
+    """The engine cores step together."""
     own_pid: int = field(default_factory=os.getpid)
     """Of the process that has taken the picture."""
     taken_at: float = field(default_factory=time.time)
@@ -166,6 +172,7 @@ def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> Process
         host=look(host) if info.host_alive else ProcessUsage(host),
         cores=cores,
         others=tuple(process for process in others if process.is_running),
+        lock_step=info.config.lock_step,
     )
 
 
@@ -197,13 +204,15 @@ def _processes_of(core: CoreNode) -> list[ProcessUsage]:
 def _links(tree: ProcessTree) -> Iterator[Link]:
     clients = tuple(process.pid for process in tree.frontends)
     if tree.host is not None and clients:
-        yield Link("host", clients, (tree.host.pid,), CLIENT_TO_HOST)
+        follows = tree.lock_step or len(tree.cores) > 1
+        yield Link("host", clients, (tree.host.pid,), (CLIENT_TO_HOST, STATS[follows]))
     for core in tree.cores:
         pid = (core.process.pid,)
         if tree.host is not None:
             if clients:
                 yield Link("requests", clients, pid, CLIENT_TO_CORE)
-            yield Link("control", (tree.host.pid,), pid, HOST_TO_CORE)
+            channels = (*HOST_TO_CORE, WAVES) if tree.lock_step else HOST_TO_CORE
+            yield Link("control", (tree.host.pid,), pid, channels)
         if core.outside:
             workers = tuple(worker.process.pid for worker in core.outside)
             yield Link("queues", pid, workers, _queues(len(workers)))

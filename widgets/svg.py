@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -65,6 +65,34 @@ def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
     while text and text_width(text + "…", size) > width:
         text = text[:-1]
     return text.rstrip() + "…"
+
+
+def _short(number: float) -> str:
+    """A coordinate to a tenth, in as few characters as it takes."""
+    return f"{round(number, 1):g}"
+
+
+class _Path:
+    """Strokes one after the other, each told from where the last one ended: half as long as with whole coordinates."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._x = self._y = 0
+        """In tenths, so that nothing adds up."""
+
+    def stroke(self, x: float, y: float, length: float, way: str) -> None:
+        """From a point so far to the right ("h") or down ("v")."""
+        left, top, far = round(10 * x), round(10 * y), round(10 * length)
+        move = f"{_tenths(left - self._x)} {_tenths(top - self._y)}"
+        self._parts.append(f"m{move}{way}{_tenths(far)}")
+        self._x, self._y = (left + far, top) if way == "h" else (left, top + far)
+
+    def __str__(self) -> str:
+        return "".join(self._parts)
+
+
+def _tenths(number: int) -> str:
+    return f"{number / 10:g}"
 
 
 class Drawing:
@@ -138,6 +166,51 @@ class Drawing:
         corners = f"M{rect.x:g},{rect.y:g}L{rect.right:g},{rect.bottom:g}M{rect.right:g},{rect.y:g}L{rect.x:g},{rect.bottom:g}"
         self._elements.append(f'<path d="{corners}" stroke="{color}" stroke-opacity="0.45" fill="none"/>')
 
+    def runs(
+        self,
+        runs: Iterable[tuple[float, float, float]],
+        color: str,
+        *,
+        thickness: float,
+        opacity: float = 1.0,
+        dash: tuple[float, float] | None = None,
+    ) -> None:
+        """Horizontal strokes (x, y of its middle, length) as one element; a dash pattern begins anew in each: cells."""
+        path = _Path()
+        for x, y, length in runs:
+            path.stroke(x, y, length, "h")
+        self._strokes(str(path), color, thickness, opacity, dash)
+
+    def columns(
+        self,
+        columns: Iterable[tuple[float, float, float]],
+        color: str,
+        *,
+        thickness: float,
+        opacity: float = 1.0,
+    ) -> None:
+        """Vertical strokes (x of its middle, y of its foot, height) as one element."""
+        path = _Path()
+        for x, y, height in columns:
+            path.stroke(x, y, -height, "v")
+        self._strokes(str(path), color, thickness, opacity, None)
+
+    def marks(self, places: Iterable[tuple[float, float]], shape: str, color: str, *, filled: bool) -> None:
+        """The same small shape, a path relative to its middle, at many places."""
+        path = "".join(f"M{_short(x)} {_short(y)}{shape}" for x, y in places)
+        if path:
+            paint = f'fill="{color}"' if filled else f'fill="none" stroke="{color}" stroke-width="2"'
+            self._elements.append(f'<path d="{path}" {paint}/>')
+
+    def glyphs(self, places: Sequence[tuple[float, str]], y: float, color: str, *, size: float) -> None:
+        """Single characters on the base line `y`, each centred at its x."""
+        if places:
+            lefts = " ".join(f"{x - size * ADVANCE / 2:.0f}" for x, _ in places)
+            self._elements.append(
+                f'<text x="{lefts}" y="{_short(y)}" font-size="{size:g}" fill="{color}">'
+                f"{escape(''.join(glyph for _, glyph in places))}</text>"
+            )
+
     def open_group(self, title: str, **data: object) -> None:
         """Begin a group with a tooltip."""
         attributes = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
@@ -161,6 +234,16 @@ class Drawing:
             f'style="max-width:100%;height:auto;{style}">'
             f"{sheet}<desc>{escape(description)}</desc>{''.join(self._elements)}</svg>"
         )
+
+    def _strokes(
+        self, path: str, color: str, thickness: float, opacity: float, dash: tuple[float, float] | None
+    ) -> None:
+        if path:
+            see_through = "" if opacity == 1 else f' stroke-opacity="{opacity:g}"'
+            dashes = "" if dash is None else f' stroke-dasharray="{dash[0]:g} {dash[1]:g}"'
+            self._elements.append(
+                f'<path d="{path}" stroke="{color}" stroke-width="{_short(thickness)}"{see_through}{dashes}/>'
+            )
 
     def _head(self, before: tuple[float, float], tip: tuple[float, float]) -> None:
         (x0, y0), (x, y) = before, tip

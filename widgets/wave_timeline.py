@@ -55,6 +55,8 @@ class WaveTimeline:
     lock_step: bool
     """Whether the engine cores step together; otherwise there are no waves and no dummy steps."""
     spans: tuple[Span, ...] = ()
+    began: float = 0.0
+    """`time.time()` of its start."""
 
     @property
     def seconds(self) -> float:
@@ -131,6 +133,8 @@ class WaveRecorder:
 
     engine: str
     lock_step: bool
+    keep: int | None = None
+    """How many spans are kept, the latest; None: all."""
     _spans: list[Span] = field(default_factory=list)
     _newest: EngineStats | None = None
     _began: float = 0.0
@@ -144,6 +148,8 @@ class WaveRecorder:
             return
         else:
             self._spans.append(self._span(before, stats))
+            if self.keep is not None:
+                del self._spans[: -self.keep]
         self._newest = stats
 
     def timeline(self, now: float | None = None) -> WaveTimeline:
@@ -155,7 +161,11 @@ class WaveRecorder:
             spans.append(self._span(newest, still))
         for rank in {rank for span in spans for rank in span.ranks}:
             _spread(spans, rank)
-        return WaveTimeline(self.engine, self.lock_step, tuple(spans))
+        start = spans[0].start if spans else 0.0
+        if start:
+            # Earlier ones are not kept.
+            spans = [replace(span, start=span.start - start, end=span.end - start) for span in spans]
+        return WaveTimeline(self.engine, self.lock_step, tuple(spans), self._began + start)
 
     def _span(self, before: EngineStats, after: EngineStats) -> Span:
         known = {engine.engine_index: engine for engine in before.engines}

@@ -65,18 +65,31 @@ class MPClient(EngineCoreClient):
         self._owns_engine = owns_engine
         self._error: NBEngineError | None = None
         self._is_dead = False
+        self._has_left = False
         self._closed = False
         self._has_lease = False
         self._client_index = 0
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._tensors: ShmTensorSender | None = None
         self.cores = CoreLink(info, self, data_parallel_rank)
-        self.link = HostLink(info, session or secrets.token_hex(8), *self.cores.addresses, self)
+        self.session = session or secrets.token_hex(8)
+        """Name of this client across restarts of its process."""
+        self.link = HostLink(info, self.session, *self.cores.addresses, self)
 
     @property
     def connection(self) -> ConnectionInfo:
         """Where the engine lives."""
         return self.info
+
+    @property
+    def client_index(self) -> int:
+        """By which the engine knows this client's requests; another one after a lease was lost."""
+        return self._client_index
+
+    @property
+    def death(self) -> NBEngineError | None:
+        """Why the engine has ended, as far as this client knows that it has."""
+        return self._error if self._is_dead and not self._has_left else None
 
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
         """Wait for every engine core's READY and for its first message on the input socket.
@@ -156,6 +169,7 @@ class MPClient(EngineCoreClient):
         if self._closed:
             return
         self.link.detach()
+        self._has_left = True
         self._fail(EngineDeadError("this client has detached from the engine"), dead=True)
         self.close()
 

@@ -1,4 +1,4 @@
-"""Following an engine from outside: its statistics, and what happens in its prefix cache.
+"""Following an engine from outside: its statistics, what happens in its prefix cache, and what its schedulers do.
 
 It needs no lease and no client: only the engine's run directory. An engine never waits for a subscriber; one that
 does not keep up loses messages, notices, and starts anew from a snapshot.
@@ -10,16 +10,18 @@ import logging
 import math
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import zmq
 
 from nbengine.client.connection import ConnectionInfo
-from nbengine.ipc.messages import KV_TOPIC, STATS_TOPIC
+from nbengine.client.event_follower import EventFollower
+from nbengine.ipc.messages import KV_TOPIC, STATS_TOPIC, TRACE_TOPIC
 from nbengine.ipc.sockets import make_socket
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
 from nbengine.metrics.stats import EngineStats
+from nbengine.metrics.trace import TraceBatch, TraceMessage, TraceSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -27,35 +29,39 @@ RECEIVE_HWM = 1000
 """Messages kept for a caller that does not poll."""
 LONG_RUN = RECEIVE_HWM // 2
 """Messages read without a pause, after which more may have been lost at the end."""
-SNAPSHOT_TIMEOUT = 1.0
-"""Seconds after which a snapshot that did not come is asked for again."""
 
-StatsMessage = EngineStats | KVMessage
+StatsMessage = EngineStats | KVMessage | TraceMessage
 
 
 class StatsSubscriber:
     """Reads what the coordinator publishes. For one thread, or one event loop that watches `fileno()`.
 
-    With `kv_events` the engine's prefix cache is followed, too: a `KVCacheSnapshot` of each engine comes first, then
+    With `kv_events` the engine's prefix cache is followed, too: a `KVCacheSnapshot` of each engine core comes first, then
     every `KVEventBatch` after it. When batches were lost (`num_losses` counts how often) another snapshot comes in
-    their place.
+    their place. With `trace` everything that the schedulers do is followed in the same way: `TraceSnapshot`s, then
+    `TraceBatch`es.
     """
 
-    def __init__(self, info: ConnectionInfo, *, kv_events: bool = False) -> None:
-        self.num_losses = 0
-        self._topics = (STATS_TOPIC, KV_TOPIC) if kv_events else (STATS_TOPIC,)
+    def __init__(self, info: ConnectionInfo, *, kv_events: bool = False, trace: bool = False) -> None:
+        self._followers: dict[bytes, EventFollower[Any]] = {}
+        if kv_events:
+            kv_decoder = msgspec.msgpack.Decoder(KVEventBatch | KVCacheSnapshot)
+            self._followers[KV_TOPIC] = EventFollower(KV_TOPIC, kv_decoder)
+        if trace:
+            trace_decoder = msgspec.msgpack.Decoder(TraceBatch | TraceSnapshot)
+            self._followers[TRACE_TOPIC] = EventFollower(TRACE_TOPIC, trace_decoder)
         self._run_length = 0
-        self._seqs: dict[int, tuple[int, int]] = {}
-        """(incarnation, seq) of the newest message of each engine core."""
-        self._ask_again_at: float | None = None
+        self._subscribed: set[bytes] = set()
         self._stats_decoder = msgspec.msgpack.Decoder(EngineStats)
-        self._kv_decoder: msgspec.msgpack.Decoder[KVMessage] = msgspec.msgpack.Decoder(
-            KVEventBatch | KVCacheSnapshot
-        )
         self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         address = info.address("stats.sock")
         self._socket = make_socket(self._context, address, zmq.SUB, bind=False, receive_hwm=RECEIVE_HWM)
-        self._subscribe()
+        self._subscribe_to_all()
+
+    @property
+    def num_losses(self) -> int:
+        """How often batches were lost."""
+        return sum(follower.num_losses for follower in self._followers.values())
 
     def fileno(self) -> int:
         """Descriptor of the socket; when it becomes readable, `poll(0)` until there is nothing more."""
@@ -66,8 +72,7 @@ class StatsSubscriber:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             now = time.monotonic()
-            if self._ask_again_at is not None and now >= self._ask_again_at:
-                self._subscribe()
+            self._ask_for_snapshots(now)
             if self._socket.poll(0) or self._wait(now, end):
                 self._run_length += 1
                 message = self._decode(self._socket.recv_multipart())
@@ -92,53 +97,39 @@ class StatsSubscriber:
     def _wait(self, now: float, end: float | None) -> int:
         """Wait for a message, nothing being there; non-zero if one has come."""
         if self._run_length >= LONG_RUN:
-            self._subscribe()
+            self._subscribe_to_all()
         self._run_length = 0
-        moments = [moment for moment in (end, self._ask_again_at) if moment is not None]
+        asked = [follower.ask_at for follower in self._followers.values()]
+        moments = [moment for moment in (end, *asked) if moment is not None]
         return self._socket.poll(max(0, math.ceil((min(moments) - now) * 1000)) if moments else None)
 
     def _decode(self, frames: list[bytes]) -> StatsMessage | None:
         try:
             if frames[0] == STATS_TOPIC:
                 return self._stats_decoder.decode(frames[1])
-            message = self._kv_decoder.decode(frames[1])
+            follower = self._followers.get(frames[0])
+            message: StatsMessage | None = None if follower is None else follower.take(frames[1])
         except (msgspec.MsgspecError, IndexError) as error:
             logger.warning("dropped a message of the coordinator: %s", error)
             return None
-        return message if self._is_next(message) else None
+        return message
 
-    def _is_next(self, message: KVMessage) -> bool:
-        rank = message.engine_index
-        number = (message.incarnation, message.seq)
-        known = self._seqs.get(rank)
-        if known is not None and message.incarnation > known[0]:
-            # It was started again, with an empty cache; what was known of the one before is no loss.
-            known = None
-        is_snapshot = isinstance(message, KVCacheSnapshot)
-        if is_snapshot:
-            self._ask_again_at = None
-        if known is None:
-            is_next = is_snapshot
-            if not is_next and self._ask_again_at is None:
-                # Another engine core's snapshot has come, this one's has not.
-                self._ask_again_at = time.monotonic() + SNAPSHOT_TIMEOUT
-        elif number <= known:
-            # A snapshot that another subscriber needed, or what was under way before ours.
-            is_next = False
-        else:
-            is_next = is_snapshot or message.seq == known[1] + 1
-            self.num_losses += is_snapshot or not is_next
-            if not is_next:
-                del self._seqs[rank]
-                self._subscribe()
-        if is_next:
-            self._seqs[rank] = number
-        return is_next
+    def _ask_for_snapshots(self, now: float) -> None:
+        for follower in self._followers.values():
+            if follower.ask_at is not None and now >= follower.ask_at:
+                self._subscribe(follower.topic)
+                follower.asked()
 
-    def _subscribe(self) -> None:
+    def _subscribe_to_all(self) -> None:
         """Every new subscription brings the newest statistics and, in its place among the batches, a snapshot."""
-        for topic in self._topics:
+        self._subscribe(STATS_TOPIC)
+        for follower in self._followers.values():
+            self._subscribe(follower.topic)
+            follower.asked()
+
+    def _subscribe(self, topic: bytes) -> None:
+        # First the new subscription: between the last one's end and the next nobody would record anything.
+        self._socket.subscribe(topic)
+        if topic in self._subscribed:
             self._socket.unsubscribe(topic)
-            self._socket.subscribe(topic)
-        if KV_TOPIC in self._topics:
-            self._ask_again_at = time.monotonic() + SNAPSHOT_TIMEOUT
+        self._subscribed.add(topic)

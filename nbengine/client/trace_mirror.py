@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from nbengine.client.block_map import BlockMap
+from nbengine.client.trace_views import Advanced, RequestView, StepView
+from nbengine.errors import WireError
 from nbengine.metrics.stats import SchedulerStats
-from nbengine.metrics.trace import RequestAdded, TraceMessage
+from nbengine.metrics.trace import (
+    BlocksCached,
+    BlocksUncached,
+    CacheCleared,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    RequestTrace,
+    StepContinued,
+    StepDone,
+    StepPlanned,
+    TraceBatch,
+    TraceMessage,
+    TraceSnapshot,
+)
+
+__all__ = ["HISTORY_REQUESTS", "HISTORY_STEPS", "BlockMap", "RequestView", "StepView", "TraceMirror"]
 
 HISTORY_STEPS = 10_000
 """Steps that are kept."""
@@ -19,89 +36,16 @@ HISTORY_REQUESTS = 2_000
 
 
 @dataclass(slots=True)
-class RequestView:
-    """A request as its engine core has published it."""
+class _InFlight:
+    """A step whose outcome has not come."""
 
-    added: RequestAdded
-    state: str = "waiting"
-    """"waiting", "running", "preempted" or "finished"."""
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = -1
-    """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
-    num_preemptions: int = 0
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    ended_at: float | None = None
-    finish_reason: str | None = None
-    block_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StepView:
-    """A step; `numbers`, `num_tokens` and `num_computed` are parallel. Steps that do the same share the lists."""
-
-    step: int
-    time: float
-    """When it was planned."""
-    numbers: Sequence[int]
-    num_tokens: Sequence[int]
-    num_computed: Sequence[int]
-    admitted: Sequence[int] = ()
-    """Numbers; what they had computed already is their prefix hit."""
-    resumed: Sequence[int] = ()
-    """Those of `admitted` that had been preempted."""
-    preempted: Sequence[int] = ()
-    finished: Sequence[int] = ()
-    """Numbers of requests that ended after this step was planned and before the next one."""
-    prefills: Sequence[int] = ()
-    """Numbers of the requests of which prompt tokens, or tokens lost in a preemption, were computed."""
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_sampled: int = 0
-    seconds: float | None = None
-    """From the plan until its outcome was taken in; None before."""
-    num_running: int = 0
-    """After planning, as all that follows."""
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-
-
-class BlockMap:
-    """The KV blocks; all arrays have one element a block.
-
-    `version` says at which `TraceMirror.version` a block has last changed: a reader that remembers the version of its last
-    look finds what is new.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.ref_counts: NDArray[np.int32] = np.zeros(num_blocks, np.int32)
-        self.cached: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
-        self.holder: NDArray[np.int32] = np.full(num_blocks, -1, np.int32)
-        """Number of the request that took it last, also when that has ended; -1: nobody did."""
-        self.position: NDArray[np.int32] = np.zeros(num_blocks, np.int32)
-        """Index in that request's table."""
-        self.version: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self.token_ids: NDArray[np.int32] = np.full((num_blocks, block_size), -1, np.int32)
-        """[num_blocks, block_size], of cached blocks; -1 where unknown."""
-
-    @property
-    def num_blocks(self) -> int:
-        """How many there are."""
-        return len(self.ref_counts)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks with reference count 0, cached or not."""
-        return int(np.count_nonzero(self.ref_counts == 0))
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks that can be found by hash, held or free."""
-        return int(np.count_nonzero(self.cached))
+    view: StepView
+    requests: Sequence[RequestView]
+    """In the order of its numbers."""
+    get_token: Sequence[RequestView]
+    """Those of them that a token is expected for."""
+    is_steady: bool = False
+    """All of them decode one token."""
 
 
 class TraceMirror:
@@ -127,11 +71,237 @@ class TraceMirror:
         """The last `HISTORY_REQUESTS` that have ended, the latest last."""
         self.blocks = BlockMap(0, 1)
         self.steps: deque[StepView] = deque(maxlen=HISTORY_STEPS)
+        self._num_running = 0
+        self._num_free = 0
+        self._num_cached = 0
+        self._in_flight: dict[int, _InFlight] = {}
+        self._last: _InFlight | None = None
+        """The step planned last, since the snapshot."""
+        self._preempted: list[int] = []
+        """Since that step."""
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            RequestAdded: self._added,
+            StepPlanned: self._planned,
+            StepContinued: self._continued,
+            StepDone: self._done,
+            RequestPreempted: self._lost_its_blocks,
+            RequestFinished: self._ended,
+            BlocksCached: self._cached,
+            BlocksUncached: self._uncached,
+            CacheCleared: self._cleared,
+        }
 
     def apply(self, message: TraceMessage) -> bool:
         """Take in the next message; False if some before it were lost, and a snapshot is needed to go on."""
-        raise NotImplementedError
+        if isinstance(message, TraceSnapshot):
+            if (message.incarnation, message.seq) != (self.incarnation, self.seq):
+                self._start_from(message)
+            return True
+        if self.seq is None or message.seq > self.seq + 1 or message.incarnation != self.incarnation:
+            self.seq = None
+            return False
+        if message.seq == self.seq + 1:
+            self.seq = message.seq
+            self.version += 1
+            self._take(message)
+        return True
 
     def holders(self, block_id: int) -> list[int]:
         """Numbers of the requests that hold a block, in time linear in the requests' tables."""
-        raise NotImplementedError
+        return [number for number, view in self.requests.items() if block_id in view.block_ids]
+
+    def _take(self, batch: TraceBatch) -> None:
+        handlers = self._handlers
+        for event in batch.events:
+            handlers[type(event)](event)
+        self.stats, self.time = batch.stats, batch.time
+
+    # Snapshots.
+
+    def _start_from(self, snapshot: TraceSnapshot) -> None:
+        if snapshot.incarnation != self.incarnation:
+            # It counts its requests and steps anew.
+            self.requests, self.finished = {}, {}
+            self.steps.clear()
+        self.seq, self.incarnation = snapshot.seq, snapshot.incarnation
+        self.version += 1
+        self.num_snapshots += 1
+        self.stats, self.time = snapshot.stats, snapshot.time
+        self.max_num_batched_tokens, self.max_num_seqs = (
+            snapshot.max_num_batched_tokens,
+            snapshot.max_num_seqs,
+        )
+        self._in_flight.clear()
+        self._last = None
+        self._preempted = []
+        self._restore_requests(snapshot.requests)
+        self._restore_blocks(snapshot)
+
+    def _restore_requests(self, requests: Sequence[RequestTrace]) -> None:
+        before, self.requests = self.requests, {}
+        for trace in requests:
+            view = before.pop(trace.added.number, None) or RequestView(trace.added)
+            was_admitted = trace.is_running or trace.num_preemptions
+            view.state = "running" if trace.is_running else ("preempted" if was_admitted else "waiting")
+            view.num_computed_tokens = trace.num_computed_tokens
+            view.num_output_tokens = trace.num_output_tokens
+            view.num_cached_tokens = trace.num_cached_tokens
+            view.num_preemptions = trace.num_preemptions
+            view.block_ids = list(trace.block_ids)
+            view.prefill_until = max(trace.added.num_prompt_tokens, view.num_tokens - 1)
+            self.requests[trace.added.number] = view
+        for number, view in before.items():
+            self._retire(number, view)
+        self._num_running = sum(view.state == "running" for view in self.requests.values())
+
+    def _restore_blocks(self, snapshot: TraceSnapshot) -> None:
+        num_blocks = snapshot.stats.num_blocks
+        self.blocks = blocks = BlockMap(num_blocks, snapshot.block_size)
+        blocks.version[:] = self.version
+        self._num_free = num_blocks
+        for number, view in self.requests.items():
+            self._num_free += blocks.hold(number, view.block_ids, 0, self.version)
+        cached = snapshot.cached
+        self._num_cached = blocks.store(cached.block_ids, cached.token_ids, self.version)
+
+    # Requests.
+
+    def _added(self, event: RequestAdded) -> None:
+        self.requests[event.number] = RequestView(event, prefill_until=event.num_prompt_tokens)
+
+    def _lost_its_blocks(self, event: RequestPreempted) -> None:
+        view = self.requests[event.number]
+        self._release(view)
+        view.state = "preempted"
+        view.num_computed_tokens = 0
+        view.num_preemptions += 1
+        self._preempted.append(event.number)
+
+    def _ended(self, event: RequestFinished) -> None:
+        view = self.requests.pop(event.number)
+        self._release(view)
+        view.ended_at = event.time
+        view.finish_reason = event.reason
+        self._retire(event.number, view)
+        if self._last is not None:
+            self._last.view.finished = (*self._last.view.finished, event.number)
+
+    def _release(self, view: RequestView) -> None:
+        if view.state == "running":
+            self._num_running -= 1
+            self._num_free += self.blocks.release(view.block_ids, self.version)
+            view.block_ids = []
+
+    def _retire(self, number: int, view: RequestView) -> None:
+        view.state = "finished"
+        view.block_ids = []
+        self.finished[number] = view
+        if len(self.finished) > HISTORY_REQUESTS:
+            del self.finished[next(iter(self.finished))]
+
+    # Steps.
+
+    def _planned(self, event: StepPlanned) -> None:
+        view = StepView(event.step, event.time, event.numbers, event.num_tokens, event.num_computed)
+        requests = [self.requests[number] for number in event.numbers]
+        if event.admitted:
+            self._admit(event, view)
+        get_token = []
+        prefills = []
+        for request, start, count in zip(requests, event.num_computed, event.num_tokens, strict=True):
+            request.num_computed_tokens = end = start + count
+            if start < request.prefill_until:
+                prefills.append(request.added.number)
+                view.num_prefill_tokens += min(end, request.prefill_until) - start
+            view.num_decode_tokens += count
+            if end >= request.num_tokens and not request.added.is_pooling:
+                get_token.append(request)
+        view.prefills = prefills
+        view.num_decode_tokens -= view.num_prefill_tokens
+        is_steady = not prefills and view.num_decode_tokens == len(get_token) == len(requests)
+        self._note_plan(_InFlight(view, requests, get_token, is_steady), event.new_blocks)
+
+    def _admit(self, event: StepPlanned, view: StepView) -> None:
+        hits = dict(zip(event.numbers, event.num_computed, strict=True))
+        view.admitted = event.admitted
+        for number in event.admitted:
+            request = self.requests[number]
+            if request.state == "preempted":
+                view.resumed = (*view.resumed, number)
+            request.state = "running"
+            # Of what a preempted request had, the last token was sampled and not computed yet.
+            request.prefill_until = max(request.added.num_prompt_tokens, request.num_tokens - 1)
+            if request.num_cached_tokens < 0:
+                request.num_cached_tokens = hits[number]
+                request.admitted_at = event.time
+        self._num_running += len(event.admitted)
+
+    def _continued(self, event: StepContinued) -> None:
+        last = self._last
+        if last is None:
+            raise WireError(f"step {event.step} continues a step that is not known")
+        before = last.view
+        if not last.is_steady:
+            computed = [a + b for a, b in zip(before.num_computed, before.num_tokens, strict=True)]
+            numbers, ones = list(before.numbers), [1] * len(computed)
+            self._planned(StepPlanned(event.step, event.time, numbers, ones, computed, [], event.new_blocks))
+            return
+        advanced = before.num_computed
+        base, by = (advanced.base, advanced.by) if isinstance(advanced, Advanced) else (advanced, 0)
+        view = StepView(event.step, event.time, before.numbers, before.num_tokens, Advanced(base, by + 1))
+        view.num_decode_tokens = len(last.requests)
+        for request in last.requests:
+            request.num_computed_tokens += 1
+        self._note_plan(_InFlight(view, last.requests, last.get_token, is_steady=True), event.new_blocks)
+
+    def _note_plan(self, step: _InFlight, new_blocks: Sequence[tuple[int, list[int]]]) -> None:
+        for number, block_ids in new_blocks:
+            table = self.requests[number].block_ids
+            self._num_free += self.blocks.hold(number, block_ids, len(table), self.version)
+            table.extend(block_ids)
+        view = step.view
+        view.preempted, self._preempted = self._preempted, []
+        view.num_running, view.num_waiting = self._num_running, len(self.requests) - self._num_running
+        view.num_free_blocks, view.num_cached_blocks = self._num_free, self._num_cached
+        self.steps.append(view)
+        self._in_flight[view.step] = self._last = step
+
+    def _done(self, event: StepDone) -> None:
+        step = self._in_flight.pop(event.step, None)
+        num_sampled = 0
+        if event.num_sampled is None:
+            if step is None:
+                raise WireError(f"step {event.step} has an outcome and was never planned")
+            for request in step.get_token:
+                if request.state != "finished":
+                    _give_tokens(request, 1, event.time)
+                    num_sampled += 1
+        else:
+            numbers = event.numbers if step is None else step.view.numbers
+            for number, count in zip(numbers or (), event.num_sampled, strict=True):
+                if count:
+                    _give_tokens(self.requests[number], count, event.time)
+                    num_sampled += count
+        for number, count in event.rejected:
+            self.requests[number].num_computed_tokens -= count
+        if step is not None:
+            step.view.num_sampled = num_sampled
+            step.view.seconds = event.time - step.view.time
+
+    # The prefix cache.
+
+    def _cached(self, event: BlocksCached) -> None:
+        self._num_cached += self.blocks.store(event.block_ids, event.token_ids, self.version)
+
+    def _uncached(self, event: BlocksUncached) -> None:
+        self._num_cached += self.blocks.forget(event.block_ids, self.version)
+
+    def _cleared(self, event: CacheCleared) -> None:  # noqa: ARG002
+        self._num_cached += self.blocks.forget_all(self.version)
+
+
+def _give_tokens(request: RequestView, count: int, time: float) -> None:
+    request.num_output_tokens += count
+    request.last_token_at = time
+    if request.first_token_at is None:
+        request.first_token_at = time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 
 from nbengine.errors import NBEngineError, UtilityError
 from nbengine.ipc.messages import UtilityOutput, UtilityRequest
+from nbengine.ipc.transcripts import TranscriptRecord, records_of
 from nbengine.ipc.utilities import ProfileReport
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
@@ -45,6 +47,19 @@ def _merged_reports(answers: Sequence[Any]) -> ProfileReport:
     )
 
 
+def _merged_records(answers: Sequence[Any]) -> list[TranscriptRecord]:
+    return [record for answer in answers for record in records_of(answer)]
+
+
+def _merged_counts(answers: Sequence[Any]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for answer in answers:
+        # Sessions whose requests have all been read count 0, and are there.
+        for session, number in msgspec.convert(answer, dict[str, int]).items():
+            counts[session] += number
+    return dict(counts)
+
+
 def _first(answers: Sequence[Any]) -> Any:
     return answers[0]
 
@@ -61,6 +76,10 @@ MERGES: dict[str, Merge] = {
     "is_sleeping": any,
     "start_profile": _first,
     "stop_profile": _merged_reports,
+    "transcripts": _merged_records,
+    "read_transcripts": _first,
+    "forget_transcripts": sum,
+    "transcript_sessions": _merged_counts,
 }
 """Methods that concern all engine cores, and how their answers become one; any other goes to the first core alone."""
 UNDONE_BY = {

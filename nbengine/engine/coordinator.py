@@ -15,9 +15,10 @@ from typing import NamedTuple
 import zmq
 
 from nbengine.errors import WireError
+from nbengine.ipc.control_messages import WantEvents
 from nbengine.ipc.messages import (
+    EVENT_TOPICS,
     FIRST_REQ,
-    KV_TOPIC,
     STATS_TOPIC,
     EngineCoreOutputs,
     EngineCoreRequestType,
@@ -198,8 +199,8 @@ class DPCoordinatorProc:
     step subscribe to) and `publish_front` (XPUB, to the frontends, who may write `FIRST_REQ` to it).
 
     What is published to the frontends has a topic and a msgpack frame: `STATS_TOPIC`, which each new subscriber gets at
-    once, and `KV_TOPIC`, which is passed on as the engines send it. These do so while there are subscribers:
-    `take_kv_wishes` has what to tell them. Who does not read loses messages, and is never waited for.
+    once, and those of `EVENT_TOPICS`, which are passed on as the engines send them. These do so while there are subscribers:
+    `take_wishes` has what to tell them. Who does not read loses messages, and is never waited for.
 
     What is published to the engines is START_DP_WAVE and a msgpack `WaveStart`. Nothing of that is ever lost: it is
     little, waits without bound, and is repeated to whoever subscribes while the wave runs.
@@ -239,7 +240,7 @@ class DPCoordinatorProc:
         self._first_decoder: MsgpackDecoder[tuple[int, int]] = MsgpackDecoder(tuple[int, int])
         self._encoder = MsgpackEncoder()
         self._topics: set[bytes] = set()
-        self._kv_wishes: list[bool] = []
+        self._wishes: list[WantEvents] = []
         self._load = _Load()
         self._gathers_until: float | None = None
         self._poller: zmq.Poller | None = None
@@ -307,13 +308,14 @@ class DPCoordinatorProc:
             self._send(self.state.publish(now, time.time()))
 
     @property
-    def wants_kv_events(self) -> bool:
-        """Whether anyone is subscribed to the engines' KV events."""
-        return any(KV_TOPIC.startswith(topic) for topic in self._topics)
+    def standing_wishes(self) -> list[WantEvents]:
+        """What an engine that comes has to be told: the topics that anyone is subscribed to."""
+        return [WantEvents(name, True) for topic, name in EVENT_TOPICS.items() if self._is_wanted(topic)]
 
-    def take_kv_wishes(self) -> list[bool]:
-        """What has changed, in order: someone needs a snapshot and the events after it, or nobody needs any."""
-        wishes, self._kv_wishes = self._kv_wishes, []
+    def take_wishes(self) -> list[WantEvents]:
+        """What the engines have to be told, in order: someone needs a snapshot and the events after it, or nobody needs
+        any."""
+        wishes, self._wishes = self._wishes, []
         return wishes
 
     def close(self) -> None:
@@ -337,7 +339,7 @@ class DPCoordinatorProc:
         return self.state.joined() if frames[0][:1] == _SUBSCRIBE else None
 
     def _read_back(self, frames: list[bytes], now: float) -> WaveStart | None:
-        if frames[0] == KV_TOPIC:
+        if frames[0] in EVENT_TOPICS:
             self.publish_front.send_multipart(frames)
             return None
         return self.state.observe(self._decoder.decode(frames), now)
@@ -350,8 +352,12 @@ class DPCoordinatorProc:
                 self._send(self.state.snapshot(time.time()))
         else:
             self._topics.discard(topic)
-        if KV_TOPIC.startswith(topic) and (begins or not self.wants_kv_events):
-            self._kv_wishes.append(begins)
+        for event_topic, name in EVENT_TOPICS.items():
+            if event_topic.startswith(topic) and (begins or not self._is_wanted(event_topic)):
+                self._wishes.append(WantEvents(name, begins))
+
+    def _is_wanted(self, event_topic: bytes) -> bool:
+        return any(event_topic.startswith(topic) for topic in self._topics)
 
     def _start_wave(self, start: WaveStart) -> None:
         frames = [EngineCoreRequestType.START_DP_WAVE.value, *self._encoder.encode(start)]

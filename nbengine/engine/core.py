@@ -18,6 +18,7 @@ from nbengine.engine.control import EngineControl
 from nbengine.engine.kv_cache_start import initialize_kv_cache
 from nbengine.engine.step_in_flight import StepInFlight, describe_step
 from nbengine.engine.structured import StructuredOutputManager
+from nbengine.engine.transcripts import ALL_ABORTED, CLIENT_LEFT, TranscriptKeeper
 from nbengine.errors import RequestError, UtilityError
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.ipc.liveness import machine_id
@@ -30,6 +31,7 @@ from nbengine.sampling_params import PoolingParams
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
+from nbengine.scheduler.trace_stream import TraceStream
 
 if TYPE_CHECKING:
     from nbengine.executor.base import Executor
@@ -99,9 +101,11 @@ class EngineCore:
         self.kv_events = KVEventStream(
             self.scheduler.kv_cache_manager.block_pool, config.cache.block_size, engine_index
         )
+        self.trace = TraceStream(self.scheduler)
         self.control = EngineControl(
             self.scheduler, self.model_executor, lambda: self.num_steps_in_flight, self.abort_all
         )
+        self.transcripts = TranscriptKeeper(self.scheduler, engine_index)
         self._unsent: list[tuple[int, EngineCoreOutputs]] = []
         self._utilities: dict[str, Callable[..., Any]] = {
             "get_supported_tasks": lambda: list(self.supported_tasks),
@@ -111,6 +115,7 @@ class EngineCore:
             "describe_model": lambda: describe_model(self.config.model),
             "kv_cache_snapshot": lambda: self.kv_events.snapshot(time.time()),
             **self.control.utilities,
+            **self.transcripts.utilities,
         }
 
     # Requests.
@@ -193,11 +198,13 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Abort requests as their client wants it; ids that are unknown or finished are ignored."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
+        self.transcripts.take_ended()
 
     def abort_for_client(self, client_index: int, request_ids: list[str] | None) -> None:
         """Abort requests of one client, all of them if None; those of others are left alone."""
         if request_ids is None:
             self.scheduler.abort_client(client_index)
+            self.transcripts.take_ended(CLIENT_LEFT)
             return
         requests = self.scheduler.requests
         self.abort_requests(
@@ -214,7 +221,10 @@ class EngineCore:
         for request in self.scheduler.requests.values():
             aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
             outputs[request.client_index].append(aborted)
-        self.abort_requests(list(self.scheduler.requests))
+        self.scheduler.finish_requests(
+            list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED, tell_client=False
+        )
+        self.transcripts.take_ended(ALL_ABORTED)
         for client_index, client_outputs in outputs.items():
             ends = EngineCoreOutputs(self.engine_index, client_outputs, timestamp=time.monotonic())
             self._unsent.append((client_index, ends))
@@ -304,6 +314,7 @@ class EngineCore:
     def post_step(self, model_executed: bool) -> None:
         """Called after each step, whoever drives the engine."""
         del model_executed
+        self.transcripts.take_ended()
         self.control.advance()
 
     def _process_aborts_queue(self) -> None:

@@ -41,7 +41,7 @@ from nbengine.ipc.control_messages import (
     EngineHandshakeMetadata,
     Progress,
     ShutdownEngine,
-    WantKVEvents,
+    WantEvents,
 )
 from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.messages import ENGINE_CORE_DEAD, EngineCoreOutputs, UtilityOutput, UtilityRequest
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 logger = logging.getLogger(__name__)
+
+TRACE_INTERVAL = 0.05
+"""Seconds between two batches of the trace while the engine core is busy."""
 
 
 class EngineShutdownState(enum.Enum):
@@ -87,6 +90,7 @@ class EngineCoreProc(EngineCore):
         self._drain = False
         self._requeue = False
         self._stats_are_stale = True
+        self._trace_due = 0.0
         self.input_queue: InputQueue = SimpleQueue()
         self.output_queue: OutputQueue = SimpleQueue()
         self._output_thread = OutputThread(
@@ -116,7 +120,7 @@ class EngineCoreProc(EngineCore):
             GiveUpClient: self._give_up_client,
             UtilityRequest: self._call,
             DetachClient: self._detach,
-            WantKVEvents: self._want_kv_events,
+            WantEvents: self._want_events,
             ShutdownEngine: lambda item: self.request_shutdown(drain=item.drain, requeue=item.requeue),
             Wakeup: lambda _: None,
             ThreadFailed: self._fail,
@@ -148,13 +152,15 @@ class EngineCoreProc(EngineCore):
         while self._handle_shutdown():
             self._process_input_queue()
             self._process_engine_step()
+        if self.trace.has_events:
+            self._publish_stats(at_rest=True)
 
     def _process_input_queue(self) -> None:
         """Return when a step is due, having waited for work if there was none."""
         while not self.has_work() and self.shutdown_state is EngineShutdownState.RUNNING:
             self._drop_aborts()
-            if self._stats_are_stale:
-                self._publish_stats()
+            if self._stats_are_stale or self.trace.has_events:
+                self._publish_stats(at_rest=True)
             self._handle(self.input_queue.get())
         # All that has come meanwhile joins the same step.
         while not self.input_queue.empty():
@@ -185,16 +191,24 @@ class EngineCoreProc(EngineCore):
             self.output_queue.put(item)
 
     def post_step(self, model_executed: bool) -> None:
-        """Push the statistics, and the events of the prefix cache, to the coordinator."""
+        """Push the statistics, and what is followed besides, to the coordinator."""
         super().post_step(model_executed)
         self._publish_stats()
 
-    def _publish_stats(self) -> None:
+    def _publish_stats(self, *, at_rest: bool = False) -> None:
+        """Push the statistics; with them what is followed, of which the trace gathers for a while unless nothing more
+        is about to happen (`at_rest`)."""
         self._stats_are_stale = False
-        self.output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs(scheduler_stats=self.stats())))
-        batch = self.kv_events.take_batch(time.time())
-        if batch is not None:
-            self.output_queue.put(batch)
+        stats = self.stats()
+        self.output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs(scheduler_stats=stats)))
+        events = self.kv_events.take_batch(time.time())
+        if events is not None:
+            self.output_queue.put(events)
+        if self.trace.has_events and (at_rest or time.monotonic() >= self._trace_due):
+            self._trace_due = time.monotonic() + TRACE_INTERVAL
+            batch = self.trace.take_batch(time.time(), stats)
+            if batch is not None:
+                self.output_queue.put(batch)
 
     # Messages.
 
@@ -244,6 +258,7 @@ class EngineCoreProc(EngineCore):
 
     def _give_up_client(self, item: GiveUpClient) -> None:
         request_ids = self.scheduler.abort_client(item.client_index)
+        self.transcripts.take_ended(item.reason)
         ends = [failure(request_id, item.reason) for request_id in request_ids]
         self.output_queue.put((item.client_index, EngineCoreOutputs(outputs=ends)))
 
@@ -251,10 +266,16 @@ class EngineCoreProc(EngineCore):
         self.abort_for_client(item.client_index, None)
         self.output_queue.put(item)
 
-    def _want_kv_events(self, item: WantKVEvents) -> None:
-        self.kv_events.record(item.wanted)
+    def _want_events(self, item: WantEvents) -> None:
+        if item.topic == "kv":
+            self.kv_events.record(item.wanted)
+            if item.wanted:
+                self.output_queue.put(self.kv_events.snapshot(time.time()))
+            return
+        self.trace.record(item.wanted)
         if item.wanted:
-            self.output_queue.put(self.kv_events.snapshot(time.time()))
+            for message in self.trace.snapshot(time.time(), self.stats()):
+                self.output_queue.put(message)
 
     def _fail(self, item: ThreadFailed) -> None:
         raise NBEngineError(f"the {item.thread} thread failed") from item.error

@@ -96,6 +96,8 @@ class DPEngineCoreProc(EngineCoreProc):
         else:
             self._drop_aborts()
             self.control.advance()
+            if self.trace.has_events:
+                self._publish_stats(at_rest=True)
         if self.waves.num_turns == num_turns and not self.batch_queue:
             self._start_dummy_batch()
 
@@ -141,7 +143,7 @@ class DPEngineCoreProc(EngineCoreProc):
         if verdict is Verdict.REGROUP:
             self._change_group()
         if not standing.has_work:
-            self._publish_stats()
+            self._publish_stats(at_rest=True)
 
     def _any_rank(self, flag: bool) -> bool:
         return flag if self.waves.num_ranks == 1 else self.model_executor.all_reduce_unfinished(flag)

@@ -34,7 +34,7 @@ from nbengine.ipc.control_messages import (
     DetachClient,
     HostToCore,
     ShutdownEngine,
-    WantKVEvents,
+    WantEvents,
 )
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import (
@@ -164,7 +164,7 @@ class InputThread(threading.Thread):
                 self._detach(client_index)
                 self._aborts_queue.put((client_index, None))
                 self._input_queue.put(message)
-            case WantKVEvents() | ShutdownEngine() | ChangeGroup():
+            case WantEvents() | ShutdownEngine() | ChangeGroup():
                 self._input_queue.put(message)
             case _:
                 logger.warning("dropped a %s that came after the handshake", type(message).__name__)

@@ -34,6 +34,7 @@ from nbengine.ipc.control_messages import AttachClient, DetachClient
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     KV_TOPIC,
+    TRACE_TOPIC,
     EngineCoreOutputs,
     encode_incarnation,
     engine_identity,
@@ -42,6 +43,7 @@ from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import is_tcp
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
+from nbengine.metrics.trace import TraceBatch, TraceMessage, TraceSnapshot
 from nbengine.units import size
 
 logger = logging.getLogger(__name__)
@@ -149,7 +151,9 @@ class OutputThread(threading.Thread):
                 case (client_index, outputs):
                     self._send(client_index, outputs)
                 case KVEventBatch() | KVCacheSnapshot() as message:
-                    self._publish(message)
+                    self._publish(KV_TOPIC, message)
+                case TraceBatch() | TraceSnapshot() as message:
+                    self._publish(TRACE_TOPIC, message)
                 case AttachClient() as client:
                     self._attach(client)
                 case DetachClient(client_index):
@@ -212,11 +216,11 @@ class OutputThread(threading.Thread):
             buffer = bytearray()
             return self._encoder.encode_into(outputs, buffer), buffer
 
-    def _publish(self, message: KVMessage) -> None:
+    def _publish(self, topic: bytes, message: KVMessage | TraceMessage) -> None:
         message.incarnation = self._incarnation
         # A host that does not read loses it, and the subscribers see the gap.
         with contextlib.suppress(zmq.Again):
-            frames = [KV_TOPIC, *self._encoder.encode(message)]
+            frames = [topic, *self._encoder.encode(message)]
             self._sinks[COORDINATOR_INDEX].socket.send_multipart(cast("Any", frames), flags=zmq.NOBLOCK)
 
     # Clients that are behind.

@@ -62,7 +62,7 @@ from nbengine.engine.processes import (
     CoreHandle,
 )
 from nbengine.errors import EngineStartError, NBEngineError, WireError
-from nbengine.ipc.control_messages import ClientToHost, CoreToHost, EngineDead, EngineReady, WantKVEvents
+from nbengine.ipc.control_messages import ClientToHost, CoreToHost, EngineDead, EngineReady
 from nbengine.ipc.handshake import ControlDecoder, encode_control
 from nbengine.ipc.messages import engine_identity
 from nbengine.ipc.shm_tensors import remove_abandoned
@@ -153,8 +153,8 @@ class Supervisor:
             if router in ready:
                 self._read_all(router, read)
         self._coordinator.process(ready, now)
-        for wanted in self._coordinator.take_kv_wishes():
-            self._tell_cores(WantKVEvents(wanted))
+        for wish in self._coordinator.take_wishes():
+            self._tell_cores(wish)
         if self._signal_input.fileno() in ready:
             self._on_signals()
         if self._parent_fd in ready or self._parent_is_gone():
@@ -199,8 +199,8 @@ class Supervisor:
                 self._record_ready(engines, size)
             case CoreReady(rank):
                 self._listening.add(rank)
-                if self._coordinator.wants_kv_events:
-                    self._send(self._core_control, engine_identity(rank), WantKVEvents(True))
+                for wish in self._coordinator.standing_wishes:
+                    self._send(self._core_control, engine_identity(rank), wish)
             case ForgetStats(rank):
                 self._coordinator.state.forget(rank)
             case ResizeCoordinator(size):

@@ -11,10 +11,11 @@ from nbengine.ipc.control_messages import (
     ChangeGroup,
     DetachClient,
     ShutdownEngine,
-    WantKVEvents,
+    WantEvents,
 )
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityRequest
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch
+from nbengine.metrics.trace import TraceBatch, TraceSnapshot
 from nbengine.scheduler.request import Request
 
 COORDINATOR_INDEX = -1
@@ -78,7 +79,7 @@ InputItem = (
     | GiveUpClient
     | UtilityRequest
     | DetachClient
-    | WantKVEvents
+    | WantEvents
     | ShutdownEngine
     | ChangeGroup
     | StartWave
@@ -88,7 +89,14 @@ InputItem = (
 )
 InputQueue = SimpleQueue[InputItem]
 OutputItem = (
-    tuple[int, EngineCoreOutputs] | KVEventBatch | KVCacheSnapshot | AttachClient | DetachClient | bytes
+    tuple[int, EngineCoreOutputs]
+    | KVEventBatch
+    | KVCacheSnapshot
+    | TraceBatch
+    | TraceSnapshot
+    | AttachClient
+    | DetachClient
+    | bytes
 )
 """Outputs by client index; what is published; clients that come and go; ENGINE_CORE_DEAD, the last item."""
 OutputQueue = SimpleQueue[OutputItem]

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -29,6 +30,7 @@ from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.pooling_state import PoolingFuture
 from nbengine.frontend.prompting import Prompting
+from nbengine.frontend.transcripts import Transcripts, mark
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats
 from nbengine.models.progress import ProgressCallback
@@ -44,7 +46,7 @@ from nbengine.sampling_params import PoolingParams, SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(Prompting, AsyncControl, Inspection):
+class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
     """An engine whose outputs are streamed; many requests at once, from any thread or event loop.
 
     All its sockets live on one daemon thread. The constructor blocks until the engine takes requests.
@@ -54,7 +56,7 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
         name: of the engine, for `attach` and `nbengine ps`; after its model if None.
         bound: the engine ends with this process. Otherwise it outlives it by `keep_alive` seconds.
         session: name of this client across restarts of its process: attaching again under the same name ends
-            what the earlier attachment had asked for.
+            what the earlier attachment had asked for, and finds its `transcripts`.
         progress: called with the stages of the start, on this thread except while a model is fetched.
         options: see `EngineArgs`.
 
@@ -157,6 +159,11 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
         return self.engine_core.info
 
     @property
+    def session(self) -> str:
+        """Name of this client across restarts of its process."""
+        return self.engine_core.session
+
+    @property
     def engine_ranks(self) -> list[int]:
         """The engine cores that a request may be meant for: they take requests now, or are being started again."""
         return list(self.engine_core.engine_ranks)
@@ -169,6 +176,8 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
         *,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
+        transcript: str | None = None,
     ) -> RequestOutputCollector:
         """Send a request and return the collector of its outputs. Safe on any thread; does not wait.
 
@@ -180,6 +189,10 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
             priority: lower goes first, with `scheduling_policy="priority"`.
             data_parallel_rank: the engine core that is to have it; None leaves the choice to the client. With a rank it
                 goes nowhere else, whatever the load, and waits while that core is started again.
+            written: the first tokens of the answer, where it goes on from its middle: they stand behind the prompt, and
+                count for `max_tokens`, `min_tokens` and `stop`; penalties and words that are not wanted see only what
+                comes now. The outputs have the tokens that follow, and a text that begins with that of `written`.
+            transcript: have the engine keep the output for `transcripts`, beside this text: the prompt, for a reader.
 
         Raises:
             InvalidArgumentError, NotSupportedError: the request is not possible.
@@ -196,9 +209,14 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
         request = self.input_processor.process_inputs(
             request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
         )
+        continuation = self.input_processor.continue_answer(request, written) if written else None
         self.input_processor.assign_request_id(request)
+        if transcript is not None:
+            request.transcript = mark(request, self.session, transcript, len(written))
         collector = RequestOutputCollector(sampling_params.output_kind, request_id, request.request_id)
-        self.engine_core.loop_thread.call_soon(self._requests.add, request, prompt_text(prompt), collector)
+        self.engine_core.loop_thread.call_soon(
+            self._requests.add, request, prompt_text(prompt), collector, continuation
+        )
         return collector
 
     async def generate(
@@ -209,6 +227,7 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
         *,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        transcript: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs, as `sampling_params.output_kind` says; arguments and errors of `submit`.
 
@@ -220,7 +239,12 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
             EngineDeadError: the engine ended; the message has the reason and the end of its log.
         """
         collector = self.submit(
-            prompt, sampling_params, request_id, priority=priority, data_parallel_rank=data_parallel_rank
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            transcript=transcript,
         )
         finished = False
         try:
@@ -315,6 +339,9 @@ class AsyncLLM(Prompting, AsyncControl, Inspection):
     def call_utility_blocking(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """`call_utility` for code without an event loop."""
         return self.engine_core.call_utility(method, *args, timeout=timeout)
+
+    def _submit_utility(self, method: str, *args: Any) -> Future[Any]:
+        return self.engine_core.submit_utility(method, *args)
 
     async def stats(self) -> EngineStats:
         """The state of scheduler and KV cache now."""

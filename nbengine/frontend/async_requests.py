@@ -6,6 +6,7 @@ import logging
 
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.errors import NBEngineError
+from nbengine.frontend.continuation import Continuation
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.pooling_state import PoolingFuture
@@ -21,11 +22,17 @@ class AsyncRequests:
         self._client = client
         self._output_processor = output_processor
 
-    def add(self, request: EngineCoreRequest, prompt: str | None, collector: RequestOutputCollector) -> None:
+    def add(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        collector: RequestOutputCollector,
+        continuation: Continuation | None = None,
+    ) -> None:
         """Register a request and send it."""
         try:
             self._client.check_alive()
-            to_send = self._output_processor.add_request(request, prompt, collector)
+            to_send = self._output_processor.add_request(request, prompt, collector, continuation)
         except NBEngineError as error:
             collector.put_error(error)
             return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
+from nbengine.frontend.continuation import Continuation, continued
 from nbengine.frontend.pooling_inputs import PoolingInputs
 from nbengine.frontend.prompt_embeds import checked_embeds
 from nbengine.ipc.messages import EngineCoreRequest
@@ -151,6 +152,14 @@ class InputProcessor:
             data_parallel_rank=data_parallel_rank,
         )
 
+    def continue_answer(self, request: EngineCoreRequest, written: Sequence[int]) -> Continuation:
+        """Let a request that `process_inputs` has made go on behind these tokens of its answer.
+
+        Raises:
+            InvalidArgumentError: a token is unknown, or this answer cannot go on from its middle.
+        """
+        return continued(request, self._checked_tokens(written, "written"))
+
     @staticmethod
     def assign_request_id(request: EngineCoreRequest) -> None:
         """Keep the caller's id as `external_req_id` and make `request_id` unique."""
@@ -215,13 +224,13 @@ class InputProcessor:
             raise InvalidArgumentError("prompt", text, "at least one token long")
         return token_ids
 
-    def _checked_tokens(self, token_ids: object) -> list[int]:
+    def _checked_tokens(self, token_ids: object, name: str = "prompt_token_ids") -> list[int]:
         if isinstance(token_ids, (str, bytes)) or not hasattr(token_ids, "__iter__"):
-            raise InvalidTypeError("prompt_token_ids", token_ids, "a list of token ids")
-        checked = [_checked_token(token_id) for token_id in token_ids]
+            raise InvalidTypeError(name, token_ids, "a list of token ids")
+        checked = [_checked_token(token_id, name) for token_id in token_ids]
         if not checked:
-            raise InvalidArgumentError("prompt_token_ids", checked, "at least one token id")
-        self._check_vocabulary("prompt_token_ids", checked)
+            raise InvalidArgumentError(name, checked, "at least one token id")
+        self._check_vocabulary(name, checked)
         return checked
 
     def _check_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
@@ -285,12 +294,12 @@ def prompt_list(prompts: PromptType | Sequence[PromptType], name: str = "prompts
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _checked_token(token_id: Any) -> int:
+def _checked_token(token_id: Any, name: str) -> int:
     if type(token_id) is int:
         return token_id
     # NumPy's integers are welcome, booleans are not.
     if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-        raise InvalidTypeError("prompt_token_ids", token_id, "a list of token ids")
+        raise InvalidTypeError(name, token_id, "a list of token ids")
     return operator.index(token_id)
 
 

@@ -13,6 +13,8 @@ from nbengine.sampling_params import SamplingParams
 _MAX_INCOMPLETE = 3
 """A character has at most 4 bytes in UTF-8: after 3 tokens without one, what follows does not complete any."""
 _ANCHOR = "a"
+_PLACE_LENGTH = 16
+"""A wrong guess at where a character begins is over after a few tokens."""
 
 
 class TokenTexts:
@@ -81,6 +83,12 @@ class LogprobsProcessor:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._texts = texts
         self._place = _Place(texts)
+
+    def begin_behind(self, written: Sequence[int]) -> None:
+        """What is sampled stands behind these tokens."""
+        # A place depends on the tokens of one character before it.
+        for token_id in written[-_PLACE_LENGTH:]:
+            self._place.texts([token_id])
 
     def update(self, rows: LogprobsLists, count: int) -> None:
         """Take in the first `count` rows of sampled tokens; a stop string cuts off what was sampled after it."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from nbengine.errors import InvalidArgumentError, RequestError
+from nbengine.frontend.continuation import Continuation
 from nbengine.frontend.detokenizer import IncrementalDetokenizer
 from nbengine.frontend.logprobs import LogprobsProcessor, TokenTexts
 from nbengine.frontend.output_collector import RequestOutputCollector, Waiter, wake
@@ -86,6 +87,16 @@ class RequestState:
         self._stream_interval = stream_interval
         self._num_sent_tokens = 0
         self._queued_at: float | None = None
+
+    def begin_behind(self, continuation: Continuation) -> tuple[FinishReason, int | str | None] | None:
+        """Take in what is written of the answer already, whose tokens are not handed out; return how that has ended
+        the request, if it has."""
+        end = continuation.end()
+        stop_string = self.detokenizer.update(continuation.written, None if end is None else end[0])
+        self._num_sent_tokens = len(self.detokenizer.token_ids)
+        if self.logprobs is not None:
+            self.logprobs.begin_behind(continuation.written)
+        return end if stop_string is None else (FinishReason.STOP, stop_string)
 
     def update_from_output(self, output: EngineCoreOutput, rank: int, now: float) -> str | None:
         """Take in tokens, their logprobs and figures from the engine core of this rank; return the stop string that the
@@ -194,9 +205,14 @@ class OutputProcessor:
         return [*self.request_states, *self.pooling.ids()]
 
     def add_request(
-        self, request: EngineCoreRequest, prompt: str | None, queue: RequestOutputCollector | None = None
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        queue: RequestOutputCollector | None = None,
+        continuation: Continuation | None = None,
     ) -> list[EngineCoreRequest]:
-        """Register a request and return what is to be sent to the engine core then: with `n > 1`, n requests.
+        """Register a request and return what is to be sent to the engine core then: with `n > 1`, n requests, and nothing
+        where what is written of the answer already is its end.
 
         A pooling request for whose outcome a future waits is registered with `pooling.add`.
 
@@ -217,19 +233,25 @@ class OutputProcessor:
             queue = RequestOutputCollector(params.output_kind, external_id, request.request_id)
         parent = None if params.n == 1 else ParentRequest(request, params)
         requests = [request] if parent is None else make_children(request, params)
+        answer_params = params if continuation is None else continuation.params
         for index, child in enumerate(requests):
             state = RequestState(
                 child,
                 params,
                 prompt,
                 queue,
-                detokenizer=IncrementalDetokenizer.from_new_request(self._tokenizer, params),
+                detokenizer=IncrementalDetokenizer.from_new_request(self._tokenizer, answer_params),
                 logprobs=self._logprobs_processor(child.sampling_params or params),
                 stream_interval=self._stream_interval,
                 is_polled=is_polled,
                 parent=parent,
                 index=index,
             )
+            if continuation is not None and (end := state.begin_behind(continuation)) is not None:
+                state.metrics.finished_time = time.monotonic()
+                if (delta := state.make_delta(*end)) is not None:
+                    queue.put(delta)
+                return []
             self.request_states[state.request_id] = state
             for group in _groups_of(state):
                 self._groups.setdefault(group, {})[state.request_id] = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
+
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.outputs import RequestMetrics, RequestOutput, joined
 from nbengine.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
@@ -61,4 +63,6 @@ def _child(request: EngineCoreRequest, params: SamplingParams, index: int) -> En
     child = copy.copy(request)
     child.request_id = f"{index}_{request.request_id}"
     child.sampling_params = child_params
+    if request.transcript is not None:
+        child.transcript = msgspec.structs.replace(request.transcript, index=index)
     return child

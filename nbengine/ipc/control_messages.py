@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from nbengine.ipc.messages import EventTopic
+
 # Client and host: DEALER to ROUTER on `host.sock` of the run directory.
 
 
@@ -208,9 +210,10 @@ class ClientLost(msgspec.Struct, tag="client_lost"):
     client_index: int
 
 
-class WantKVEvents(msgspec.Struct, tag="want_kv_events"):
-    """Host to engine core: someone follows the prefix cache and needs a snapshot of it, or nobody does any more."""
+class WantEvents(msgspec.Struct, tag="want_events"):
+    """Host to engine core: someone follows what is published under a topic and needs a snapshot, or nobody does any more."""
 
+    topic: EventTopic
     wanted: bool
 
 
@@ -257,6 +260,4 @@ HostToClient = (
     | EngineDead
 )
 CoreToHost = Hello | Progress | EngineReady | ClientLost | EngineDead | GroupChanged
-HostToCore = (
-    EngineHandshakeMetadata | AttachClient | DetachClient | WantKVEvents | ShutdownEngine | ChangeGroup
-)
+HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantEvents | ShutdownEngine | ChangeGroup

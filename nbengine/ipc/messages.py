@@ -6,7 +6,7 @@ See `EngineCoreRequestType` and the structs below it. Control messages are in `n
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +20,9 @@ KV_TOPIC = b"kv"
 """First frame on `stats.sock`; the second is a msgpack `KVEventBatch` or `KVCacheSnapshot`."""
 TRACE_TOPIC = b"trace"
 """First frame on `stats.sock`; the second is a msgpack `TraceBatch` or `TraceSnapshot`."""
+EventTopic = Literal["kv", "trace"]
+EVENT_TOPICS: dict[bytes, EventTopic] = {KV_TOPIC: "kv", TRACE_TOPIC: "trace"}
+"""Topics under which engine cores publish only while someone is subscribed."""
 FIRST_REQ = b"FIRST_REQ"
 """First frame of what a client writes to `stats.sock` when it has sent a request to an engine core that it believes to
 be paused; the second is a msgpack `(rank, wave)`, the rank being that of the core that has the request."""
@@ -66,6 +69,23 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
     timestamp: float
 
 
+class TranscriptMark(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """On a request whose output the engine core is to keep until it has been read; see `nbengine.ipc.transcripts`."""
+
+    session: str
+    """Name of the client across restarts of its process, under which it finds the output again."""
+    prompt: str
+    """For a reader: what was asked, perhaps only its beginning."""
+    group: str
+    """Engine request id of the whole request, common to its completions."""
+    submitted: float
+    """`time.time()` of the frontend."""
+    index: int = 0
+    num_completions: int = 1
+    num_written: int = 0
+    """Tokens at the prompt's end that are the beginning of the answer, which goes on from its middle."""
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request as the engine core takes it: validated, tokenized, its parameters completed.
 
@@ -85,6 +105,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The client's epoch: the host gives every attachment a new one."""
     current_wave: int = 0
     external_req_id: str | None = None
+    transcript: TranscriptMark | None = None
+    """Whether the output is to be kept, and what for."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):

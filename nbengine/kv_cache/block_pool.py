@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from nbengine.errors import NBEngineError
-from nbengine.kv_cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
+from nbengine.kv_cache.observer import CacheObserver
 
 
 class BlockPool:
@@ -27,8 +27,8 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         # An OrderedDict is a doubly linked list with an index: a block can leave from the middle.
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self.events: list[KVCacheEvent] | None = None
-        """What happened to the index, while someone wants to know."""
+        self.observers: tuple[CacheObserver, ...] = ()
+        """Who is told what happens to the index; nobody as long as nobody wants to know."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -118,6 +118,8 @@ class BlockPool:
             if not self._ref_counts[duplicate]:
                 del self._evictable[duplicate]
                 self._blank.append(duplicate)
+            for observer in self.observers:
+                observer.replaced(duplicate)
         self._block_of[block_hash] = block_id
         self._hashes[block_id] = block_hash
 
@@ -126,8 +128,8 @@ class BlockPool:
         if self.num_free_blocks < self.num_blocks:
             return False
         self._block_of.clear()
-        if self.events is not None:
-            self.events.append(AllBlocksCleared())
+        for observer in self.observers:
+            observer.cleared()
         self._hashes = [None] * self.num_blocks
         self._blank.extend(reversed(self._evictable))
         self._evictable.clear()
@@ -163,13 +165,7 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hashes[block_id] = None
-            if self.events is not None:
-                self._record_removal(self.events, block_hash)
+            if self.observers:
+                for observer in self.observers:
+                    observer.evicted(block_id, block_hash)
         return block_id
-
-    def _record_removal(self, events: list[KVCacheEvent], block_hash: bytes) -> None:
-        last = events[-1] if events else None
-        if isinstance(last, BlockRemoved):
-            last.block_hashes.append(block_hash)
-        else:
-            events.append(BlockRemoved([block_hash]))

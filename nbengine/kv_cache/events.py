@@ -9,6 +9,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from nbengine.kv_cache.block_pool import BlockPool
+    from nbengine.scheduler.request import Request
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -66,27 +67,34 @@ KVMessage = KVEventBatch | KVCacheSnapshot
 
 
 class KVEventStream:
-    """Numbers the events of a pool, which records them only while someone wants them."""
+    """Observes a pool while someone wants its events, and numbers them."""
 
     def __init__(self, block_pool: BlockPool, block_size: int, engine_index: int) -> None:
         self._pool = block_pool
         self._block_size = block_size
         self._engine_index = engine_index
         self._seq = 0
+        self._events: list[KVCacheEvent] = []
+        self._is_recording = False
 
     def record(self, wanted: bool) -> None:
         """Begin or end recording; what was recorded and not taken is dropped with the end."""
-        if not wanted:
-            self._pool.events = None
-        elif self._pool.events is None:
-            self._pool.events = []
+        if wanted == self._is_recording:
+            return
+        self._is_recording = wanted
+        if wanted:
+            self._pool.observers = (*self._pool.observers, self)
+        else:
+            self._pool.observers = tuple(other for other in self._pool.observers if other is not self)
+            self._events = []
+            # Whoever comes back has lost what happens from now on.
+            self._seq += 1
 
     def take_batch(self, now: float) -> KVEventBatch | None:
         """The events since the batch before, if there are any; `now` is `time.time()`."""
-        events = self._pool.events
-        if not events:
+        if not self._events:
             return None
-        self._pool.events = []
+        events, self._events = self._events, []
         self._seq += 1
         return KVEventBatch(now, self._engine_index, self._seq, events)
 
@@ -103,6 +111,31 @@ class KVEventStream:
             list(cached),
             list(cached.values()),
         )
+
+    # What it observes: see `CacheObserver`.
+
+    def stored(self, request: Request, start: int, end: int) -> None:
+        """Note blocks of a request that can be found from now on."""
+        size, hashes = self._block_size, request.block_hashes
+        parent = hashes[start - 1] if start else None
+        token_ids = request.all_token_ids[start * size : end * size]
+        block_ids = request.block_ids[start:end]
+        self._events.append(BlockStored(hashes[start:end], parent, token_ids, size, block_ids))
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
+        """Note that a block cannot be found any more."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash]))
+
+    def replaced(self, block_id: int) -> None:
+        """Nothing: the hash stays, and the event that follows says where it is found."""
+
+    def cleared(self) -> None:
+        """Note that nothing can be found any more."""
+        self._events.append(AllBlocksCleared())
 
 
 class KVCacheMirror:

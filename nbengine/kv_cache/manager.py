@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nbengine.kv_cache.block_pool import BlockPool
-from nbengine.kv_cache.events import BlockStored, KVCacheEvent
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.scheduler.request import Request
 
@@ -115,20 +114,14 @@ class KVCacheManager:
         self.block_hasher.extend(
             request.block_hashes, request.all_token_ids, request.extra_keys, request.content_digests
         )
-        for index in range(request.num_cached_blocks, num_full):
-            self.block_pool.register(request.block_ids[index], request.block_hashes[index])
-        if self.block_pool.events is not None:
-            self._record_stored(self.block_pool.events, request, num_full)
+        start, pool = request.num_cached_blocks, self.block_pool
+        for index in range(start, num_full):
+            pool.register(request.block_ids[index], request.block_hashes[index])
+        if pool.observers and start < num_full:
+            for observer in pool.observers:
+                observer.stored(request, start, num_full)
         request.num_cached_blocks = num_full
         request.next_cache_point = (num_full + 1) * self.block_size
-
-    def _record_stored(self, events: list[KVCacheEvent], request: Request, num_full: int) -> None:
-        start, size = request.num_cached_blocks, self.block_size
-        if start < num_full:
-            parent = request.block_hashes[start - 1] if start else None
-            token_ids = request.all_token_ids[start * size : num_full * size]
-            hashes, block_ids = request.block_hashes[start:num_full], request.block_ids[start:num_full]
-            events.append(BlockStored(hashes, parent, token_ids, size, block_ids))
 
     def record_lookup(self, request: Request, num_found_tokens: int) -> None:
         """Count a first admission in the prefix cache's statistics."""

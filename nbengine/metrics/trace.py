@@ -51,14 +51,28 @@ class StepPlanned(msgspec.Struct, array_like=True, tag=True, gc=False):
     """(number, blocks appended to its table, those of a prefix hit included)."""
 
 
-class StepDone(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """The outcome of a step was taken in."""
+class StepContinued(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """A step was planned in which the requests of the one planned before go on where it leaves them, in its order and with
+    one token each; nobody was admitted. Never the first step after a snapshot."""
 
     step: int
     time: float
-    num_sampled: list[int] | None
-    """New tokens by position in `StepPlanned.numbers`; None: one each, except for requests whose prompt is not
-    complete, which got none. What came for a request that had ended counts 0."""
+    new_blocks: list[tuple[int, list[int]]]
+    """As in `StepPlanned`."""
+
+
+class StepDone(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, gc=False):
+    """The outcome of a step was taken in; what it has ended follows."""
+
+    step: int
+    time: float
+    num_sampled: list[int] | None = None
+    """New tokens by position in the step's numbers; None: one each, except for pooling requests and those of which known
+    tokens were still to be computed when it was planned, which got none. What came for a request that had ended counts 0."""
+    numbers: list[int] | None = None
+    """Those of the step, if it was planned before the latest snapshot; `num_sampled` is given, too."""
+    rejected: list[tuple[int, int]] = []
+    """(number, tokens): of what the request had computed so much counts for nothing, because drafts were rejected."""
 
 
 class RequestPreempted(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -97,6 +111,7 @@ class CacheCleared(msgspec.Struct, array_like=True, tag=True, gc=False):
 TraceEvent = (
     RequestAdded
     | StepPlanned
+    | StepContinued
     | StepDone
     | RequestPreempted
     | RequestFinished
@@ -145,6 +160,7 @@ class TraceSnapshot(msgspec.Struct, array_like=True, tag=True, gc=False):
     max_num_seqs: int
     requests: list[RequestTrace]
     cached: BlocksCached
+    """Everything that can be found; the tokens are those of the first blocks alone, where those of the others are unknown."""
     stats: SchedulerStats
     incarnation: int = 0
 

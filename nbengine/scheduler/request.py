@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbengine.errors import RequestError
-from nbengine.ipc.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
+from nbengine.ipc.messages import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreRequest,
+    FinishReason,
+    TranscriptMark,
+)
 from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.grammar import Grammar
@@ -41,8 +47,8 @@ class Request:
 
     A pooling request has `pooling_params` and no `sampling_params`, and ends when its prompt is computed.
     `num_computed_tokens` counts the tokens whose keys and values are computed or planned; it catches up with
-    `num_tokens`, which grows by what is sampled, and passes it while sampled tokens are in flight. The scheduler fills in `order` and `max_total_tokens` when
-    it takes the request; the KV cache manager owns the fields from `block_ids` on.
+    `num_tokens`, which grows by what is sampled, and passes it while sampled tokens are in flight. The scheduler fills in `number`, `queued_at`, `order` and
+    `max_total_tokens` when it takes the request; the KV cache manager owns the fields from `block_ids` on.
     """
 
     __slots__ = (
@@ -66,14 +72,17 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
         "num_tokens",
+        "number",
         "order",
         "pooling_params",
         "priority",
         "prompt_embeds",
         "prompt_token_ids",
+        "queued_at",
         "request_id",
         "sampling_params",
         "skip_reading_prefix_cache",
@@ -81,6 +90,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "transcript",
     )
 
     def __init__(
@@ -97,15 +107,22 @@ class Request:
         block_hasher: BlockHasher | None = None,
         prompt_embeds: Any = None,
         content_digests: Sequence[bytes] = (),
+        transcript: TranscriptMark | None = None,
     ) -> None:
         self.request_id = request_id
         self.client_index = client_index
         self.priority = priority
         self.arrival_time = arrival_time
         self.order = (0, 0.0, 0)
+        self.number = -1
+        """In the order in which the scheduler has taken its requests, from 0."""
+        self.queued_at = 0.0
+        """On the scheduler's clock."""
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] | None = None
+        self.transcript = transcript
+        """Whoever keeps transcripts finds it in `SchedulerState.ended_for_transcripts` when it has ended."""
 
         self.prompt_embeds = prompt_embeds
         """Of a prompt given as embeddings, whose `prompt_token_ids` are zeros; for the workers."""
@@ -118,6 +135,7 @@ class Request:
         """Drafts to be verified in the next step."""
         self.first_step = sys.maxsize
         """The step of its first admission."""
+        self.num_preemptions = 0
         self.last_step = -1
         """Of a preempted request: the last step in which it may have been planned."""
         self.due_step = -1
@@ -189,6 +207,7 @@ class Request:
             block_hasher=block_hasher,
             prompt_embeds=request.prompt_embeds,
             content_digests=digests,
+            transcript=request.transcript,
         )
 
     def _set_limits(self, params: SamplingParams) -> None:

@@ -84,6 +84,8 @@ class Scheduler(SchedulerState):
         self.step_counter += 1
         if self._structured:
             plan.has_structured_output_requests = any(self._gets_mask(plan, r) for r in self._structured)
+        if self.observer is not None:
+            self.observer.planned(plan)
         return plan
 
     @staticmethod
@@ -245,7 +247,7 @@ class Scheduler(SchedulerState):
         request.num_computed_tokens = num_computed + num_new
         if request.num_computed_tokens < request.num_tokens:
             plan.incomplete_req_ids.add(request_id)
-        request.record_event(EngineCoreEventType.SCHEDULED, self._clock())
+        request.record_event(EngineCoreEventType.SCHEDULED, self.clock())
         self.kv_cache_manager.cache_blocks(request)
         self.running.add(request)
 
@@ -288,6 +290,8 @@ class Scheduler(SchedulerState):
                 f"the model runner answered for {len(model_runner_output.req_ids)} requests of "
                 f"{len(scheduler_output.num_scheduled_tokens)}"
             )
+        if self.observer is not None:
+            self.observer.answered(scheduler_output)
         requests = self.requests
         drafts = scheduler_output.scheduled_spec_decode_tokens
         pooler_output = model_runner_output.pooler_output or {}
@@ -320,7 +324,9 @@ class Scheduler(SchedulerState):
             outputs[request.client_index].append(output)
         if model_runner_output.draft_token_ids is not None:
             self._take_drafts(model_runner_output.draft_token_ids, step)
-        timestamp = self._clock()
+        if self.observer is not None:
+            self.observer.settled()
+        timestamp = self.clock()
         by_client = {
             client: EngineCoreOutputs(self.engine_index, client_outputs, timestamp=timestamp)
             for client, client_outputs in outputs.items()

@@ -13,6 +13,7 @@ from nbengine.kv_cache.manager import KVCacheManager
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.scheduler.grammar import GrammarMaskBuilder
 from nbengine.scheduler.limits import RequestLimits
+from nbengine.scheduler.observer import SchedulerObserver
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
@@ -72,10 +73,14 @@ class SchedulerState:
         self.pause_state = PauseState.UNPAUSED
         self.num_preemptions = 0
         self.step_counter = 0
+        self.observer: SchedulerObserver | None = None
+        """Who is told what happens, if anybody wants to know."""
         # What the next plan tells the workers, and the next outputs the clients.
         self.finished_req_ids: set[str] = set()
         self._preempted_req_ids: set[str] = set()
         self._ended_by_client: defaultdict[int, list[str]] = defaultdict(list)
+        self.ended_for_transcripts: list[Request] = []
+        """Requests with a `transcript` that have ended, for whoever keeps these to take."""
         self._last_answered_step = -1
         self._schedules_ahead = async_scheduling and not num_lookahead_tokens and num_stages == 1
         self._limits = RequestLimits(
@@ -96,7 +101,7 @@ class SchedulerState:
         self._grammar_masks = grammar_masks
         self._structured: dict[str, Request] = {}
         """The unfinished requests that have a grammar."""
-        self._clock = clock
+        self.clock = clock
 
     # Requests.
 
@@ -120,17 +125,20 @@ class SchedulerState:
         request.max_total_tokens = token_limit(
             request.num_prompt_tokens, request.sampling_params, self.max_model_len
         )
-        sequence = self._num_added
+        request.number = number = self._num_added
         self._num_added += 1
         if self._by_priority:
-            request.order = (request.priority, request.arrival_time, sequence)
+            request.order = (request.priority, request.arrival_time, number)
         else:
-            request.order = (0, 0.0, sequence)
-        request.record_event(EngineCoreEventType.QUEUED, self._clock())
+            request.order = (0, 0.0, number)
+        request.queued_at = self.clock()
+        request.record_event(EngineCoreEventType.QUEUED, request.queued_at)
         self.requests[request.request_id] = request
         if request.grammar is not None:
             self._structured[request.request_id] = request
         self.waiting.add(request)
+        if self.observer is not None:
+            self.observer.added(request)
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus, *, tell_client: bool = True
@@ -168,6 +176,8 @@ class SchedulerState:
         for request in self.waiting:
             if not request.num_output_tokens:
                 by_client[request.client_index].append(request.request_id)
+                # It goes on elsewhere, and is kept there.
+                request.transcript = None
         for request_ids in by_client.values():
             self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED, tell_client=False)
         return by_client
@@ -203,10 +213,13 @@ class SchedulerState:
         request.spec_token_ids = []
         request.last_step = self.step_counter - 1
         request.status = RequestStatus.PREEMPTED
-        request.record_event(EngineCoreEventType.PREEMPTED, self._clock())
+        request.record_event(EngineCoreEventType.PREEMPTED, self.clock())
         preempted_req_ids.add(request.request_id)
+        request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.add(request)
+        if self.observer is not None:
+            self.observer.preempted(request)
 
     def _release(self, request: Request, before: RequestStatus) -> None:
         """Let go of a request that has just ended, and was in the state `before`."""
@@ -216,6 +229,10 @@ class SchedulerState:
         self._structured.pop(request.request_id, None)
         self._preempted_req_ids.discard(request.request_id)
         self.finished_req_ids.add(request.request_id)
+        if request.transcript is not None:
+            self.ended_for_transcripts.append(request)
+        if self.observer is not None:
+            self.observer.finished(request)
 
     # The KV cache, seen from outside.
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nbengine.engine.coordinator import PUBLISH_INTERVAL, DPCoordinator, DPCoordinatorProc
 from nbengine.errors import WireError
+from nbengine.ipc.control_messages import WantEvents
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -141,17 +142,20 @@ def test_a_subscriber_gets_the_state_at_once_and_garbage_is_dropped(context, tmp
         coordinator.close()
 
 
-def read_subscriptions(coordinator: DPCoordinatorProc, wishes: list[bool]) -> list[bool]:
+KV, TRACE = WantEvents("kv", True), WantEvents("trace", True)
+
+
+def read_subscriptions(coordinator: DPCoordinatorProc, *wishes: WantEvents) -> list[WantEvents]:
     """What the engines are told, read until it is `wishes`."""
-    found: list[bool] = []
-    while found != wishes:
+    found: list[WantEvents] = []
+    while found != list(wishes):
         assert coordinator.publish_front.poll(5000), f"{found} instead of {wishes}"
         coordinator.process_input_socket(coordinator.publish_front, 0.0)
-        found += coordinator.take_kv_wishes()
+        found += coordinator.take_wishes()
     return found
 
 
-def test_kv_events_are_wanted_while_there_are_subscribers_and_passed_on_as_they_come(
+def test_events_are_wanted_while_there_are_subscribers_and_passed_on_as_they_come(
     context: zmq.Context, tmp_path: Path
 ) -> None:
     front, back = f"ipc://{tmp_path}/front", f"ipc://{tmp_path}/back"
@@ -165,21 +169,29 @@ def test_kv_events_are_wanted_while_there_are_subscribers_and_passed_on_as_they_
         engine.connect(back)
         stats_only.subscribe(b"stats")
         first.subscribe(b"kv")
-        read_subscriptions(coordinator, [True])
+        read_subscriptions(coordinator, KV)
+        assert coordinator.standing_wishes == [KV]
         # Each newcomer needs a snapshot; a topic may be given by its beginning.
         second.subscribe(b"")
-        read_subscriptions(coordinator, [True])
-        assert coordinator.wants_kv_events
+        read_subscriptions(coordinator, KV, TRACE)
+        assert coordinator.standing_wishes == [KV, TRACE]
         engine.send_multipart([b"kv", b"batch"])
         assert coordinator.output_back.poll(5000)
         coordinator.process_input_socket(coordinator.output_back, 0.0)
         assert first.poll(5000)
         assert first.recv_multipart() == [b"kv", b"batch"]
-        assert [second.recv_multipart()[0] for _ in range(2)] == [b"stats", b"kv"]
-        first.close(linger=0)
+        engine.send_multipart([b"trace", b"batch"])
+        assert coordinator.output_back.poll(5000)
+        coordinator.process_input_socket(coordinator.output_back, 0.0)
+        assert second.poll(5000)
+        assert [second.recv_multipart()[0] for _ in range(3)] == [b"stats", b"kv", b"trace"]
         second.unsubscribe(b"")
-        read_subscriptions(coordinator, [False])
-        assert not coordinator.wants_kv_events
+        read_subscriptions(coordinator, WantEvents("trace", False))
+        assert coordinator.standing_wishes == [KV]
+        assert not first.poll(0), "it has not asked for the trace"
+        first.close(linger=0)
+        read_subscriptions(coordinator, WantEvents("kv", False))
+        assert coordinator.standing_wishes == []
         assert stats_only.poll(5000)
         while stats_only.poll(0):
             assert stats_only.recv_multipart()[0] == b"stats"

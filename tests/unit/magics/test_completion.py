@@ -127,6 +127,11 @@ def test_values_that_are_one_of_a_few(shell: InteractiveShell) -> None:
     assert set(CHOICES) <= set(EngineArgs.__dataclass_fields__)
 
 
+def test_the_dashboards_line(shell: InteractiveShell, engine: FakeClient) -> None:
+    assert words(shell, "%dashboard ra") == ["random-tiny"]
+    assert words(shell, "%dashboard random-tiny --pl") == ["--plain"]
+
+
 def test_conversations_and_variables(shell: InteractiveShell, engine: FakeClient) -> None:
     shell.run_cell("%chat --name alpha hi").raise_error()
     shell.user_ns.update(schema={"type": "object"}, scores=[1, 2], number=3, _hidden={})

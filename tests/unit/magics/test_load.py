@@ -210,10 +210,11 @@ def test_every_command_has_help_in_three_ways(shell: InteractiveShell, capsys: C
         assert f"%engine {command}" in asked or command == "help"
 
 
-@pytest.mark.parametrize("name", ["engine", "generate", "chat"])
+@pytest.mark.parametrize("name", ["engine", "generate", "chat", "dashboard"])
 def test_a_question_mark_shows_what_help_shows(shell: InteractiveShell, capsys: Capture, name: str) -> None:
-    sign = "%" if name == "engine" else "%%"
-    shell.run_cell("%engine -h" if name == "engine" else f"%%{name} -h\nbody\n").raise_error()
+    is_line = name in ("engine", "dashboard")
+    sign = "%" if is_line else "%%"
+    shell.run_cell(f"%{name} -h" if is_line else f"%%{name} -h\nbody\n").raise_error()
     helped = capsys.readouterr().out
     assert "Traceback" not in helped
     shown: list[str] = []

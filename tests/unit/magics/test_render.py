@@ -85,13 +85,13 @@ def test_the_footer_says_speed_reuse_and_why_it_ended_early() -> None:
         "stopped at the limit · 3 tokens · 2.0 tok/s · first token after 200 ms · "
         "16 of 20 prompt tokens reused · preempted 2 times"
     )
-    assert footer_of(result_of("stop")) == "3 tokens"
+    assert footer_of(result_of("stop")) == "3 tokens · finished"
     assert footer_of(result_of("abort")) == "ended early · 3 tokens"
     assert footer_of(result_of("stop", num_tokens=0)) == ""
 
 
 def test_the_footer_of_several_answers_counts_all_tokens_and_those_that_hit_the_limit() -> None:
-    assert footer_of(result_of("stop", "stop")) == "6 tokens"
+    assert footer_of(result_of("stop", "stop")) == "6 tokens · finished"
     assert footer_of(result_of("stop", "length", "length")) == "2 of 3 stopped at the limit · 9 tokens"
     assert footer_of(result_of("stop", "abort")) == "ended early · 6 tokens"
 

@@ -81,6 +81,9 @@ class EventHistories(RuleBasedStateMachine):
         self.recording = False
         self.mirrors.clear()
         assert self.stream.take_batch(0.0) is None
+        # Whoever has known the state so far must not take the next snapshot for the same one.
+        self.last_seq += 1
+        assert self.stream.snapshot(1.0).seq == self.last_seq
 
     @rule(prompt=st.lists(st.integers(1, 2), min_size=1, max_size=9), max_tokens=st.integers(1, 3))
     def add(self, prompt: list[int], max_tokens: int) -> None:
@@ -174,5 +177,12 @@ def test_nothing_is_recorded_while_nobody_wants_it() -> None:
     pool = scheduler.kv_cache_manager.block_pool
     stream = KVEventStream(pool, BLOCK_SIZE, 0)
     pool.forget_all()
-    assert pool.events is None
+    assert pool.observers == ()
+    assert stream.take_batch(0.0) is None
+    stream.record(True)
+    stream.record(True)
+    assert len(pool.observers) == 1
+    pool.forget_all()
+    stream.record(False)
+    assert pool.observers == ()
     assert stream.take_batch(0.0) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -36,6 +37,18 @@ worker 1 → worker 3          ShmLink: shared memory"""
 
 def test_the_text_has_each_process_below_its_parent_and_every_link() -> None:
     assert str(make_tree(2, 2)) == TWO_BY_TWO
+
+
+def test_several_engine_cores_have_the_statistics_always_and_those_in_lock_step_their_waves() -> None:
+    alone, two = make_tree(1, 1), make_tree(1, 1, dp=2)
+    together = dataclasses.replace(two, lock_step=True)
+    channels = [{link.kind: link.channels for link in tree.links} for tree in (alone, two, together)]
+    assert [c["host"][1] for c in channels] == [
+        "stats.sock: SUB (on demand) ← XPUB",
+        "stats.sock: XSUB ↔ XPUB",
+        "stats.sock: XSUB ↔ XPUB",
+    ]
+    assert ["back-pub.sock: XPUB → SUB" in c["control"] for c in channels] == [False, False, True]
 
 
 def test_a_process_that_is_gone_is_shown_as_gone_and_its_links_are_not() -> None:

@@ -1,0 +1,451 @@
+"""Going on from another token: the tree of an answer and of what else could have been said."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.magics.answers import keep_answer
+from nbengine.magics.ongoing import OngoingRequests
+from nbengine.magics.result import GenerationResult, Handle
+from nbengine.magics.stream import Collector, Generation
+from nbengine.magics.view import UPDATE_SECONDS
+from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nbengine.frontend.async_llm import AsyncLLM
+
+_EXCERPT = 60
+"""Characters of a text that `print(tree)` shows."""
+_NEEDS_START = "its answer follows a grammar, which cannot begin in the middle"
+
+
+class BranchClient(Protocol):
+    """The part of `AsyncLLM` that branches use."""
+
+    @property
+    def engine_ranks(self) -> Sequence[int]:
+        """The engine cores that take requests now."""
+
+    def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        *,
+        data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
+        transcript: str | None = None,
+    ) -> Collector:
+        """Send a request, which goes on behind `written` and which the engine keeps as the answer to `transcript`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+
+    def read_transcripts(self, request_ids: Iterable[str]) -> None:
+        """Tell the engine, without waiting, that these have been seen."""
+
+    def abort_soon(self, request_id: str) -> None:
+        """End a request, without waiting."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who has answered, and what it was asked: what it takes to go on from the middle of the answer."""
+
+    client: BranchClient
+    params: SamplingParams
+    cache_salt: str | None = None
+    ongoing: OngoingRequests = field(default_factory=OngoingRequests)
+    on_start: Callable[[Handle[GenerationResult]], object] = lambda _handle: None
+    """Called with each branch's handle."""
+
+    @property
+    def refusal(self) -> str:
+        """Why no answer of this request can branch, empty if it can."""
+        return _NEEDS_START if self.params.structured_outputs is not None else ""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the same question has the same answer."""
+        return self.params.is_greedy or self.params.seed is not None
+
+
+class Branch:
+    """A node of a `BranchTree`: an answer from its first token to its last, which shares its beginning with its parent.
+
+    The parent's tokens before `position` are its own, too; at `position` it has `token_id` instead. `token_ids`,
+    `logprobs` and `text` are those of the whole answer, which grows while it is written; `num_cached_tokens` of the
+    `num_prompt_tokens` tokens before what it has written itself, the parent's among them, came from the prefix cache,
+    and `metrics` are those of what it has written itself. The first answers have no `parent`, no `position` and no
+    `token_id`. `await branch` and `branch.result()` wait for its end and give the branch; `str(branch)` is its text.
+    """
+
+    def __init__(
+        self,
+        tree: BranchTree,
+        node_id: int,
+        result: GenerationResult,
+        *,
+        index: int = 0,
+        parent: Branch | None = None,
+        position: int | None = None,
+        token_id: int | None = None,
+    ) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.position = position
+        self.token_id = token_id
+        self.children: list[Branch] = []
+        self.error = ""
+        """Why it could not be written to its end."""
+        self.own = result
+        """What its own request has brought."""
+        self._tree = tree
+        self._index = index
+        self._handle: Handle[GenerationResult] | None = None
+        self._written: list[int] = []
+        self._written_logprobs: list[dict[int, Logprob]] = []
+        if parent is not None and position is not None and token_id is not None:
+            self._written = [*parent.token_ids[:position], token_id]
+            before = parent.logprobs
+            if before is not None:
+                self._written_logprobs = [*before[:position], _moved_first(before[position], token_id)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens of the answer."""
+        return self._written + self._completion.token_ids
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """One entry a token, which begins with the token itself, with `--logprobs`. Where a branch was begun with a token
+        that was not among the alternatives, its log probability is NaN."""
+        own = self._completion.logprobs
+        if own is None and not self._written_logprobs:
+            return None
+        return self._written_logprobs + (own or [])
+
+    @property
+    def text(self) -> str:
+        """The text of the whole answer."""
+        return self._completion.text
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, None while it is being written."""
+        return self._completion.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or token that ended it."""
+        return self._completion.stop_reason
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens before its own whose keys and values were there already."""
+        return self.own.num_cached_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before its own: the prompt's and those it shares with its parent."""
+        return self.own.num_prompt_tokens
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times of its own request."""
+        return self.own.metrics
+
+    @property
+    def own_logprobs(self) -> list[dict[int, Logprob]]:
+        """The entries of the tokens that it does not share with its parent."""
+        return (self.logprobs or [])[self.position or 0 :]
+
+    @property
+    def own_token_ids(self) -> list[int]:
+        """The tokens that it does not share with its parent: of a branch, `token_id` and what follows."""
+        return self.token_ids[self.position or 0 :]
+
+    @property
+    def label(self) -> str:
+        """The number of a first answer; of a branch the text of its token, or its id."""
+        if self.token_id is None or self.position is None or self.parent is None:
+            return str(self.id + 1)
+        entry = (self.parent.logprobs or [])[self.position : self.position + 1]
+        known = entry[0].get(self.token_id) if entry else None
+        return (known.decoded_token if known else None) or f"token {self.token_id}"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.own.finished
+
+    @property
+    def path(self) -> list[Branch]:
+        """From the first answer to this one."""
+        return [self] if self.parent is None else [*self.parent.path, self]
+
+    def branch(self, position: int, token: int | str) -> Branch:
+        """Go on from another token of this answer; see `GenerationResult.branch`."""
+        return self._tree.branch(position, token, node=self)
+
+    def result(self, timeout: float | None = None) -> Branch:
+        """Wait for its end.
+
+        Raises:
+            TimeoutError: it was not there after `timeout` seconds.
+            NBEngineError: the request or its engine failed.
+        """
+        if self._handle is not None:
+            self._handle.result(timeout)
+        return self
+
+    def cancel(self) -> None:
+        """End it; what there is by now stays, with `finish_reason="abort"`."""
+        if self._handle is not None:
+            self._handle.cancel()
+        elif not self.own.finished:
+            self._tree.abort_first()
+
+    def run(self, generation: Generation) -> Handle[GenerationResult]:
+        """Begin to write, in the background."""
+        # An error is in the view's note and in the handle.
+        self._handle = generation.run_in_background(lambda _error: None)
+        return self._handle
+
+    @property
+    def _completion(self) -> CompletionOutput:
+        found = (completion for completion in self.own.outputs if completion.index == self._index)
+        return next(found, CompletionOutput(self._index, "", []))
+
+    def __await__(self) -> Generator[Any, None, Branch]:
+        if self._handle is not None:
+            yield from self._handle.__await__()
+        return self
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        state = f"finish_reason={self.finish_reason!r}" if self.done else "running"
+        at = f", {self.label!r} at {self.position}" if self.parent is not None else ""
+        return f"Branch({self.id}{at}, {len(self.token_ids)} tokens, {state})"
+
+
+class BranchTree:
+    """The answers to one prompt and all their branches, in the order in which they were begun: `tree[0]` is the first
+    answer. `print(tree)` draws it. Safe on any thread."""
+
+    def __init__(self, result: GenerationResult, origin: Origin) -> None:
+        self.origin = origin
+        self.listeners: list[Callable[[Branch], object]] = []
+        """Called when a branch has begun, has more tokens or has ended, on the thread that noticed."""
+        self._result = result
+        self._lock = threading.Lock()
+        self._nodes = [Branch(self, index, result, index=index) for index in range(origin.params.n)]
+
+    @classmethod
+    def of(cls, llm: AsyncLLM, output: RequestOutput, params: SamplingParams) -> BranchTree:
+        """The tree of an answer that a script has got from an `AsyncLLM`; `params` are those it was asked for with."""
+        result = GenerationResult(output.request_id, output.prompt or "")
+        result.absorb(output)
+        return cls(result, Origin(llm, params))
+
+    @property
+    def roots(self) -> list[Branch]:
+        """The first answers, of which there are several with `-n`."""
+        return [node for node in self if node.parent is None]
+
+    @property
+    def leaves(self) -> list[Branch]:
+        """The answers that no other one branches from."""
+        return [node for node in self if not node.children]
+
+    def paths(self) -> list[list[Branch]]:
+        """From a first answer to each leaf."""
+        return [leaf.path for leaf in self.leaves]
+
+    def branch(self, position: int, token: int | str, *, node: Branch | None = None) -> Branch:
+        """Go on from `node`, the first answer if None; see `GenerationResult.branch`."""
+        node = node or self._nodes[0]
+        token_id = self._checked_token(node, self._checked_position(node, position), token)
+        while node.parent is not None and node.position is not None and position <= node.position:
+            node = node.parent
+        origin = self.origin
+        prompt: dict[str, Any] = {"prompt_token_ids": self._prompt_token_ids()}
+        if origin.cache_salt is not None:
+            prompt["cache_salt"] = origin.cache_salt
+        written = [*node.token_ids[:position], token_id]
+        collector = origin.client.submit(
+            prompt,
+            self._branch_params(),
+            data_parallel_rank=self._rank(node),
+            written=written,
+            transcript=self._result.prompt,
+        )
+        view = _BranchView(self.notify)
+        generation = Generation(
+            collector,
+            self._result.prompt,
+            view,
+            origin.client.abort_soon,
+            origin.ongoing,
+            foreground=False,
+        )
+        keep_answer(origin.ongoing.answers, generation, origin.client, collector.engine_request_id)
+        with self._lock:
+            branch = Branch(
+                self,
+                len(self._nodes),
+                generation.result,
+                parent=node,
+                position=position,
+                token_id=token_id,
+            )
+            view.branch = branch
+            self._nodes.append(branch)
+            node.children.append(branch)
+        self.notify(branch)
+        origin.on_start(branch.run(generation))
+        return branch
+
+    def existing(self, node: Branch, position: int, token_id: int) -> Branch | None:
+        """A branch that says what a new one would say."""
+        same = (
+            branch
+            for branch in self
+            if branch.token_id == token_id
+            and branch.position == position
+            and branch.token_ids[:position] == node.token_ids[:position]
+            and branch.finish_reason != "abort"
+        )
+        return next(same, None) if self.origin.is_repeatable else None
+
+    def notify(self, branch: Branch) -> None:
+        """Tell the listeners of news of a branch."""
+        for listener in list(self.listeners):
+            listener(branch)
+
+    def abort_first(self) -> None:
+        """End the request of the first answers."""
+        self.origin.client.abort_soon(self._result.request_id)
+
+    def _branch_params(self) -> SamplingParams:
+        return msgspec.structs.replace(
+            self.origin.params,
+            n=1,
+            # It is cut already.
+            truncate_prompt_tokens=None,
+            # They would keep the request from the prefix cache.
+            prompt_logprobs=None,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _prompt_token_ids(self) -> list[int]:
+        if self.origin.refusal:
+            raise NBEngineError(f"request {self._result.request_id} cannot branch: {self.origin.refusal}")
+        token_ids = self._result.prompt_token_ids
+        if not token_ids:
+            raise NBEngineError(
+                f"request {self._result.request_id} cannot branch: its prompt has no tokens (it was given as embeddings)"
+            )
+        return token_ids
+
+    def _rank(self, node: Branch) -> int | None:
+        """The engine core that has the beginning in its prefix cache, while it takes requests."""
+        ranks = node.metrics.data_parallel_ranks
+        there = self.origin.client.engine_ranks
+        return ranks[0] if len(there) > 1 and len(ranks) == 1 and ranks[0] in there else None
+
+    @staticmethod
+    def _checked_position(node: Branch, position: object) -> int:
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise InvalidTypeError("position", position, "an integer")
+        count = len(node.token_ids)
+        if not 0 <= position < count:
+            allowed = f"in [0, {count}), for the answer has {count} tokens" if count else "that of a token"
+            raise InvalidArgumentError("position", position, allowed)
+        return position
+
+    @staticmethod
+    def _checked_token(node: Branch, position: int, token: object) -> int:
+        if isinstance(token, int) and not isinstance(token, bool):
+            if token < 0:
+                raise InvalidArgumentError("token", token, "a token id, 0 or greater")
+            return token
+        if not isinstance(token, str):
+            raise InvalidTypeError("token", token, "a token id, or the text of an alternative")
+        entries = node.logprobs
+        if entries is None:
+            raise InvalidArgumentError(
+                "token", token, "a token id: alternatives are known by their text with --logprobs"
+            )
+        texts = {
+            token_id: logprob.decoded_token
+            for token_id, logprob in entries[position].items()
+            if logprob.decoded_token
+        }
+        found = [token_id for token_id, text in texts.items() if text == token]
+        if len(found) != 1:
+            raise InvalidArgumentError(
+                "token", token, f"a token id, or one of the texts at position {position}: {[*texts.values()]}"
+            )
+        return found[0]
+
+    def __getitem__(self, node_id: int) -> Branch:
+        return self._nodes[node_id]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Branch]:
+        with self._lock:
+            return iter(list(self._nodes))
+
+    def __str__(self) -> str:
+        return "\n".join(line for root in self.roots for line in _drawn(root, "", ""))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _BranchView:
+    """The view of a branch: whoever listens to the tree."""
+
+    interval = UPDATE_SECONDS
+
+    def __init__(self, notify: Callable[[Branch], None]) -> None:
+        self.branch: Branch | None = None
+        self._notify = notify
+
+    def update(self, result: GenerationResult) -> None:
+        del result
+        if self.branch is not None:
+            self._notify(self.branch)
+
+    def finish(self, result: GenerationResult, note: str = "") -> None:
+        if self.branch is not None:
+            self.branch.error = note
+        self.update(result)
+
+
+def _moved_first(entry: dict[int, Logprob], token_id: int) -> dict[int, Logprob]:
+    """The same entry, beginning with another token."""
+    return {token_id: entry.get(token_id, Logprob(math.nan)), **entry}
+
+
+def _drawn(node: Branch, first: str, others: str) -> Iterator[str]:
+    text = node.text if len(node.text) <= _EXCERPT else node.text[: _EXCERPT - 1] + "…"
+    state = node.finish_reason or ("failed" if node.error else "running")
+    what = f"{node.label!r} at {node.position}: " if node.parent is not None else ""
+    yield f"{first}{node.id}  {what}{text!r}  {state}, {len(node.token_ids)} tokens"
+    for child in node.children:
+        last = child is node.children[-1]
+        yield from _drawn(child, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))

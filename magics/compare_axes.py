@@ -1,0 +1,165 @@
+"""What a comparison varies: lists in flags, `--each` over the notebook's collections, several engines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbengine.magics.arguments import did_you_mean
+from nbengine.magics.interpolate import look_up
+
+EACH = "each"
+"""The name of an element where there is one `--each`, whatever else it is called."""
+RAISE_LIMIT = " (`%config NBEngine.max_answers` allows more)"
+_NAMED_SOURCE = re.compile(r"(?P<name>[^\W\d]\w*)=(?!=)(?P<source>.+)", re.DOTALL)
+_LAST_NAME = re.compile(r"""(?P<name>[^\W\d]\w*)["']?\]?\Z""")
+_BARE_SUBSCRIPT = re.compile(r"\[([^\W\d][^]\"'\\\n]*)\]")
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class Several(tuple[Any, ...]):
+    """Values of one flag that are to be compared with each other."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of an axis: what the request gets, and what stands for it in settings and tables."""
+
+    value: Any
+    setting: Any
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Something that varies, by the name under which settings have it."""
+
+    name: str
+    choices: tuple[Choice, ...]
+
+    @property
+    def settings(self) -> list[Any]:
+        """What stands for the values, in their order."""
+        return [choice.setting for choice in self.choices]
+
+
+class Bindings(Mapping[str, object]):
+    """The notebook's variables below a row's own, which notes those of the row that were looked up."""
+
+    def __init__(self, own: Mapping[str, object], base: Mapping[str, object]) -> None:
+        self.used: set[str] = set()
+        self._own = own
+        self._base = base
+
+    def __getitem__(self, name: str) -> object:
+        if name in self._own:
+            self.used.add(name)
+            return self._own[name]
+        return self._base[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._base, **self._own})
+
+    def __len__(self) -> int:
+        return len({**self._base, **self._own})
+
+
+def one_or_several(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A reader of `0.7`, and of `0,0.7,1` or `[0, 0.7, 1]` as `Several`; errors are those of `kind`."""
+
+    def read(text: str) -> Any:
+        inner = text.strip()
+        if inner[:1] + inner[-1:] in ("[]", "()"):
+            inner = inner[1:-1].removesuffix(",")
+        if "," not in inner:
+            return kind(inner)
+        return several(map(kind, inner.split(",")))
+
+    read.__name__ = kind.__name__
+    return read
+
+
+def several(values: Iterable[Any]) -> Any:
+    """`Several` of these values, or the only one."""
+    found = Several(values)
+    return found[0] if len(found) == 1 else found
+
+
+def flag_axis(flag: str, name: str, values: Several, prog: str) -> Axis:
+    """The axis of a flag with several values.
+
+    Raises:
+        UsageError: a value is there twice.
+    """
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise UsageError(f"{prog}: {flag}: {value!r} is there twice")
+    return Axis(name, tuple(Choice(value, value) for value in values))
+
+
+def each_axis(spec: str, namespace: Mapping[str, object], prog: str, limit: int) -> Axis:
+    """The axis of `--each SOURCE` or `--each NAME=SOURCE`.
+
+    The source is a variable, with attributes and subscripts as in a prompt, or words with commas between them. A
+    mapping gives its keys as settings; of a table, rows are taken, by their index; otherwise an element that is a
+    string, a number or a truth value stands for itself, and any other one is known by its position.
+
+    Raises:
+        UsageError: there is no such variable, it has nothing to iterate over, or more than `limit` elements.
+    """
+    match = _NAMED_SOURCE.fullmatch(spec)
+    source = (match["source"] if match else spec).strip()
+    last = _LAST_NAME.search(source)
+    name = match["name"] if match else last["name"] if last else EACH
+    try:
+        # Reading the line has taken the quotes out of df["question"].
+        collection = look_up(_BARE_SUBSCRIPT.sub(r'["\1"]', source), namespace)
+    except LookupError:
+        collection = _words(source)
+        name = match["name"] if match else EACH
+    if collection is None:
+        raise UsageError(f"{prog}: --each {spec}: no variable {source!r}{did_you_mean(source, namespace)}")
+    choices = tuple(itertools.islice(_elements(collection, spec, prog), limit + 1))
+    if not choices:
+        raise UsageError(f"{prog}: --each {spec}: {source} is empty")
+    if len(choices) > limit:
+        raise UsageError(f"{prog}: --each {spec}: more than {limit} elements{RAISE_LIMIT}")
+    return Axis(name, choices)
+
+
+def bindings_of(axes: Sequence[Axis], row: Sequence[Choice], base: Mapping[str, object]) -> Bindings:
+    """The variables of a row: each element under the name of its axis, the only one under `each`, too."""
+    own = {axis.name: choice.value for axis, choice in zip(axes, row, strict=True)}
+    if len(row) == 1:
+        own[EACH] = row[0].value
+    return Bindings(own, base)
+
+
+def _words(source: str) -> list[Any] | None:
+    if source.startswith("[") and source.endswith("]"):
+        try:
+            return list(json.loads(source))
+        except json.JSONDecodeError:
+            source = source[1:-1]
+    return [word.strip() for word in source.split(",")] if "," in source else None
+
+
+def _elements(collection: Any, spec: str, prog: str) -> Iterator[Choice]:
+    if isinstance(collection, Mapping):
+        return (Choice(value, key) for key, value in collection.items())
+    if hasattr(collection, "iterrows"):
+        return (Choice(row, index) for index, row in collection.iterrows())
+    if isinstance(collection, str | bytes) or not isinstance(collection, Iterable):
+        kind = type(collection).__name__
+        raise UsageError(f"{prog}: --each {spec}: needs a list, dict or column to go through, got {kind}")
+    return (
+        Choice(value, value if isinstance(value, _PLAIN) else position)
+        for position, value in enumerate(collection)
+    )

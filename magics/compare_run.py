@@ -1,0 +1,157 @@
+"""All requests of a comparison at once: sent before the first output is read, and moved into one grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nbengine.errors import EngineDeadError, LeaseExpiredError, NBEngineError
+from nbengine.magics.compare_arguments import ComparisonPlan
+from nbengine.magics.compare_result import ComparisonHandle, ComparisonResult
+from nbengine.magics.compare_view import GridView
+from nbengine.magics.ongoing import OngoingRequests
+from nbengine.magics.result import GenerationResult
+from nbengine.magics.session import AttachedEngine
+from nbengine.magics.stream import Collector, Stream, drain
+from nbengine.magics.submission import PreparedRequest
+
+
+@dataclass
+class ComparedRequest:
+    """One request of a comparison. `collector` is None when nothing more comes."""
+
+    prepared: PreparedRequest
+    result: GenerationResult
+    collector: Collector | None = None
+
+
+class ComparisonRun(Stream[ComparisonResult]):
+    """Moves the outputs of many requests into their results and one view.
+
+    What goes wrong with one request stays with it. An error is raised when all have ended, if none has an answer or an
+    engine has gone.
+    """
+
+    def __init__(
+        self,
+        plan: ComparisonPlan,
+        prepared: Sequence[PreparedRequest],
+        view_of: Callable[[ComparisonResult], GridView],
+        ongoing: OngoingRequests,
+        drop: Callable[[AttachedEngine], None],
+    ) -> None:
+        """`drop` is told of an engine that has died."""
+        results = [GenerationResult("", request.options.prompt) for request in prepared]
+        super().__init__(ComparisonResult(plan.axes, [c.settings for c in plan.combinations], results))
+        self._requests = [
+            ComparedRequest(request, result) for request, result in zip(prepared, results, strict=True)
+        ]
+        self._ongoing = ongoing
+        self._drop = drop
+        for request in self._requests:
+            request.result.is_json = request.prepared.options.parse_json
+            request.result.names_ranks = len(request.prepared.engine.client.engine_ranks) > 1
+        self._view_of = view_of
+        self._view: GridView | None = None
+
+    def send(self, *, foreground: bool) -> None:
+        """Send all requests. What is refused has ended with its error.
+
+        Raises:
+            NBEngineError: all were refused.
+        """
+        try:
+            for index, request in enumerate(self._requests):
+                try:
+                    collector = request.prepared.send()
+                except NBEngineError as error:
+                    self._fail(index, error)
+                    continue
+                request.collector = collector
+                request.result.request_id = collector.request_id
+                self._ongoing.add(collector.engine_request_id, foreground=foreground)
+        except BaseException:
+            self._abort_all()
+            raise
+        if len(self.result.errors) == len(self._requests):
+            raise self.result.errors[0]
+        self._view = self._view_of(self.result)
+
+    @property
+    def _grid(self) -> GridView:
+        assert self._view is not None, "nothing has been sent"
+        return self._view
+
+    @property
+    def _interval(self) -> float:
+        return self._grid.interval
+
+    async def _step(self) -> bool:
+        return self._step_blocking()
+
+    def _step_blocking(self, timeout: float | None = None) -> bool:
+        """Take what has come: the caller comes again after the view's interval, which wakes it for all requests."""
+        del timeout
+        changed = [
+            index for index, request in enumerate(self._requests) if request.collector and self._take(index)
+        ]
+        self._grid.update(changed)
+        if any(request.collector for request in self._requests):
+            return False
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+        return True
+
+    def _take(self, index: int) -> bool:
+        request = self._requests[index]
+        assert request.collector is not None
+        try:
+            output = request.collector.get_nowait()
+        except NBEngineError as error:
+            self._fail(index, error)
+            return True
+        if output is None:
+            return False
+        request.result.absorb(output)
+        if request.result.finished:
+            self._close(request)
+        return True
+
+    def _fail(self, index: int, error: NBEngineError) -> None:
+        request = self._requests[index]
+        self.result.errors[index] = error
+        request.result.abort("error")
+        self._close(request)
+        if isinstance(error, EngineDeadError):
+            self._drop(request.prepared.engine)
+
+    def _close(self, request: ComparedRequest) -> None:
+        if request.collector is not None:
+            self._ongoing.discard(request.collector.engine_request_id)
+        request.collector = None
+
+    def _failure(self) -> NBEngineError | None:
+        errors = self.result.errors
+        for error in errors.values():
+            if isinstance(error, EngineDeadError | LeaseExpiredError):
+                return error
+        return errors[0] if len(errors) == len(self._requests) else None
+
+    def _handle(self) -> ComparisonHandle:
+        return ComparisonHandle(self.result, self.cancel)
+
+    def _abort_all(self) -> None:
+        for request in self._requests:
+            collector = request.collector
+            if collector is not None:
+                request.prepared.engine.client.abort_soon(collector.request_id)
+
+    def _end(self, note: str = "") -> None:
+        for request in self._requests:
+            if request.collector is not None:
+                drain(request.collector, request.result)
+                if not request.result.finished:
+                    request.result.abort()
+                self._close(request)
+        self._grid.finish(note)

@@ -1,0 +1,262 @@
+"""Records what a scheduler does while someone wants to know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from nbengine.metrics.stats import SchedulerStats
+from nbengine.metrics.trace import (
+    PROMPT_PREVIEW_TOKENS,
+    BlocksCached,
+    BlocksUncached,
+    CacheCleared,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    RequestTrace,
+    StepContinued,
+    StepDone,
+    StepPlanned,
+    TraceBatch,
+    TraceEvent,
+    TraceMessage,
+    TraceSnapshot,
+)
+from nbengine.scheduler.output import SchedulerOutput
+from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
+from nbengine.scheduler.state import SchedulerState
+
+_Before = tuple[Request, int, int]
+"""A request, its tokens, and how many were computed or planned."""
+
+
+class TraceStream:
+    """Observes a scheduler and its prefix cache, and numbers what it makes of that.
+
+    What it hears in a step costs a few microseconds: a step that goes on like the one before is three numbers.
+    """
+
+    def __init__(self, scheduler: SchedulerState, clock: Callable[[], float] = time.time) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._block_size = scheduler.kv_cache_manager.block_size
+        self._seq = 0
+        self._events: list[TraceEvent] = []
+        self._tokens: dict[int, list[int]] = {}
+        """Of blocks that can be found, as far as it has heard of them."""
+        self._last_ids: list[str] | None = None
+        """The requests of the latest step, if another one can go on from it."""
+        self._first_known_step = 0
+        """Steps before it are not known to those who start from the latest snapshot."""
+        self._unsettled: tuple[StepDone, list[_Before | None]] | None = None
+        """An outcome that has to be spelled out, and how things stood before; None for requests that had ended."""
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there is anything to be taken."""
+        return bool(self._events)
+
+    def record(self, wanted: bool) -> None:
+        """Begin or end recording; what was recorded and not taken is dropped with the end."""
+        is_recording = self._scheduler.observer is not None
+        if wanted == is_recording:
+            return
+        self._scheduler.observer = self if wanted else None
+        pool = self._scheduler.kv_cache_manager.block_pool
+        if wanted:
+            pool.observers = (*pool.observers, self)
+        else:
+            pool.observers = tuple(observer for observer in pool.observers if observer is not self)
+            self._events, self._tokens = [], {}
+            # Whoever comes back has lost what happens from now on.
+            self._seq += 1
+
+    def take_batch(self, now: float, stats: SchedulerStats) -> TraceBatch | None:
+        """The events since the batch before, if there are any; `now` is `time.time()`, `stats` the present state."""
+        if not self._events:
+            return None
+        events, self._events = self._events, []
+        self._seq += 1
+        return TraceBatch(self._scheduler.engine_index, self._seq, now, events, stats)
+
+    def snapshot(self, now: float, stats: SchedulerStats) -> Iterator[TraceMessage]:
+        """What has not been taken, if there is anything, then the present state; while it records."""
+        batch = self.take_batch(now, stats)
+        if batch is not None:
+            yield batch
+        scheduler = self._scheduler
+        self._last_ids = None
+        self._first_known_step = scheduler.step_counter
+        yield TraceSnapshot(
+            engine_index=scheduler.engine_index,
+            seq=self._seq,
+            time=now,
+            block_size=self._block_size,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            requests=[self._trace_of(request, now) for request in scheduler.requests.values()],
+            cached=self._cached_blocks(),
+            stats=stats,
+        )
+
+    def _trace_of(self, request: Request, now: float) -> RequestTrace:
+        return RequestTrace(
+            added=_added(request, now - (self._scheduler.clock() - request.queued_at)),
+            is_running=request.status is RequestStatus.RUNNING,
+            num_computed_tokens=request.num_computed_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            block_ids=request.block_ids.copy(),
+        )
+
+    def _cached_blocks(self) -> BlocksCached:
+        scheduler, tokens, size = self._scheduler, self._tokens, self._block_size
+        block_ids = list(scheduler.kv_cache_manager.block_pool.cached_blocks().values())
+        findable = set(block_ids)
+        for request in scheduler.running:
+            for index, block_id in enumerate(request.block_ids[: request.num_cached_blocks]):
+                if block_id in findable and block_id not in tokens:
+                    tokens[block_id] = request.all_token_ids[index * size : (index + 1) * size]
+        known = [block_id for block_id in block_ids if block_id in tokens]
+        unknown = [block_id for block_id in block_ids if block_id not in tokens]
+        return BlocksCached(known + unknown, list(chain.from_iterable(tokens[block] for block in known)))
+
+    # Requests.
+
+    def added(self, request: Request) -> None:
+        """See `SchedulerObserver`."""
+        self._events.append(_added(request, self._clock()))
+
+    def preempted(self, request: Request) -> None:
+        """See `SchedulerObserver`."""
+        self._events.append(RequestPreempted(request.number))
+
+    def finished(self, request: Request) -> None:
+        """See `SchedulerObserver`."""
+        reason = str(FINISH_REASONS[request.status])
+        self._events.append(RequestFinished(request.number, self._clock(), reason))
+
+    # Steps.
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """See `SchedulerObserver`."""
+        counts, cached = plan.num_scheduled_tokens, plan.scheduled_cached_reqs
+        if not counts and not plan.preempted_req_ids:
+            return
+        requests = self._scheduler.requests
+        admits = bool(plan.scheduled_new_reqs or cached.resumed_req_ids)
+        new_blocks: list[tuple[int, list[int]]] = []
+        if any(cached.new_block_ids):
+            pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
+            # Copied, as all lists of the plan are: they belong to whoever executes it.
+            new_blocks = [(requests[name].number, blocks.copy()) for name, blocks in pairs if blocks]
+        now = self._clock()
+        continues = not admits and cached.req_ids == self._last_ids
+        if continues and plan.total_num_scheduled_tokens == len(cached.req_ids):
+            self._events.append(StepContinued(plan.step, now, new_blocks))
+        else:
+            computed, admitted = cached.num_computed_tokens.copy(), []
+            if admits:
+                starts = dict(zip(cached.req_ids, computed, strict=True))
+                starts.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
+                computed = [starts[name] for name in counts]
+                names = cached.resumed_req_ids.union(new.req_id for new in plan.scheduled_new_reqs)
+                admitted = [requests[name].number for name in counts if name in names]
+                new_blocks += [
+                    (requests[new.req_id].number, new.block_ids.copy()) for new in plan.scheduled_new_reqs
+                ]
+            numbers = [requests[name].number for name in counts]
+            event = StepPlanned(
+                plan.step, now, numbers, list(counts.values()), computed, admitted, new_blocks
+            )
+            self._events.append(event)
+            self._last_ids = list(counts)
+        if plan.scheduled_spec_decode_tokens:
+            # Where its requests go on is not known before its outcome.
+            self._last_ids = None
+
+    def answered(self, plan: SchedulerOutput) -> None:
+        """See `SchedulerObserver`."""
+        counts = plan.num_scheduled_tokens
+        if not counts and not plan.preempted_req_ids:
+            return
+        event = StepDone(plan.step, self._clock())
+        self._events.append(event)
+        is_unknown = plan.step < self._first_known_step
+        if is_unknown or plan.scheduled_spec_decode_tokens:
+            before = [self._before(name, plan.step) for name in counts]
+            self._unsettled = event, before
+            if is_unknown:
+                event.numbers = [-1 if each is None else each[0].number for each in before]
+
+    def _before(self, request_id: str, step: int) -> _Before | None:
+        request = self._scheduler.requests.get(request_id)
+        # An id may have been used again: what was planned before is not for its successor.
+        if request is None or step < request.first_step:
+            return None
+        return request, request.num_tokens, request.num_computed_tokens
+
+    def settled(self) -> None:
+        """See `SchedulerObserver`."""
+        if self._unsettled is None:
+            return
+        event, before = self._unsettled
+        self._unsettled = None
+        event.num_sampled = [0 if each is None else each[0].num_tokens - each[1] for each in before]
+        event.rejected = [
+            (each[0].number, each[2] - each[0].num_computed_tokens)
+            for each in before
+            if each is not None and each[0].num_computed_tokens < each[2]
+        ]
+
+    # The prefix cache.
+
+    def stored(self, request: Request, start: int, end: int) -> None:
+        """See `CacheObserver`."""
+        size = self._block_size
+        block_ids, token_ids = request.block_ids[start:end], request.all_token_ids[start * size : end * size]
+        for index, block_id in enumerate(block_ids):
+            self._tokens[block_id] = token_ids[index * size : (index + 1) * size]
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksCached):
+            last.block_ids += block_ids
+            last.token_ids += token_ids
+        else:
+            self._events.append(BlocksCached(block_ids, token_ids))
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
+        """See `CacheObserver`."""
+        self.replaced(block_id)
+
+    def replaced(self, block_id: int) -> None:
+        """See `CacheObserver`."""
+        self._tokens.pop(block_id, None)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksUncached):
+            last.block_ids.append(block_id)
+        else:
+            self._events.append(BlocksUncached([block_id]))
+
+    def cleared(self) -> None:
+        """See `CacheObserver`."""
+        self._tokens.clear()
+        self._events.append(CacheCleared())
+
+
+def _added(request: Request, now: float) -> RequestAdded:
+    # A prompt given as embeddings has no tokens.
+    token_ids = request.prompt_token_ids if request.prompt_embeds is None else []
+    return RequestAdded(
+        number=request.number,
+        request_id=request.request_id,
+        client_index=request.client_index,
+        time=now,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_total_tokens=request.max_total_tokens,
+        prompt_token_ids=token_ids[:PROMPT_PREVIEW_TOKENS],
+        priority=request.priority,
+        is_pooling=request.pooling_params is not None,
+    )

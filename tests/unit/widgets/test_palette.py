@@ -1,0 +1,104 @@
+"""Colours that stay apart: on light and dark ground, and for eyes that lack a kind of cone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nbengine.widgets import palette
+
+SCRIPT = Path(palette.__file__).parent / "static" / "dashboard" / "palette.js"
+
+VISION = {
+    "usual": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+"""How linear RGB looks to whom (Machado, Oliveira and Fernandes, 2009)."""
+
+
+def linear(color: str) -> NDArray[np.float64]:
+    channels = np.array([int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+
+
+def oklab(color: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Where a linear RGB colour lies in a space in which distances are what eyes see."""
+    to_cones = np.array(
+        [
+            [0.4122214708, 0.5363325363, 0.0514459929],
+            [0.2119034982, 0.6806995451, 0.1073969566],
+            [0.0883024619, 0.2817188376, 0.6299787005],
+        ]
+    )
+    to_lab = np.array(
+        [
+            [0.2104542553, 0.7936177850, -0.0040720468],
+            [1.9779984951, -2.4285922050, 0.4505937099],
+            [0.0259040371, 0.7827717662, -0.8086757660],
+        ]
+    )
+    result: NDArray[np.float64] = to_lab @ np.cbrt(to_cones @ np.clip(color, 0, 1))
+    return result
+
+
+def distance(first: str, second: str, vision: str) -> float:
+    matrix = np.array(VISION[vision])
+    return float(np.linalg.norm(oklab(matrix @ linear(first)) - oklab(matrix @ linear(second))))
+
+
+def contrast(first: str, second: str) -> float:
+    weights = np.array([0.2126, 0.7152, 0.0722])
+    dark, light = sorted(float(weights @ linear(color)) for color in (first, second))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_the_script_has_the_same_colours() -> None:
+    assert SCRIPT.read_text() == palette.script(), "run: python -m nbengine.widgets.palette"
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_requests_stay_apart_for_every_eye(vision: str) -> None:
+    for first, second in itertools.combinations(palette.REQUESTS, 2):
+        assert distance(first, second, vision) > 0.07, (first, second)
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize(
+    "names",
+    [("prefill", "decode", "recompute", "hit", "preempted"), ("running", "waiting", "preempted")],
+    ids=["steps", "scheduler"],
+)
+def test_what_is_drawn_together_stays_apart_for_every_eye(names: tuple[str, ...], vision: str) -> None:
+    for first, second in itertools.combinations(names, 2):
+        assert distance(palette.ROLES[first], palette.ROLES[second], vision) > 0.1, (first, second)
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#111111"])
+def test_colours_show_on_light_and_on_dark(ground: str) -> None:
+    for color in (*palette.REQUESTS, *palette.ROLES.values()):
+        assert contrast(color, ground) > 1.6, color
+
+
+def test_a_request_keeps_its_colour_and_its_neighbours_have_others() -> None:
+    colors = [palette.request_color(number) for number in range(40)]
+    assert colors[:8] == list(palette.REQUESTS)
+    assert all(first != second for first, second in itertools.pairwise(colors))
+    assert colors[3] == colors[11] == palette.request_color(8_000_003)

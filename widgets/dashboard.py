@@ -1,0 +1,288 @@
+"""The dashboard as a widget: what the kernel does for the script in the browser."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import traitlets
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.client.connection import ConnectionInfo
+from nbengine.errors import NBEngineError
+from nbengine.metrics.trace import RequestAdded
+from nbengine.widgets.block_lines import block_lines, token_text
+from nbengine.widgets.chrome_trace import chrome_trace
+from nbengine.widgets.dashboard_html import static_bundle
+from nbengine.widgets.dashboard_state import DashboardState
+from nbengine.widgets.feed import EngineFeed, Subscribe
+from nbengine.widgets.feed_answers import abort, decode
+from nbengine.widgets.frames import FrameBuilder
+from nbengine.widgets.idle import IdleClock
+from nbengine.widgets.live import in_kernel
+from nbengine.widgets.output import ReplaceableOutput
+from nbengine.widgets.ownership import Owner
+from nbengine.widgets.scripts import bundled, stylesheet
+from nbengine.widgets.throttle import Throttle
+
+if TYPE_CHECKING:
+    from nbengine.widgets.plain_view import PlainView
+
+FRAME_INTERVAL = 0.2
+"""Seconds between two frames at least."""
+BYTES_PER_SECOND = 300_000
+SILENCE = 15.0
+"""Seconds without a sign of life from the script after which nothing is sent."""
+QUIET = 2.0
+"""Seconds since the last frame after which a sign of life is answered."""
+FIRST_STATE_SECONDS = 1.0
+"""For how long the first display waits for the engine to say how it is."""
+SNAPSHOT_INTERVAL = 5.0
+"""Seconds between two snapshots at least."""
+SNAPSHOT_BYTES_PER_SECOND = 30_000
+LOADING_SECONDS = 10.0
+"""Seconds of an idle kernel after which a script that has not said anything is taken not to be there."""
+
+_PREVIEW_TOKENS = 64
+
+
+class Dashboard(anywidget.AnyWidget):
+    """A live view of an engine, read-only but for ending this notebook's own requests.
+
+    Its script is served with frames (`nbengine.widgets.frames`) while it gives signs of life. With the engine's end, or
+    with `close`, a picture of the last state takes its place. Usable from any thread.
+
+    Args:
+        info: the engine.
+        owner: the client of this process that has it, if there is one.
+        height: in pixels; 0: as high as its content.
+        falls_back: take the plain widget instead if the script cannot be loaded.
+        subscribe: where messages come from; the coordinator's publish socket if None.
+    """
+
+    _esm = bundled("dashboard")
+    _css = stylesheet("dashboard")
+
+    snapshot = traitlets.Dict().tag(sync=True)
+    interrupt_path = traitlets.Unicode("").tag(sync=True)
+    height = traitlets.Int(0).tag(sync=True)
+    view = traitlets.Dict().tag(sync=True)
+
+    _is_closed = True
+
+    def __init__(
+        self,
+        info: ConnectionInfo,
+        owner: Owner | None = None,
+        *,
+        height: int = 0,
+        falls_back: bool = True,
+        subscribe: Subscribe | None = None,
+    ) -> None:
+        super().__init__(interrupt_path=interrupt_path(), height=height)
+        shell: Any = InteractiveShell.instance() if InteractiveShell.initialized() else None
+        self._info = info
+        self._output = ReplaceableOutput()
+        self._plain: PlainView | None = None
+        self._idle = IdleClock.of(shell) if falls_back and shell is not None and in_kernel(shell) else None
+        self._heard_at: float | None = None
+        """When the script has last given a sign of life, on `time.monotonic()`."""
+        self._sent_at = 0.0
+        self._snapshot_due = time.monotonic() + SNAPSHOT_INTERVAL
+        self._snapshot_of = 0.0
+        self._throttle = Throttle(FRAME_INTERVAL, BYTES_PER_SECOND)
+        self._builder = FrameBuilder(self._preview)
+        self._final: Mapping[str, str] | None = None
+        self._is_closed = False
+        answer_at_once(self.comm)
+        self.on_msg(self._on_message)
+        self._feed = EngineFeed.listen(info, self, owner, subscribe)
+
+    @property
+    def info(self) -> ConnectionInfo:
+        """The engine."""
+        return self._info
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether what is shown does not change any more."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Stop following the engine and show the last state for good; again does nothing."""
+        if self._plain is not None:
+            self._plain.close()
+        elif not self._is_closed:
+            with self._feed.state() as state:
+                self._finish(state)
+            self._feed.leave(self)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the steps and requests that are known as a Chrome trace, which Perfetto opens, too."""
+        path = Path(path)
+        with self._feed.state() as state:
+            text = chrome_trace(state)
+        path.write_text(text, "utf-8")
+        return path
+
+    def static(self) -> dict[str, str]:
+        """The state as it is now, or was at the end, by MIME type, without a script."""
+        if self._final is not None:
+            return dict(self._final)
+        self._feed.wait_until_known(FIRST_STATE_SECONDS)
+        with self._feed.state() as state:
+            return static_bundle(state)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        static = self.static()
+        if self._is_closed:
+            return static, {}
+        data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
+        return {**data, **static}, metadata
+
+    def _ipython_display_(self, **kwargs: Any) -> None:
+        # What is the value of a cell could not be replaced later: it has no display id.
+        self._output.show(*self._repr_mimebundle_(**kwargs))
+
+    # What the feed tells, with its lock held.
+
+    @property
+    def follows(self) -> bool:
+        """Whether anybody looks: a script that has not been heard of yet may be loading, or saved outputs need it."""
+        return self._heard_at is None or self._is_watched
+
+    def on_state(self, state: DashboardState) -> None:
+        """Send what is new."""
+        if self._is_closed:
+            return
+        if state.state == "ended":
+            self._finish(state)
+            return
+        if self._is_watched:
+            self._send_frame(state)
+            self._renew_snapshot(state)
+        elif self._must_fall_back:
+            self._fall_back(state)
+
+    @property
+    def _must_fall_back(self) -> bool:
+        if self._heard_at is not None or self._idle is None or not self._output.is_shown:
+            return False
+        return self._idle.idle_seconds > LOADING_SECONDS
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
+
+    def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
+        if not self._throttle.is_due:
+            return
+        frame = self._builder.build(state, force=force)
+        if frame is not None:
+            self.send(frame.content, frame.buffers)
+            self._throttle.sent(frame.size)
+            self._sent_at = time.monotonic()
+
+    def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if not at_once and (now < self._snapshot_due or state.time == self._snapshot_of):
+            return
+        frame = FrameBuilder(self._preview).build(state)
+        if frame is None:
+            raise AssertionError("the first frame of a builder is always there")
+        buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
+        self.snapshot = {**frame.content, "buffers": buffers}
+        self._snapshot_of = state.time
+        self._snapshot_due = now + max(SNAPSHOT_INTERVAL, frame.size / SNAPSHOT_BYTES_PER_SECOND)
+
+    def _finish(self, state: DashboardState) -> None:
+        """Put a picture in the widget's place."""
+        self._final = static_bundle(state)
+        self._renew_snapshot(state, at_once=True)
+        self._output.replace(self._final)
+        self._end()
+
+    def _fall_back(self, state: DashboardState) -> None:
+        """Put the plain widget in this one's place: the script is not there."""
+        from nbengine.widgets.plain_view import PlainView
+
+        self._plain = PlainView(self._info, output=self._output)
+        self._output.replace(*self._plain.bundle(state))
+        self._feed.leave(self)
+        self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        super().close()
+
+    # What the script says, on any thread.
+
+    def _on_message(self, widget: object, content: object, buffers: object) -> None:  # noqa: ARG002
+        if self._is_closed or not isinstance(content, dict):
+            return
+        with self._feed.state() as state:
+            was_following, self._heard_at = self.follows, time.monotonic()
+            kind = content.get("kind")
+            if kind == "hello":
+                self._builder.reset()
+                self._send_frame(state)
+            elif kind == "alive" and time.monotonic() - self._sent_at > QUIET:
+                self._send_frame(state, force=True)
+            elif kind == "abort":
+                self._answer_abort(state, content.get("rank"), content.get("number"))
+            elif kind == "block":
+                self._answer_block(state, content.get("rank"), content.get("block"))
+            elif kind == "export":
+                name = f"{self._info.name}-trace.json"
+                self.send({"kind": "export", "name": name, "text": chrome_trace(state)})
+        if not was_following:
+            self._feed.look_again()
+
+    def _answer_abort(self, state: DashboardState, rank: object, number: object) -> None:
+        error = None
+        try:
+            abort(self._feed, state, rank, number)
+        except NBEngineError as refusal:
+            error = str(refusal)
+        self.send({"kind": "aborted", "rank": rank, "number": number, "error": error})
+
+    def _answer_block(self, state: DashboardState, rank: object, block: object) -> None:
+        if not isinstance(rank, int) or not isinstance(block, int):
+            return
+        lines = block_lines(state.mirrors.get(rank), block, self._decode)
+        self.send({"kind": "block", "rank": rank, "block": block, "lines": lines})
+
+    # Texts.
+
+    def _preview(self, request: RequestAdded) -> str:
+        token_ids = request.prompt_token_ids[:_PREVIEW_TOKENS]
+        return token_text(token_ids, self._decode) if token_ids else ""
+
+    def _decode(self, token_ids: Sequence[int]) -> str | None:
+        return decode(self._feed, token_ids)
+
+
+def interrupt_path() -> str:
+    """Where the notebook's server interrupts this kernel, `api/kernels/<id>`; empty outside of a server's kernel."""
+    shell: Any = InteractiveShell.instance() if InteractiveShell.initialized() else None
+    if shell is None or not in_kernel(shell):
+        return ""
+    from ipykernel.connect import get_connection_file
+
+    try:
+        name = Path(get_connection_file()).stem
+    except RuntimeError:
+        # A kernel inside another program has no connection file.
+        return ""
+    return f"api/kernels/{name.removeprefix('kernel-')}" if name.startswith("kernel-") else ""
+
+
+def answer_at_once(comm: Any) -> None:
+    """Have a comm's messages taken in where the frontend sends them, not where the comm has last published: ipykernel 7.4
+    would leave them until the cell has ended."""
+    if getattr(comm, "_reply_subshell_for", None):
+        comm._reply_subshell_for = None

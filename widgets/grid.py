@@ -1,0 +1,64 @@
+"""What a grid of answers consists of, and which settings become its rows and which its columns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_COLUMNS = 4
+"""More side by side are too narrow to read in a notebook."""
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One request's answers as they stand. `state` is "waiting", "running", "done" or "failed"."""
+
+    answers: tuple[str, ...] = ()
+    state: str = "waiting"
+    foot: str = ""
+    error: str = ""
+    rich: tuple[str, ...] = ()
+    """HTML to show in the place of each answer."""
+
+
+@dataclass(frozen=True)
+class GridLayout:
+    """Labels of rows and columns; cells are given row by row. A side without labels has one row, or one column."""
+
+    row_names: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    column_names: tuple[str, ...]
+    columns: tuple[tuple[str, ...], ...]
+
+    def label(self, index: int) -> str:
+        """What is special about a cell, in one line."""
+        row, column = divmod(index, len(self.columns))
+        names = (*self.row_names, *self.column_names)
+        values = (*self.rows[row], *self.columns[column])
+        return " · ".join(
+            f"{name} {' '.join(value.split())}" for name, value in zip(names, values, strict=True)
+        )
+
+
+def layout_of(axes: Sequence[tuple[str, Sequence[Any]]], num_rows_first: int) -> GridLayout:
+    """Lay axes out, given by name and values, the first `num_rows_first` as rows.
+
+    Of the others the last ones become columns as long as there are not more than `MOST_COLUMNS`. The order of the
+    cells, row by row, is the axes' own: the last one's values change fastest.
+    """
+    split, width = len(axes), 1
+    while split > num_rows_first and width * len(axes[split - 1][1]) <= MOST_COLUMNS:
+        split -= 1
+        width *= len(axes[split][1])
+    return GridLayout(
+        tuple(name for name, _ in axes[:split]),
+        _labels(axes[:split]),
+        tuple(name for name, _ in axes[split:]),
+        _labels(axes[split:]),
+    )
+
+
+def _labels(axes: Sequence[tuple[str, Sequence[Any]]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(map(str, values)) for values in itertools.product(*(values for _, values in axes)))

@@ -1,0 +1,62 @@
+"""How fast the answers of a comparison come, and how long they will take: arithmetic on times that are given."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WINDOW_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class AnswerCount:
+    """One answer's tokens so far, and how many there can be (None: nobody knows)."""
+
+    tokens: int
+    limit: int | None
+    ended: bool
+
+
+class Pace:
+    """Tokens a second over the last seconds, and from it an estimate of the time left."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def take(self, now: float, tokens: int) -> None:
+        """There are so many tokens, of all answers, at `now` (seconds)."""
+        self._points.append((now, tokens))
+        while len(self._points) > 2 and self._points[1][0] <= now - WINDOW_SECONDS:
+            self._points.popleft()
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second; None before there is anything to go by."""
+        if len(self._points) < 2:
+            return None
+        (start, before), (end, after) = self._points[0], self._points[-1]
+        return (after - before) / (end - start) if after > before and end > start else None
+
+    def seconds_left(self, answers: Iterable[AnswerCount]) -> tuple[float, bool] | None:
+        """How long the rest takes at this pace, and whether that is a guess from the answers that have ended.
+
+        Otherwise it is an upper bound: every answer might go up to its limit.
+        """
+        rate, counts = self.rate, list(answers)
+        if rate is None:
+            return None
+        # How likely the next token is an answer's last one, by all tokens so far: short answers end first, so that the
+        # mean of those that have ended would be too small.
+        ended = sum(answer.ended and answer.tokens != answer.limit for answer in counts)
+        expected = sum(answer.tokens for answer in counts) / ended if ended else None
+        remaining = 0.0
+        for answer in counts:
+            if answer.ended:
+                continue
+            bounds = [expected, None if answer.limit is None else answer.limit - answer.tokens]
+            known = [bound for bound in bounds if bound is not None]
+            if not known:
+                return None
+            remaining += min(known)
+        return remaining / rate, ended > 0

@@ -1,0 +1,79 @@
+// Ending requests, by whichever way gets through.
+
+import { canInterrupt, interrupt } from "./interrupt.js";
+
+const ANSWER_MS = 1500;
+
+// What has been asked for, and what came of it, by "rank:number".
+export class Aborts {
+  constructor(app, changed) {
+    this.app = app;
+    this.changed = changed;
+    this.said = new Map();
+    this.timers = new Map();
+  }
+
+  // Text beside a request, or null where nothing was asked for.
+  status(request) {
+    return this.said.get(this.key(request)) ?? null;
+  }
+
+  isPending(request) {
+    return this.timers.has(this.key(request));
+  }
+
+  key({ rank, number }) {
+    return `${rank}:${number}`;
+  }
+
+  start(request) {
+    const key = this.key(request);
+    if (this.timers.has(key)) return;
+    this.say(request, "aborting …");
+    this.timers.set(key, setTimeout(() => this.unanswered(request), ANSWER_MS));
+    this.app.link.abort(request.rank, request.number, (error) => this.answered(request, error));
+  }
+
+  answered(request, error) {
+    this.forgetTimer(request);
+    this.app.link.forgetAbort(request.rank, request.number);
+    this.say(request, error === null ? "aborted" : `not aborted: ${error}`);
+  }
+
+  // A busy kernel reads no messages: its server can interrupt it, which ends what the running cell waits for.
+  unanswered(request) {
+    const path = this.app.link.model.get("interrupt_path");
+    this.forgetTimer(request);
+    if (!request.foreground || !canInterrupt(path)) {
+      this.say(request, "the kernel is busy: it will be aborted when the cell ends");
+      return;
+    }
+    this.say(request, "interrupting the cell …");
+    interrupt(path).then(
+      () => this.say(request, "the cell was interrupted"),
+      (error) => this.say(request, `not aborted: ${error.message}`),
+    );
+  }
+
+  forgetTimer(request) {
+    clearTimeout(this.timers.get(this.key(request)));
+    this.timers.delete(this.key(request));
+  }
+
+  say(request, text) {
+    this.said.set(this.key(request), text);
+    this.app.announcer.say(`request ${request.id}: ${text}`);
+    this.changed();
+  }
+
+  // Forget all but these requests.
+  keepOnly(requests) {
+    const keys = new Set(requests.map((request) => this.key(request)));
+    for (const key of this.said.keys()) if (!keys.has(key)) this.said.delete(key);
+  }
+
+  destroy() {
+    for (const timer of this.timers.values()) clearTimeout(timer);
+    this.timers.clear();
+  }
+}

@@ -1,0 +1,80 @@
+// What engine this is, how it is, and its rates.
+
+import { element, setAttribute, setText } from "./dom.js";
+import { NOTHING, bytes, clock, duration, integer, perSecond, share } from "./format.js";
+
+const TILES = [
+  ["tokens in", "Prompt tokens computed in a second, without those found in the prefix cache"],
+  ["tokens out", "Tokens generated in a second"],
+  ["first token", "Median time to the first token, inside the engine"],
+  ["between tokens", "Median time between tokens, inside the engine"],
+  ["memory", "Held by all workers together"],
+  ["KV blocks in use", "Blocks with a reference, of all"],
+  ["prefix hits", "Prompt tokens found in the prefix cache, of those looked up, since the start"],
+];
+
+export class Header {
+  constructor(app) {
+    this.app = app;
+    this.state = element("span", { class: "nbe-state" });
+    this.name = element("span", { class: "nbe-name" });
+    this.model = element("span", { class: "nbe-model" });
+    this.topology = element("span", { class: "nbe-muted" });
+    this.banner = element("div", { class: "nbe-banner", role: "note" });
+    this.values = new Map();
+    const tiles = TILES.map(([label, title]) => {
+      const value = element("dd", {}, NOTHING);
+      this.values.set(label, value);
+      return element("div", { class: "nbe-tile", title }, element("dt", {}, label), value);
+    });
+    this.node = element(
+      "header",
+      { class: "nbe-header" },
+      element("div", { class: "nbe-title" }, this.state, this.name, this.model, this.topology),
+      element("dl", { class: "nbe-tiles" }, ...tiles),
+      this.banner,
+    );
+  }
+
+  draw() {
+    const { engine, rates } = this.app.store;
+    const infos = [...this.app.store.ranks.values()].map((rank) => rank.info);
+    const total = (field) => infos.reduce((sum, info) => sum + info[field], 0);
+    setText(this.state, engine ? engine.state : "…");
+    setAttribute(this.state, "data-state", engine ? engine.state : "unknown");
+    setText(this.name, engine?.name ?? "");
+    setText(this.model, engine?.model ?? "");
+    setText(this.topology, engine ? [engine.topology, engine.device, engine.dtype].filter(Boolean).join(" · ") : "");
+    const blocks = total("num_blocks");
+    this.set("tokens in", perSecond(rates?.tokens_in_per_second), "/s");
+    this.set("tokens out", perSecond(rates?.tokens_out_per_second), "/s");
+    this.set("first token", duration(rates?.time_to_first_token));
+    this.set("between tokens", duration(rates?.inter_token_latency));
+    this.set("memory", bytes(rates?.memory_bytes));
+    this.set("KV blocks in use", share(blocks - total("num_free_blocks"), blocks), ` of ${integer(blocks)}`);
+    this.set("prefix hits", share(total("prefix_cache_hits"), total("prefix_cache_queries")));
+    this.drawBanner(engine);
+  }
+
+  set(label, value, unit = "") {
+    const node = this.values.get(label);
+    if (node.dataset.value === value + unit) return;
+    node.dataset.value = value + unit;
+    node.replaceChildren(value);
+    if (unit && value !== NOTHING) node.append(element("small", {}, unit));
+  }
+
+  drawBanner(engine) {
+    const { link, store } = this.app;
+    const lines = [];
+    if (link.state === "saved") {
+      const saved = `saved state of ${new Date(store.time * 1000).toLocaleDateString()} ${clock(store.time, 0)}`;
+      lines.push(`${saved}, ${link.isLate ? "no live engine" : "asking the kernel for more …"}`);
+    } else if (link.state === "waiting") {
+      lines.push(link.isLate ? "The kernel does not answer: nothing is known of the engine." : "waiting for the kernel …");
+    } else if (link.state === "silent") lines.push(`The kernel does not answer. This is how things stood at ${clock(store.time, 0)}.`);
+    if (engine?.note) lines.push(engine.note);
+    setText(this.banner, lines.join(" — "));
+    this.banner.hidden = !lines.length;
+  }
+}

@@ -1,0 +1,176 @@
+// The dashboard of an engine: one widget's view, independent of all others on the page.
+
+import { BlockMap } from "./blocks.js";
+import { Announcer, Tooltip, element, setText } from "./dom.js";
+import { Header } from "./header.js";
+import { Link } from "./link.js";
+import { Requests } from "./requests.js";
+import { Scheduler } from "./scheduler.js";
+import { Store } from "./store.js";
+import { Loop } from "./surface.js";
+import { Theme } from "./theme.js";
+import { Timeline } from "./timeline.js";
+import { View, clamp } from "./view.js";
+import { Waves } from "./waves.js";
+
+const LEAST_HEIGHT = 240;
+const MOST_HEIGHT = 4000;
+
+class Dashboard {
+  constructor(model, el) {
+    this.model = model;
+    this.root = element("div", { class: "nbe-dash", role: "region", "aria-label": "Engine dashboard" });
+    el.append(this.root);
+    this.store = new Store();
+    this.tooltip = new Tooltip(this.root);
+    this.announcer = new Announcer();
+    this.loop = new Loop(this.root, (isVisible) => this.visibilityChanged(isVisible));
+    this.view = new View(model, this.store, () => this.viewChanged());
+    this.link = new Link(model, this.store, (what) => this.changed(what));
+    this.header = new Header(this);
+    this.scheduler = new Scheduler(this);
+    this.blocks = new BlockMap(this);
+    this.timeline = new Timeline(this);
+    this.waves = new Waves(this);
+    this.requests = new Requests(this);
+    this.parts = [this.header, this.scheduler, this.blocks, this.timeline, this.waves, this.requests];
+    this.theme = new Theme(this.root, () => this.repaint());
+    this.build();
+    this.observer = new ResizeObserver(() => this.loop.invalidate(...this.parts));
+    this.observer.observe(this.root);
+    this.heightChanged = () => this.takeHeight();
+    model.on("change:height", this.heightChanged);
+    this.takeHeight();
+    this.link.start();
+  }
+
+  build() {
+    this.rankChoice = element("select", { class: "nbe-select" });
+    this.rankChoice.addEventListener("change", () => this.view.choose(Number(this.rankChoice.value)));
+    this.rankLine = element("label", { class: "nbe-rank" }, "engine core ", this.rankChoice);
+    this.rankLine.hidden = true;
+    this.header.node.firstChild.append(this.rankLine);
+    this.handle = element("div", {
+      class: "nbe-handle",
+      tabindex: "0",
+      role: "separator",
+      "aria-orientation": "horizontal",
+      "aria-label": "Height of the dashboard",
+      title: "Drag to change the height; double click for the height of its content",
+    });
+    this.handle.addEventListener("pointerdown", (event) => this.dragHandle(event));
+    this.handle.addEventListener("dblclick", () => this.setHeight(0, true));
+    this.handle.addEventListener("keydown", (event) => this.handleKey(event));
+    const panels = [this.scheduler, this.blocks, this.timeline, this.waves, this.requests].map((part) => part.node);
+    const body = element("div", { class: "nbe-body" }, ...panels);
+    this.root.append(this.header.node, body, this.handle, this.announcer.node);
+  }
+
+  changed(what) {
+    if (what === "block") {
+      this.blocks.tell();
+      return;
+    }
+    if (what === "state") {
+      this.loop.invalidate(this.header, this.requests);
+      return;
+    }
+    this.view.follow(what === "reset");
+    this.theme.refresh();
+    this.fillRanks();
+    this.loop.invalidate(...this.parts);
+  }
+
+  viewChanged() {
+    this.loop.invalidate(this.scheduler, this.blocks, this.timeline, this.waves);
+  }
+
+  repaint() {
+    this.blocks.repaint();
+    this.loop.invalidate(...this.parts);
+  }
+
+  visibilityChanged(isVisible) {
+    this.link.setVisible(isVisible);
+    if (isVisible) this.theme.refresh();
+  }
+
+  fillRanks() {
+    const numbers = this.store.rankNumbers;
+    this.rankLine.hidden = numbers.length < 2;
+    const key = numbers.join();
+    if (this.rankKey !== key) {
+      this.rankKey = key;
+      this.rankChoice.replaceChildren(
+        ...numbers.map((number) => {
+          const option = element("option", {}, String(number));
+          option.value = String(number);
+          return option;
+        }),
+      );
+    }
+    const chosen = String(this.view.rank);
+    if (this.rankChoice.value !== chosen) this.rankChoice.value = chosen;
+  }
+
+  takeHeight() {
+    this.setHeight(this.model.get("height") || 0, false);
+  }
+
+  // 0: as high as the content.
+  setHeight(height, isKept) {
+    const limited = height ? Math.round(clamp(height, LEAST_HEIGHT, MOST_HEIGHT)) : 0;
+    this.root.style.height = limited ? `${limited}px` : "";
+    this.root.classList.toggle("nbe-fixed", limited > 0);
+    this.loop.invalidate(...this.parts);
+    if (!isKept) return;
+    this.model.set("height", limited);
+    this.model.save_changes();
+  }
+
+  dragHandle(event) {
+    event.preventDefault();
+    this.handle.focus();
+    const start = this.root.getBoundingClientRect().height - event.clientY;
+    let height = null;
+    const move = (moved) => {
+      height = start + moved.clientY;
+      this.setHeight(height, false);
+    };
+    const end = () => {
+      this.handle.removeEventListener("pointermove", move);
+      this.handle.removeEventListener("pointerup", end);
+      this.handle.removeEventListener("pointercancel", end);
+      if (height !== null) this.setHeight(height, true);
+    };
+    this.handle.setPointerCapture(event.pointerId);
+    this.handle.addEventListener("pointermove", move);
+    this.handle.addEventListener("pointerup", end);
+    this.handle.addEventListener("pointercancel", end);
+  }
+
+  handleKey(event) {
+    const step = { ArrowUp: -20, ArrowDown: 20 }[event.key];
+    if (step === undefined && event.key !== "Home") return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.setHeight(step === undefined ? 0 : this.root.getBoundingClientRect().height + step, true);
+    setText(this.announcer.node, "");
+  }
+
+  destroy() {
+    this.observer.disconnect();
+    this.model.off("change:height", this.heightChanged);
+    for (const part of [this.loop, this.link, this.theme, this.view, this.tooltip, this.announcer]) part.destroy();
+    this.blocks.destroy();
+    this.requests.destroy();
+    this.root.remove();
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const dashboard = new Dashboard(model, el);
+    return () => dashboard.destroy();
+  },
+};

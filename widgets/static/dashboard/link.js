@@ -1,0 +1,141 @@
+// The messages between the script and the kernel.
+
+import { download } from "./dom.js";
+import { fromSnapshot } from "./store.js";
+
+const ALIVE_MS = 5000;
+const SILENT_MS = 15_000;
+const HELLO_AGAIN_MS = 2000;
+const LATE_MS = 2000;
+const KEPT_ANSWERS = 256;
+
+// `state` is "waiting" (nothing has come yet), "saved" (what is shown is the notebook's), "live" or "silent".
+export class Link {
+  constructor(model, store, changed) {
+    this.model = model;
+    this.store = store;
+    this.changed = changed;
+    this.state = "waiting";
+    this.isVisible = false;
+    this.isLate = false;
+    this.askedAt = -Infinity;
+    this.heardAt = performance.now();
+    this.aborts = new Map(); // "rank:number" → what takes the answer
+    this.blockLines = new Map();
+    this.exported = null;
+    this.receive = (content, buffers) => this.message(content, buffers);
+    this.snapshotChanged = () => this.takeSnapshot();
+    model.on("msg:custom", this.receive);
+    model.on("change:snapshot", this.snapshotChanged);
+    this.timer = setInterval(() => this.tick(), ALIVE_MS);
+    this.lateTimer = setTimeout(() => {
+      this.isLate = true;
+      if (this.state !== "live") this.changed("state");
+    }, LATE_MS);
+  }
+
+  start() {
+    this.takeSnapshot();
+    this.hello();
+  }
+
+  takeSnapshot() {
+    if (this.state !== "waiting" && this.state !== "saved") return;
+    const snapshot = this.model.get("snapshot");
+    if (!snapshot || !snapshot.kind) return;
+    this.state = "saved";
+    this.store.take(...fromSnapshot({ ...snapshot, reset: true }));
+    this.store.seq = null;
+    this.changed("reset");
+  }
+
+  hello() {
+    this.askedAt = performance.now();
+    this.model.send({ kind: "hello" });
+  }
+
+  setVisible(isVisible) {
+    this.isVisible = isVisible;
+    if (isVisible) {
+      this.heardAt = performance.now();
+      this.model.send({ kind: "alive" });
+    }
+  }
+
+  tick() {
+    if (!this.isVisible) return;
+    this.model.send({ kind: "alive" });
+    if (this.state === "live" && performance.now() - this.heardAt > SILENT_MS) {
+      this.state = "silent";
+      this.changed("state");
+    }
+  }
+
+  message(content, buffers) {
+    if (content.kind === "frame") this.frame(content, buffers);
+    else if (content.kind === "aborted") this.aborts.get(`${content.rank}:${content.number}`)?.(content.error);
+    else if (content.kind === "block") this.blockAnswer(content);
+    else if (content.kind === "export") {
+      download(content.name, content.text);
+      this.exported?.();
+      this.exported = null;
+    }
+  }
+
+  frame(content, buffers) {
+    const now = performance.now();
+    if (!this.store.take(content, buffers)) {
+      if (now - this.askedAt > HELLO_AGAIN_MS) this.hello();
+      return;
+    }
+    this.heardAt = now;
+    this.state = "live";
+    this.changed(content.reset ? "reset" : "frame");
+  }
+
+  // `answered(error)` is called with the kernel's answer, each time that one comes.
+  abort(rank, number, answered) {
+    this.aborts.set(`${rank}:${number}`, answered);
+    this.model.send({ kind: "abort", rank, number });
+  }
+
+  forgetAbort(rank, number) {
+    this.aborts.delete(`${rank}:${number}`);
+  }
+
+  // What the kernel says of a block: null as long as it has not answered. `word` is what is known of it now: when that
+  // changes, the answer is old.
+  linesOf(rank, block, word) {
+    const known = this.blockLines.get(`${rank}:${block}`);
+    return known && known.word === word ? known.lines : null;
+  }
+
+  askBlock(rank, block, word) {
+    if (this.state !== "live") return;
+    const key = `${rank}:${block}`;
+    this.blockLines.delete(key);
+    this.blockLines.set(key, { word, lines: null });
+    if (this.blockLines.size > KEPT_ANSWERS) this.blockLines.delete(this.blockLines.keys().next().value);
+    this.model.send({ kind: "block", rank, block });
+  }
+
+  blockAnswer({ rank, block, lines }) {
+    const known = this.blockLines.get(`${rank}:${block}`);
+    if (!known) return;
+    known.lines = lines;
+    this.changed("block");
+  }
+
+  // Ask for the steps as a file; `done` is called when it has come.
+  export(done) {
+    this.exported = done;
+    this.model.send({ kind: "export" });
+  }
+
+  destroy() {
+    clearInterval(this.timer);
+    clearTimeout(this.lateTimer);
+    this.model.off("msg:custom", this.receive);
+    this.model.off("change:snapshot", this.snapshotChanged);
+  }
+}

@@ -1,0 +1,178 @@
+// The table of requests: how far each is, and a button that ends it.
+
+import { Aborts } from "./aborts.js";
+import { element, panel, setAttribute, setText } from "./dom.js";
+import { count, duration, integer } from "./format.js";
+import { REQUESTS } from "./palette.js";
+
+const COLUMNS = ["request", "rank", "state", "prompt", "output", "time", "text", ""];
+
+// A bar with up to two parts, and the numbers over it.
+class Bar {
+  constructor(label) {
+    this.label = label;
+    this.parts = ["nbe-bar-first", "nbe-bar-second"].map((name) => element("i", { class: name }));
+    this.text = element("span", {});
+    const track = element("div", { class: "nbe-track" }, ...this.parts);
+    this.node = element("div", { class: "nbe-bar", role: "progressbar", "aria-label": label }, track, this.text);
+  }
+
+  set(first, second, most, text) {
+    [first, second].forEach((value, index) => {
+      const width = `${most > 0 ? Math.min(100, (100 * value) / most) : 0}%`;
+      if (this.parts[index].style.width !== width) this.parts[index].style.width = width;
+    });
+    setText(this.text, text);
+    setAttribute(this.node, "aria-valuemin", 0);
+    setAttribute(this.node, "aria-valuemax", most);
+    setAttribute(this.node, "aria-valuenow", Math.min(most, first + second));
+    setAttribute(this.node, "aria-valuetext", text);
+  }
+}
+
+class Row {
+  constructor(table, request) {
+    this.swatch = element("i", { class: "nbe-swatch" });
+    this.number = element("b", {});
+    this.name = element("span", { class: "nbe-id" });
+    this.rank = element("span", {});
+    this.state = element("span", { class: "nbe-request-state" });
+    this.prompt = new Bar("prompt computed");
+    this.output = new Bar("output");
+    this.time = element("span", {});
+    this.text = element("span", { class: "nbe-preview" });
+    this.status = element("span", { class: "nbe-status" });
+    this.abort = element("button", { type: "button", class: "nbe-button nbe-abort" }, "Abort");
+    this.abort.addEventListener("click", () => {
+      if (this.abort.getAttribute("aria-disabled") !== "true") table.aborts.start(this.request);
+    });
+    const cells = [
+      ["request", this.swatch, this.number, this.name],
+      ["rank", this.rank],
+      ["state", this.state],
+      ["prompt", this.prompt.node],
+      ["output", this.output.node],
+      ["time", this.time],
+      ["text", this.text],
+      ["action", this.abort, this.status],
+    ];
+    this.node = element(
+      "tr",
+      {},
+      ...cells.map(([name, ...parts]) => element("td", { class: `nbe-cell-${name}` }, ...parts)),
+    );
+    this.swatch.style.background = REQUESTS[request.number % REQUESTS.length];
+  }
+
+  update(request, table) {
+    this.request = request;
+    const isFinished = request.state === "finished";
+    setText(this.number, `#${request.number}`);
+    setText(this.name, request.id);
+    setText(this.rank, String(request.rank));
+    setAttribute(this.name, "title", request.id);
+    const state = isFinished ? (request.finish_reason ?? "finished") : request.state;
+    setText(this.state, state);
+    setAttribute(this.state, "data-state", request.state);
+    this.updateBars(request);
+    this.updateTime(request, table.now);
+    setText(this.text, request.preview ?? "");
+    setAttribute(this.text, "title", request.preview ?? "");
+    this.updateAction(request, table, isFinished);
+    setAttribute(this.node, "data-own", request.own);
+    setAttribute(this.node, "data-finished", isFinished);
+  }
+
+  updateBars(request) {
+    const { num_prompt_tokens: prompt, num_cached_tokens: hit, num_output_tokens: output } = request;
+    const cached = Math.max(0, Math.min(hit, prompt));
+    const computed = Math.min(prompt, request.num_computed_tokens);
+    const found = cached ? `, ${integer(cached)} reused` : "";
+    this.prompt.set(Math.min(cached, computed), Math.max(0, computed - cached), prompt, `${integer(computed)} / ${integer(prompt)}${found}`);
+    const most = Math.max(0, request.max_total_tokens - prompt);
+    this.output.set(output, 0, most, `${integer(output)} / ${integer(most)}`);
+  }
+
+  updateTime(request, now) {
+    const lasted = (request.ended_at ?? now) - request.added_at;
+    const first = request.first_token_at === null ? null : request.first_token_at - request.added_at;
+    setText(this.time, duration(Math.max(0, lasted)));
+    const lost = request.num_preemptions ? `, ${count(request.num_preemptions, "preemption")}` : "";
+    setAttribute(this.time, "title", `first token after ${duration(first)}${lost}`);
+  }
+
+  updateAction(request, table, isFinished) {
+    const { aborts, isLive } = table;
+    const canAbort = request.own && !isFinished && isLive;
+    if (this.abort.hidden === canAbort) this.abort.hidden = !canAbort;
+    setAttribute(this.abort, "aria-label", `Abort request ${request.id}`);
+    setAttribute(this.abort, "aria-disabled", aborts.isPending(request));
+    const who = request.own ? "" : isFinished ? "" : "another client's";
+    setText(this.status, (isFinished ? null : aborts.status(request)) ?? who);
+  }
+}
+
+export class Requests {
+  constructor(app) {
+    this.app = app;
+    this.aborts = new Aborts(app, () => app.loop.invalidate(this));
+    this.rows = new Map();
+    this.now = element("span", { class: "nbe-now" });
+    this.body = element("tbody", {});
+    const heads = COLUMNS.map((name) => element("th", { scope: "col", class: `nbe-cell-${name || "action"}` }, name));
+    this.table = element(
+      "table",
+      { class: "nbe-table", "aria-label": "Requests" },
+      element("thead", {}, element("tr", {}, ...heads)),
+      this.body,
+    );
+    this.empty = element("p", { class: "nbe-muted nbe-empty" }, "no requests yet");
+    const scroller = element("div", { class: "nbe-scroller", tabindex: "0", role: "region", "aria-label": "Requests" }, this.table);
+    const { node, body } = panel("requests", "Requests", this.now);
+    body.append(scroller, this.empty);
+    this.node = node;
+  }
+
+  get isLive() {
+    return this.app.link.state === "live" || this.app.link.state === "silent";
+  }
+
+  draw() {
+    const { requests, time } = this.app.store;
+    this.time = time ?? 0;
+    this.aborts.keepOnly(requests);
+    this.table.classList.toggle("nbe-has-ranks", this.app.store.ranks.size > 1);
+    const wanted = new Set();
+    let before = null;
+    for (const request of requests) {
+      const key = this.aborts.key(request);
+      wanted.add(key);
+      if (!this.rows.has(key)) this.rows.set(key, new Row(this, request));
+      const row = this.rows.get(key);
+      row.update(request, { aborts: this.aborts, isLive: this.isLive, now: this.time });
+      this.put(row.node, before);
+      before = row.node;
+    }
+    for (const [key, row] of this.rows) {
+      if (wanted.has(key)) continue;
+      row.node.remove();
+      this.rows.delete(key);
+    }
+    this.empty.hidden = requests.length > 0;
+    const counted = (state) => requests.filter((request) => request.state === state).length;
+    setText(this.now, ["running", "waiting", "preempted"].map((state) => `${integer(counted(state))} ${state}`).join(" · "));
+  }
+
+  // Put a row behind another one; a button in it keeps the focus.
+  put(node, before) {
+    const next = before ? before.nextSibling : this.body.firstChild;
+    if (next === node) return;
+    const focused = node.contains(document.activeElement) ? document.activeElement : null;
+    this.body.insertBefore(node, next);
+    focused?.focus({ preventScroll: true });
+  }
+
+  destroy() {
+    this.aborts.destroy();
+  }
+}

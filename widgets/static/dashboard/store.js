@@ -1,0 +1,168 @@
+// What a dashboard knows: built from the kernel's frames (the protocol is in widgets/frames.py).
+
+import { History } from "./history.js";
+import { Ring } from "./ring.js";
+
+export const NUMBERS = 2 ** 19 - 1; // a block's word has its holder's number modulo this, or this if there is none
+export const REFERENCES = 4095;
+
+const SPANS = 8192;
+const SPAN_COLUMNS = {
+  since: Float64Array,
+  until: Float64Array,
+  isRunning: Uint8Array,
+  steps: Float32Array,
+  dummySteps: Float32Array,
+  wave: Int32Array,
+  requests: Int32Array,
+};
+
+export class Rank {
+  constructor() {
+    this.info = null;
+    this.history = new History();
+    this.blocks = new Uint32Array(0);
+    this.changedBlocks = []; // since the map was painted
+    this.areAllBlocksChanged = true;
+    this.spans = new Ring(SPAN_COLUMNS, SPANS);
+  }
+
+  take(info, buffers) {
+    const { steps, blocks, history_lost: isCut, ...rest } = info;
+    this.info = rest;
+    if (isCut) this.history.cut();
+    for (const step of steps) this.history.take(step);
+    if (blocks) this.takeBlocks(words(buffers[blocks.buffer]), blocks.full);
+  }
+
+  takeBlocks(buffer, isFull) {
+    if (isFull) {
+      this.areAllBlocksChanged = true;
+      this.changedBlocks = [];
+      this.blocks = buffer;
+      return;
+    }
+    for (let at = 0; at + 1 < buffer.length; at += 2) {
+      this.blocks[buffer[at]] = buffer[at + 1];
+      if (!this.areAllBlocksChanged) this.changedBlocks.push(buffer[at]);
+    }
+    if (this.changedBlocks.length > this.blocks.length) {
+      this.areAllBlocksChanged = true;
+      this.changedBlocks = [];
+    }
+  }
+
+  takeSpan({ start, end, running, steps, dummy_steps: dummySteps, wave, num_requests: requests }) {
+    const { spans } = this;
+    const isIdle = !steps && !dummySteps;
+    if (spans.end > spans.begin && isIdle) {
+      const slot = spans.slot(spans.end - 1);
+      const wasIdle = !spans.steps[slot] && !spans.dummySteps[slot];
+      const isSame = spans.isRunning[slot] === Number(running) && spans.wave[slot] === wave;
+      if (wasIdle && isSame && spans.requests[slot] === requests && start - spans.until[slot] < 1e-3) {
+        spans.until[slot] = end;
+        return;
+      }
+    }
+    const slot = spans.slot(spans.push());
+    spans.since[slot] = start;
+    spans.until[slot] = end;
+    spans.isRunning[slot] = Number(running);
+    spans.steps[slot] = steps;
+    spans.dummySteps[slot] = dummySteps;
+    spans.wave[slot] = wave;
+    spans.requests[slot] = requests;
+  }
+}
+
+// A copy as little-endian words, whatever this machine and the view's offset are.
+function words(view) {
+  const bytes = new DataView(view.buffer ?? view, view.byteOffset ?? 0, view.byteLength);
+  const result = new Uint32Array(bytes.byteLength >> 2);
+  for (let index = 0; index < result.length; index += 1) result[index] = bytes.getUint32(4 * index, true);
+  return result;
+}
+
+export class Store {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.seq = null;
+    this.time = null;
+    this.engine = null;
+    this.rates = null;
+    this.ranks = new Map();
+    this.requests = [];
+  }
+
+  // Take in a frame; false if it is not connected with what is there, and a reset frame is needed.
+  take(frame, buffers) {
+    if (!frame.reset && (this.seq === null || frame.seq !== this.seq + 1)) {
+      this.seq = null;
+      return false;
+    }
+    if (frame.reset) this.clear();
+    this.seq = frame.seq;
+    this.time = frame.time;
+    this.engine = frame.engine;
+    this.rates = frame.rates;
+    this.requests = frame.requests;
+    const present = new Set();
+    for (const info of frame.ranks) {
+      present.add(info.rank);
+      if (!this.ranks.has(info.rank)) this.ranks.set(info.rank, new Rank());
+      this.ranks.get(info.rank).take(info, buffers);
+    }
+    for (const rank of this.ranks.keys()) if (!present.has(rank)) this.ranks.delete(rank);
+    this.takeWaves(frame.waves);
+    return true;
+  }
+
+  takeWaves(waves) {
+    if (!waves) return;
+    if (waves.reset) for (const rank of this.ranks.values()) rank.spans = new Ring(SPAN_COLUMNS, SPANS);
+    for (const span of waves.spans) this.ranks.get(span.rank)?.takeSpan(span);
+  }
+
+  get rankNumbers() {
+    return [...this.ranks.keys()].sort((first, second) => first - second);
+  }
+
+  request(rank, number) {
+    return this.requests.find((request) => request.rank === rank && request.number === number);
+  }
+
+  // The request that a block's word names: the unfinished one before one that has ended.
+  holder(rank, number) {
+    const named = this.requests.filter((request) => request.rank === rank && request.number % NUMBERS === number);
+    return named.find((request) => request.state !== "finished") ?? named[0];
+  }
+}
+
+export function references(word) {
+  return word & 0xfff;
+}
+
+export function isCached(word) {
+  return (word & 0x1000) !== 0;
+}
+
+// The number of the request that took the block last, modulo `NUMBERS`; null if none did.
+export function holderNumber(word) {
+  const number = word >>> 13;
+  return number === NUMBERS ? null : number;
+}
+
+// A saved frame, with its buffers.
+export function fromSnapshot(snapshot) {
+  const { buffers, ...frame } = snapshot;
+  return [
+    frame,
+    buffers.map((text) => {
+      const letters = atob(text);
+      return Uint8Array.from(letters, (letter) => letter.charCodeAt(0));
+    }),
+  ];
+}

@@ -1,0 +1,91 @@
+// A canvas that fills its stage, as sharp as the screen is, and the loop that paints what has changed.
+
+import { element } from "./dom.js";
+
+export class Surface {
+  constructor(attributes) {
+    this.canvas = element("canvas", { class: "nbe-canvas", ...attributes });
+    this.stage = element("div", { class: "nbe-stage" }, this.canvas);
+    this.context = this.canvas.getContext("2d");
+    this.width = 0;
+    this.height = 0;
+    this.ratio = 1;
+  }
+
+  // Take the stage's size; true if it is another one, and all has to be painted.
+  fit() {
+    const width = Math.floor(this.stage.clientWidth);
+    const height = Math.floor(this.stage.clientHeight);
+    const ratio = Math.max(1, devicePixelRatio || 1);
+    if (width === this.width && height === this.height && ratio === this.ratio) return false;
+    Object.assign(this, { width, height, ratio });
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(height * ratio);
+    this.canvas.style.width = `${width}px`;
+    this.canvas.style.height = `${height}px`;
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    return true;
+  }
+
+  clear() {
+    this.context.clearRect(0, 0, this.width, this.height);
+    return this.context;
+  }
+
+  // Where a pointer is, in the canvas's units.
+  place(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  }
+
+  // Where a point of the canvas is in the window.
+  inWindow(x, y) {
+    const box = this.canvas.getBoundingClientRect();
+    return [box.left + x, box.top + y];
+  }
+}
+
+// Paints parts of a dashboard when they have changed, at most once a frame of the screen, while one can see them.
+export class Loop {
+  constructor(root, visibilityChanged) {
+    this.dirty = new Set();
+    this.isVisible = false;
+    this.handle = 0;
+    this.paint = () => {
+      this.handle = 0;
+      const parts = [...this.dirty];
+      this.dirty.clear();
+      for (const part of parts) part.draw();
+    };
+    this.changed = () => {
+      const isVisible = this.isInView && document.visibilityState !== "hidden";
+      if (isVisible === this.isVisible) return;
+      this.isVisible = isVisible;
+      visibilityChanged(isVisible);
+      this.request();
+    };
+    this.isInView = false;
+    this.observer = new IntersectionObserver((entries) => {
+      this.isInView = entries[entries.length - 1].isIntersecting;
+      this.changed();
+    });
+    this.observer.observe(root);
+    document.addEventListener("visibilitychange", this.changed);
+  }
+
+  invalidate(...parts) {
+    for (const part of parts) this.dirty.add(part);
+    this.request();
+  }
+
+  request() {
+    if (this.isVisible && this.dirty.size && !this.handle) this.handle = requestAnimationFrame(this.paint);
+  }
+
+  destroy() {
+    cancelAnimationFrame(this.handle);
+    this.isVisible = false;
+    this.observer.disconnect();
+    document.removeEventListener("visibilitychange", this.changed);
+  }
+}

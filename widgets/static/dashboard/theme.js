@@ -1,0 +1,59 @@
+// The page's colours, resolved, for what is painted on a canvas; and whether the page is dark.
+
+import { element } from "./dom.js";
+
+export class Theme {
+  constructor(root, changed) {
+    this.root = root;
+    this.changed = changed;
+    this.probe = element("i", { class: "nbe-probe", "aria-hidden": "true" });
+    root.append(this.probe);
+    this.pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    this.key = "";
+    this.check = () => this.refresh();
+    this.observer = new MutationObserver(this.check);
+    for (const node of [document.documentElement, document.body]) this.observer.observe(node, { attributes: true });
+    this.media = matchMedia("(prefers-color-scheme: dark)");
+    this.media.addEventListener("change", this.check);
+    this.refresh();
+  }
+
+  // Cheap enough to be called now and then: style sheets that are loaded late announce themselves to nobody.
+  refresh() {
+    const style = getComputedStyle(this.probe);
+    const values = [style.backgroundColor, style.color, style.borderTopColor, style.borderRightColor, style.borderBottomColor];
+    const key = values.join("|");
+    if (key === this.key) return;
+    this.key = key;
+    const [ground, text, muted, line, accent] = values;
+    this.ground = this.channels(ground);
+    this.isDark = 0.3 * this.ground[0] + 0.59 * this.ground[1] + 0.11 * this.ground[2] < 128;
+    Object.assign(this, { groundColor: ground, text, muted, line, accent });
+    this.font = style.fontFamily;
+    this.root.dataset.theme = this.isDark ? "dark" : "light";
+    this.changed();
+  }
+
+  // Red, green and blue of a colour in any notation.
+  channels(color) {
+    this.pixel.clearRect(0, 0, 1, 1);
+    this.pixel.fillStyle = color;
+    this.pixel.fillRect(0, 0, 1, 1);
+    return [...this.pixel.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  }
+
+  // A colour over the ground, as a solid one.
+  over(color, opacity) {
+    const top = this.channels(color);
+    return top.map((value, index) => Math.round(opacity * value + (1 - opacity) * this.ground[index]));
+  }
+
+  destroy() {
+    this.observer.disconnect();
+    this.media.removeEventListener("change", this.check);
+  }
+}
+
+export function css([red, green, blue]) {
+  return `rgb(${red}, ${green}, ${blue})`;
+}

@@ -1,0 +1,286 @@
+// The step timeline: what each request did in each step; pausing, going back, zooming, and the file with all of it.
+
+import { button, element, legend, panel, setAttribute, setText } from "./dom.js";
+import { clock, count, integer } from "./format.js";
+import { FINISHED, PREEMPTED, RECOMPUTE } from "./history.js";
+import { stepLines } from "./scheduler.js";
+import { Surface } from "./surface.js";
+import { AXIS, GUTTER, Painter, Rows } from "./timeline_rows.js";
+import { clamp } from "./view.js";
+
+const HELP = "Arrow keys move the cursor, page keys by a window, home and end to the ends, plus and minus zoom, space pauses.";
+
+export class Timeline {
+  constructor(app) {
+    this.app = app;
+    this.rows = new Rows();
+    this.row = null; // the number of the request that the keyboard has gone to
+    this.surface = new Surface({
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "step timeline",
+      "aria-label": `Step timeline. ${HELP}`,
+    });
+    this.pauseButton = button("Pause", "❚❚ Pause", () => this.toggle());
+    this.slider = element("input", {
+      type: "range",
+      min: "0",
+      max: "1",
+      step: "1",
+      class: "nbe-slider",
+      "aria-label": "Position among the last steps",
+    });
+    this.slider.addEventListener("input", () => this.slide());
+    this.place = element("span", { class: "nbe-place" });
+    this.exportButton = button("Export as Chrome trace", "Export", () => this.export());
+    const tools = element(
+      "div",
+      { class: "nbe-tools", role: "toolbar", "aria-label": "Timeline" },
+      this.pauseButton,
+      this.slider,
+      this.place,
+      button("Zoom out", "−", () => app.view.zoom(1 / 1.5)),
+      button("Zoom in", "+", () => app.view.zoom(1.5)),
+      button("Show all steps", "All", () => app.view.zoomToAll()),
+      this.exportButton,
+    );
+    const marks = legend(
+      ["prefill", "prefill"],
+      ["decode-low", "decode"],
+      ["recompute", "resumed"],
+      ["hit", "prefix hit"],
+      ["cross", "preempted"],
+    );
+    const { node, body } = panel("timeline", "Step timeline", marks);
+    body.append(tools, this.surface.stage);
+    this.node = node;
+    this.listen();
+  }
+
+  listen() {
+    const { canvas } = this.surface;
+    canvas.addEventListener("pointerdown", (event) => this.grab(event));
+    canvas.addEventListener("pointermove", (event) => this.move(event));
+    canvas.addEventListener("pointerup", () => (this.grabbed = null));
+    canvas.addEventListener("pointercancel", () => (this.grabbed = null));
+    canvas.addEventListener("pointerleave", () => this.app.tooltip.hide(this));
+    canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    canvas.addEventListener("keydown", (event) => this.key(event));
+    canvas.addEventListener("blur", () => this.app.tooltip.hide(this));
+  }
+
+  toggle() {
+    const { view } = this.app;
+    if (view.isLive) view.pause();
+    else view.goLive();
+    this.app.announcer.say(view.isLive ? "live" : "paused");
+  }
+
+  slide() {
+    const { view } = this.app;
+    const value = Number(this.slider.value);
+    if (value >= (view.history?.end ?? 0)) view.goLive();
+    else view.moveTo(value);
+  }
+
+  export() {
+    this.exportButton.disabled = true;
+    setText(this.exportButton, "Exporting …");
+    const done = () => {
+      clearTimeout(timer);
+      this.exportButton.disabled = false;
+      setText(this.exportButton, "Export");
+    };
+    const timer = setTimeout(() => {
+      done();
+      this.app.announcer.say("The kernel is busy: the file comes when it has time.");
+      setText(this.exportButton, "Export (kernel is busy)");
+    }, 3000);
+    this.app.link.export(done);
+  }
+
+  grab(event) {
+    if (event.button !== 0) return;
+    const { view } = this.app;
+    this.grabbed = { x: event.clientX, y: event.clientY, right: view.window[1], offset: this.rows.offset };
+    this.surface.canvas.setPointerCapture(event.pointerId);
+  }
+
+  move(event) {
+    const { view } = this.app;
+    const held = this.grabbed;
+    if (held && (Math.abs(event.clientX - held.x) > 2 || Math.abs(event.clientY - held.y) > 2)) {
+      this.app.tooltip.hide(this);
+      this.rows.scroll(held.offset - (event.clientY - held.y));
+      view.moveTo(held.right - (event.clientX - held.x) / view.scale);
+      return;
+    }
+    const [x, y] = this.surface.place(event);
+    const ordinal = this.ordinalAt(x);
+    if (ordinal === null) this.app.tooltip.hide(this);
+    else this.app.tooltip.show(this, event.clientX, event.clientY, this.lines(ordinal, this.rows.at(y)));
+  }
+
+  ordinalAt(x) {
+    const { view } = this.app;
+    if (!view.history || x < GUTTER) return null;
+    const ordinal = Math.floor(view.window[0] + (x - GUTTER) / view.scale);
+    return ordinal >= view.history.begin && ordinal < view.history.end ? ordinal : null;
+  }
+
+  // Sideways goes through time, with control it zooms; up and down belongs to the page unless one works here.
+  wheel(event) {
+    const { view } = this.app;
+    if (event.ctrlKey || event.metaKey) {
+      const part = (this.surface.place(event)[0] - GUTTER) / view.width;
+      view.zoom(Math.exp(-event.deltaY / 300), clamp(part, 0, 1));
+    } else {
+      const isFocused = document.activeElement === this.surface.canvas;
+      const way = event.deltaX || (event.shiftKey || isFocused ? event.deltaY : 0);
+      if (!way) return;
+      this.scrub(way / view.scale);
+    }
+    event.preventDefault();
+  }
+
+  scrub(steps) {
+    const { view } = this.app;
+    if (view.isLive && steps > 0) return;
+    view.moveBy(steps);
+    if (view.right >= (view.history?.end ?? 0) && steps > 0) view.goLive();
+  }
+
+  key(event) {
+    const { view } = this.app;
+    const { history } = view;
+    if (!history || event.altKey || event.ctrlKey || event.metaKey) return;
+    const at = view.cursor ?? Math.min(Math.ceil(view.window[1]), history.end);
+    const far = event.shiftKey ? 10 : 1;
+    const actions = {
+      ArrowLeft: () => view.setCursor(at - far),
+      ArrowRight: () => view.setCursor(at + far),
+      ArrowUp: () => this.moveRow(-1),
+      ArrowDown: () => this.moveRow(1),
+      PageUp: () => view.setCursor(at - Math.floor(view.span)),
+      PageDown: () => view.setCursor(at + Math.floor(view.span)),
+      Home: () => view.setCursor(history.begin),
+      End: () => view.goLive(),
+      "+": () => view.zoom(1.5),
+      "=": () => view.zoom(1.5),
+      "-": () => view.zoom(1 / 1.5),
+      " ": () => this.toggle(),
+      Escape: () => this.forgetCursor(),
+    };
+    if (!Object.hasOwn(actions, event.key)) return;
+    actions[event.key]();
+    event.preventDefault();
+    event.stopPropagation();
+    this.draw();
+    this.showCursor();
+  }
+
+  moveRow(by) {
+    const { numbers } = this.rows;
+    if (!numbers.length) return;
+    const { view } = this.app;
+    if (view.cursor === null) view.setCursor(view.history.end - 1);
+    const index = numbers.indexOf(this.row);
+    this.row = numbers[clamp(index < 0 ? (by > 0 ? 0 : numbers.length - 1) : index + by, 0, numbers.length - 1)];
+    this.rows.show(this.row);
+  }
+
+  forgetCursor() {
+    this.app.view.cursor = null;
+    this.row = null;
+    this.app.view.changed();
+  }
+
+  showCursor() {
+    const { view, tooltip, announcer } = this.app;
+    if (view.cursor === null) {
+      tooltip.hide(this);
+      return;
+    }
+    const lines = this.lines(view.cursor, this.row ?? undefined);
+    const row = this.rows.index.get(this.row);
+    const y = row === undefined ? AXIS : this.rows.y(row) + this.rows.height;
+    tooltip.show(this, ...this.surface.inWindow(this.x(view.cursor + 0.5), y), lines);
+    announcer.say(lines.join(", "));
+  }
+
+  x(ordinal) {
+    const { view } = this.app;
+    return GUTTER + (ordinal - view.window[0]) * view.scale;
+  }
+
+  // What a step was, and what a request did in it.
+  lines(ordinal, number) {
+    const { history } = this.app.view;
+    const lines = stepLines(history, ordinal);
+    return number === undefined ? lines : [...lines, ...this.requestLines(history, ordinal, number)];
+  }
+
+  requestLines(history, ordinal, number) {
+    const request = this.app.store.request(this.app.view.rank, number);
+    const entry = history.entriesAt(ordinal).find((candidate) => candidate.number === number);
+    const did = [];
+    if (entry) did.push(`${["decode", "prefill", "computed again"][entry.kind]}: ${count(entry.tokens, "token")}`);
+    if (entry?.hit > 0) did.push(`${integer(entry.hit)} found in the prefix cache`);
+    if (entry?.kind === RECOMPUTE && entry.hit >= 0) did.push("resumed");
+    history.visitEvents(ordinal, ordinal + 1, (_, who, kind) => {
+      if (who !== number) return;
+      if (kind === PREEMPTED) did.push("preempted before this step");
+      if (kind === FINISHED) did.push("ended after this step");
+    });
+    return [`#${number}${request ? ` ${request.id}` : ""}`, ...(did.length ? did : ["nothing in this step"])];
+  }
+
+  draw() {
+    const { view, store, theme } = this.app;
+    this.surface.fit();
+    const { width, height } = this.surface;
+    view.width = Math.max(1, width - GUTTER);
+    const context = this.surface.clear();
+    const { history } = view;
+    this.drawTools(history);
+    if (!history || width < GUTTER + 20) return;
+    const [from, to] = view.window;
+    this.rows.fill(history, Math.max(history.begin, Math.floor(from)), Math.ceil(to), height - AXIS);
+    if (view.cursor !== null) {
+      context.fillStyle = theme.accent;
+      context.globalAlpha = 0.22;
+      context.fillRect(this.x(view.cursor), 0, Math.max(2, view.scale), height);
+      const row = this.rows.index.get(this.row);
+      if (row !== undefined) context.fillRect(GUTTER, this.rows.y(row), width - GUTTER, this.rows.height);
+      context.globalAlpha = 1;
+    }
+    new Painter(context, history, this.rows, from, view.scale, this.surface, theme).paint();
+    if (history.end === history.begin) {
+      context.fillStyle = theme.muted;
+      context.font = `12px ${theme.font}`;
+      context.textAlign = "center";
+      context.fillText(store.engine ? "no steps yet" : "", width / 2, height / 2);
+    }
+  }
+
+  drawTools(history) {
+    const { view } = this.app;
+    const label = view.isLive ? "Pause" : "Go on live";
+    setText(this.pauseButton, view.isLive ? "❚❚ Pause" : "▶ Live");
+    setAttribute(this.pauseButton, "aria-label", label);
+    setAttribute(this.pauseButton, "title", label);
+    setAttribute(this.node, "data-live", view.isLive);
+    const [begin, end] = history ? [history.begin, history.end] : [0, 1];
+    setAttribute(this.slider, "min", begin);
+    setAttribute(this.slider, "max", Math.max(end, begin + 1));
+    const value = String(Math.round(view.isLive ? Math.max(end, begin + 1) : view.right));
+    if (this.slider.value !== value) this.slider.value = value;
+    let text = "";
+    if (history && end > begin) {
+      const last = clamp(Math.ceil(view.window[1]) - 1, begin, end - 1);
+      text = `step ${integer(history.at("step", last))} · ${clock(history.at("time", last), 1)}`;
+    }
+    setText(this.place, text);
+    setAttribute(this.slider, "aria-valuetext", text || "no steps");
+  }
+}

@@ -1,0 +1,248 @@
+// What each engine core did over time: running, dummy steps or nothing, which wave it was, and which requests came to it.
+
+import { element, legend, panel, setText } from "./dom.js";
+import { clock, count, duration, integer, niceStep } from "./format.js";
+import { REQUESTS, ROLES } from "./palette.js";
+import { Surface } from "./surface.js";
+import { AXIS, GUTTER } from "./timeline_rows.js";
+import { clamp } from "./view.js";
+
+const RANK_HEIGHT = 30;
+const SECONDS = [1, 3600];
+const LIVE_SECONDS = [2, 30];
+
+export class Waves {
+  constructor(app) {
+    this.app = app;
+    this.chosen = null; // seconds that are shown; null: as many as there are, within LIVE_SECONDS
+    this.cursor = null; // { row, time }
+    this.surface = new Surface({
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "timeline of engine cores",
+      "aria-label": "Engine cores over time. Arrow keys move the cursor, plus and minus zoom.",
+    });
+    this.now = element("span", { class: "nbe-now" });
+    const { node, body } = panel("waves", "Engine cores", this.now);
+    this.marks = legend(["running", "own steps"], ["dummy", "dummy steps"], ["idle", "idle"], ["arrival", "request came"]);
+    body.append(this.marks, this.surface.stage);
+    this.node = node;
+    this.node.hidden = true;
+    const { canvas } = this.surface;
+    canvas.addEventListener("pointermove", (event) => this.hover(event));
+    canvas.addEventListener("pointerleave", () => app.tooltip.hide(this));
+    canvas.addEventListener("blur", () => this.forget());
+    canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  get seconds() {
+    if (this.chosen !== null) return this.chosen;
+    let begin = Infinity;
+    for (const { spans } of this.app.store.ranks.values()) {
+      if (spans.end > spans.begin) begin = Math.min(begin, spans.since[spans.slot(spans.begin)]);
+    }
+    return clamp((this.app.store.time ?? 0) - begin, ...LIVE_SECONDS);
+  }
+
+  get window() {
+    const end = this.app.view.time ?? this.app.store.time ?? 0;
+    return [end - this.seconds, end];
+  }
+
+  x(time) {
+    const [start, end] = this.window;
+    return GUTTER + ((time - start) / (end - start)) * (this.surface.width - GUTTER - 1);
+  }
+
+  timeAt(x) {
+    const [start, end] = this.window;
+    return start + ((x - GUTTER) / (this.surface.width - GUTTER - 1)) * (end - start);
+  }
+
+  hover(event) {
+    const [x, y] = this.surface.place(event);
+    const lines = this.lines(Math.floor((y - AXIS) / RANK_HEIGHT), this.timeAt(x));
+    if (lines) this.app.tooltip.show(this, event.clientX, event.clientY, lines);
+    else this.app.tooltip.hide(this);
+  }
+
+  lines(row, time) {
+    const number = this.app.store.rankNumbers[row];
+    const spans = this.app.store.ranks.get(number)?.spans;
+    if (!spans) return null;
+    const id = spans.search("until", time);
+    if (id >= spans.end || spans.since[spans.slot(id)] > time) return [`rank ${number} · ${clock(time, 1)}`, "nothing is known"];
+    const slot = spans.slot(id);
+    const steps = spans.steps[slot];
+    const dummy = spans.dummySteps[slot];
+    const { lock_step: inLockStep } = this.app.store.engine;
+    const lines = [`rank ${number} · ${clock(time, 1)}`];
+    if (inLockStep) lines.push(spans.isRunning[slot] ? `wave ${integer(spans.wave[slot])} runs` : "between waves");
+    else lines.push(spans.isRunning[slot] ? "running" : "idle");
+    lines.push(`in ${duration(spans.until[slot] - spans.since[slot])}: ${count(Math.round(steps), "step")}`);
+    if (inLockStep) lines.push(`${count(Math.round(dummy), "dummy step")}`);
+    lines.push(count(spans.requests[slot], "request"));
+    return lines;
+  }
+
+  key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    const rows = this.app.store.rankNumbers.length;
+    const [start, end] = this.window;
+    const cursor = this.cursor ?? { row: 0, time: end };
+    const step = this.seconds / 100;
+    const actions = {
+      ArrowLeft: () => (cursor.time -= step),
+      ArrowRight: () => (cursor.time += step),
+      ArrowUp: () => (cursor.row -= 1),
+      ArrowDown: () => (cursor.row += 1),
+      Home: () => (cursor.time = start),
+      End: () => (cursor.time = end),
+      "+": () => this.zoom(1 / 1.5),
+      "=": () => this.zoom(1 / 1.5),
+      "-": () => this.zoom(1.5),
+    };
+    if (event.key === "Escape") this.forget();
+    else if (!Object.hasOwn(actions, event.key)) return;
+    else {
+      actions[event.key]();
+      const [from, to] = this.window;
+      this.cursor = { row: clamp(cursor.row, 0, rows - 1), time: clamp(cursor.time, from, to) };
+      const lines = this.lines(this.cursor.row, this.cursor.time);
+      const place = this.surface.inWindow(this.x(this.cursor.time), AXIS + (this.cursor.row + 1) * RANK_HEIGHT);
+      if (lines) {
+        this.app.tooltip.show(this, ...place, lines);
+        this.app.announcer.say(lines.join(", "));
+      }
+      this.app.loop.invalidate(this);
+    }
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  zoom(factor) {
+    this.chosen = clamp(this.seconds * factor, ...SECONDS);
+  }
+
+  forget() {
+    this.cursor = null;
+    this.app.tooltip.hide(this);
+    this.app.loop.invalidate(this);
+  }
+
+  draw() {
+    const { store, theme } = this.app;
+    const numbers = store.rankNumbers;
+    const inLockStep = Boolean(store.engine?.lock_step);
+    this.node.hidden = !(numbers.length > 1 || inLockStep);
+    if (this.node.hidden) return;
+    setText(this.node.querySelector("h3"), inLockStep ? "Data-parallel waves" : "Data-parallel ranks");
+    this.marks.classList.toggle("nbe-without-dummy", !inLockStep);
+    const wave = Math.max(0, ...[...store.ranks.values()].map((rank) => rank.info.wave));
+    setText(this.now, inLockStep ? `wave ${integer(wave)}` : count(numbers.length, "rank"));
+    this.surface.stage.style.height = `${AXIS + RANK_HEIGHT * numbers.length}px`;
+    this.surface.fit();
+    const context = this.surface.clear();
+    if (this.surface.width < GUTTER + 20) return;
+    this.ticks(context);
+    numbers.forEach((number, row) => this.drawRank(context, number, AXIS + row * RANK_HEIGHT, inLockStep));
+    if (this.cursor) {
+      context.fillStyle = theme.accent;
+      context.fillRect(Math.round(this.x(this.cursor.time)), AXIS + this.cursor.row * RANK_HEIGHT, 2, RANK_HEIGHT);
+    }
+  }
+
+  ticks(context) {
+    const { theme } = this.app;
+    const [start, end] = this.window;
+    const step = niceStep((this.seconds * 90) / (this.surface.width - GUTTER));
+    context.font = `11px ${theme.font}`;
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    for (let time = Math.ceil(start / step) * step; time <= end; time += step) {
+      const x = Math.round(this.x(time));
+      const text = clock(time, step < 1 ? 1 : 0);
+      context.fillStyle = theme.line;
+      context.fillRect(x, 4, 1, this.surface.height - 4);
+      if (x + 6 + context.measureText(text).width > this.surface.width) continue;
+      context.fillStyle = theme.muted;
+      context.fillText(text, x + 4, AXIS / 2);
+    }
+  }
+
+  drawRank(context, number, y, inLockStep) {
+    const { theme, store, view } = this.app;
+    const rank = store.ranks.get(number);
+    const { spans } = rank;
+    const [start, end] = this.window;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.font = `${number === view.rank ? "bold " : ""}11px ${theme.font}`;
+    context.fillStyle = rank.info.alive ? theme.text : theme.muted;
+    context.fillText(rank.info.alive ? `rank ${number}` : `${number} gone`, GUTTER - 8, y + RANK_HEIGHT / 2, GUTTER - 10);
+    let wave = null;
+    let labelEnd = GUTTER;
+    for (let id = spans.search("until", start); id < spans.end; id += 1) {
+      const slot = spans.slot(id);
+      if (spans.since[slot] > end) break;
+      const left = Math.round(Math.max(GUTTER, this.x(spans.since[slot])));
+      this.drawSpan(context, spans, slot, left, Math.round(this.x(Math.min(end, spans.until[slot]))), y);
+      if (!inLockStep || !spans.isRunning[slot] || spans.wave[slot] === wave) continue;
+      wave = spans.wave[slot];
+      labelEnd = this.waveLabel(context, wave, left, y, labelEnd);
+    }
+    for (const request of store.requests) {
+      if (request.rank !== number || request.added_at < start || request.added_at > end) continue;
+      this.arrival(context, REQUESTS[request.number % REQUESTS.length], this.x(request.added_at), y + RANK_HEIGHT - 9);
+    }
+  }
+
+  // Own steps and dummy steps share a span's height.
+  drawSpan(context, spans, slot, left, right, y) {
+    const width = Math.max(1, right - left);
+    const top = y + 3;
+    const height = RANK_HEIGHT - 13;
+    const steps = spans.steps[slot];
+    const dummy = spans.dummySteps[slot];
+    if (spans.isRunning[slot] && steps + dummy > 0) {
+      const part = Math.round((height * dummy) / (steps + dummy));
+      context.fillStyle = ROLES.running;
+      context.fillRect(left, top, width, height - part);
+      context.fillStyle = ROLES.dummy;
+      context.fillRect(left, top + height - part, width, part);
+      return;
+    }
+    context.fillStyle = spans.isRunning[slot] ? ROLES.running : this.app.theme.muted;
+    context.globalAlpha = spans.isRunning[slot] ? 0.3 : 0.5;
+    if (spans.isRunning[slot]) context.fillRect(left, top, width, height);
+    else context.fillRect(left, top + Math.floor(height / 2), width, 1);
+    context.globalAlpha = 1;
+  }
+
+  waveLabel(context, wave, left, y, labelEnd) {
+    const { theme } = this.app;
+    context.fillStyle = theme.text;
+    context.fillRect(Math.round(left), y + 1, 1, RANK_HEIGHT - 9);
+    context.font = `11px ${theme.font}`;
+    context.textAlign = "left";
+    const text = String(wave);
+    const width = context.measureText(text).width + 8;
+    if (left < labelEnd || left + width > this.surface.width) return labelEnd;
+    context.fillStyle = theme.groundColor;
+    context.globalAlpha = 0.85;
+    context.fillRect(left + 2, y + 4, width - 2, 13);
+    context.globalAlpha = 1;
+    context.fillStyle = theme.text;
+    context.fillText(text, left + 5, y + 11);
+    return left + width;
+  }
+
+  arrival(context, color, x, y) {
+    context.fillStyle = color;
+    context.beginPath();
+    context.moveTo(x, y);
+    context.lineTo(x + 4.5, y + 8);
+    context.lineTo(x - 4.5, y + 8);
+    context.fill();
+  }
+}

@@ -1,0 +1,521 @@
+// Shows the tokens of answers; widgets/tokens.py has the messages. Text of a model goes into text nodes and attributes only.
+
+const EAGER_ALTERNATIVES = 5;
+const HOVER_MS = 120;
+const LEAVE_MS = 200;
+const REST_MS = 1000;
+const MARGIN = 8;
+
+let widgets = 0;
+
+function element(tag, className, attributes = {}) {
+  const made = document.createElement(tag);
+  made.className = className;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+// What is known of the answers and branches.
+class Tree {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.nodes = new Map();
+    this.refusal = "";
+  }
+
+  // False: tokens are missing.
+  take(news) {
+    const known = this.nodes.get(news.id)?.tokens ?? [];
+    if (news.start > known.length) return false;
+    known.length = news.start;
+    for (const token of news.tokens) known.push(token);
+    this.nodes.set(news.id, { ...news, tokens: known });
+    return true;
+  }
+
+  // From a first answer to the node.
+  path(id) {
+    const path = [];
+    for (let node = this.nodes.get(id); node; node = this.nodes.get(node.parent)) path.unshift(node);
+    return path;
+  }
+
+  // All tokens of an answer, its parents' beginning included.
+  whole(id) {
+    let tokens = [];
+    for (const node of this.path(id)) tokens = tokens.slice(0, node.position).concat(node.tokens);
+    return tokens;
+  }
+
+  // The positions of an answer at which others branch off.
+  forks(id) {
+    const found = new Set();
+    const path = this.path(id);
+    path.forEach((node, depth) => {
+      const end = path[depth + 1]?.position ?? Infinity;
+      for (const child of this.nodes.values()) {
+        if (child.parent === node.id && child.position <= end) found.add(child.position);
+      }
+    });
+    return found;
+  }
+}
+
+// The alternatives of one token, in the top layer, inside the viewport.
+class Popover {
+  constructor(root, onChoose, onClose) {
+    this.box = element("div", "nbt-popover", { role: "dialog", popover: "manual", hidden: "" });
+    this.onChoose = onChoose;
+    this.onClose = onClose;
+    this.anchor = null;
+    root.append(this.box);
+    this.box.addEventListener("keydown", (event) => this.onKey(event));
+    this.box.addEventListener("click", (event) => {
+      const row = event.target.closest("button");
+      if (row) this.onChoose(Number(row.dataset.token));
+    });
+  }
+
+  show(anchor, token, alternatives, refusal) {
+    this.anchor = anchor;
+    this.box.replaceChildren();
+    const [id, , , , probability, rank] = token;
+    const own = alternatives.find((alternative) => alternative[0] === id);
+    const name = own ? own[1] : token[1] || token[2];
+    const head = element("div", "nbt-head");
+    head.textContent = `${name} · ${probability}` + (rank ? ` · rank ${rank}` : "");
+    this.box.setAttribute("aria-label", `Alternatives to ${name}`);
+    this.box.append(head);
+    for (const alternative of alternatives) this.box.append(this.row(alternative, id, refusal));
+    const others = alternatives.some((alternative) => alternative[0] !== id);
+    const hint = element("div", "nbt-hint");
+    hint.textContent = !others ? "no alternatives were asked for" : refusal ? `no branches: ${refusal}` : "choose one to go on from it";
+    this.box.append(hint);
+    this.box.hidden = false;
+    if (!this.box.matches(":popover-open")) this.box.showPopover?.();
+    this.place();
+  }
+
+  row([id, label, words, probability], ownId, refusal) {
+    const row = element(refusal || id === ownId ? "div" : "button", "nbt-row", { "data-token": id });
+    if (row.tagName === "BUTTON") row.type = "button";
+    if (id === ownId) row.setAttribute("aria-current", "true");
+    const text = element("span", "nbt-label");
+    text.textContent = label;
+    const share = element("span", "nbt-share");
+    share.textContent = words;
+    const bar = element("span", "nbt-bar");
+    bar.style.width = `${Math.max(1, probability * 100)}%`;
+    row.append(bar, text, share);
+    return row;
+  }
+
+  place() {
+    const at = this.anchor.getClientRects()[0] ?? this.anchor.getBoundingClientRect();
+    const box = this.box.getBoundingClientRect();
+    const below = at.bottom + 2;
+    const above = at.top - box.height - 2;
+    const top = below + box.height <= window.innerHeight - MARGIN || above < MARGIN ? below : above;
+    const lowest = window.innerHeight - box.height - MARGIN;
+    const rightmost = window.innerWidth - box.width - MARGIN;
+    this.box.style.top = `${Math.max(MARGIN, Math.min(top, lowest))}px`;
+    this.box.style.left = `${Math.max(MARGIN, Math.min(at.left, rightmost))}px`;
+  }
+
+  focus() {
+    this.box.querySelector("button")?.focus();
+  }
+
+  close() {
+    if (!this.anchor) return;
+    const anchor = this.anchor;
+    const hadFocus = this.box.contains(document.activeElement);
+    this.anchor = null;
+    if (this.box.matches(":popover-open")) this.box.hidePopover();
+    this.box.hidden = true;
+    this.onClose(anchor, hadFocus);
+  }
+
+  onKey(event) {
+    const rows = [...this.box.querySelectorAll("button")];
+    const index = rows.indexOf(document.activeElement);
+    if (event.key === "Escape" || event.key === "Tab") this.close();
+    else if (event.key === "ArrowDown") rows[(index + 1) % rows.length]?.focus();
+    else if (event.key === "ArrowUp") rows[(index - 1 + rows.length) % rows.length]?.focus();
+    else return;
+    event.preventDefault();
+  }
+}
+
+class View {
+  constructor(model, el) {
+    this.model = model;
+    this.tree = new Tree();
+    this.prefix = `nbt${++widgets}`;
+    this.drawn = { id: null, count: 0 };
+    this.isAsking = false;
+    this.focused = 0;
+    this.pinned = false;
+    this.build(el);
+    this.popover = new Popover(
+      this.root,
+      (token) => this.branch(token),
+      (anchor, hadFocus) => {
+        this.pinned = false;
+        anchor.classList.remove("nbt-open");
+        if (hadFocus) anchor.focus();
+      },
+    );
+    this.listen();
+  }
+
+  build(el) {
+    // A notebook's own shortcuts would move from cell to cell.
+    this.root = element("div", "nbt", { "data-lm-suppress-shortcuts": "true" });
+    this.fold = element("button", "nbt-fold", { type: "button" });
+    this.body = element("div", "nbt-body");
+    this.tabs = element("div", "nbt-tabs", { role: "tablist", "aria-label": "Answers and branches" });
+    this.panel = element("div", "nbt-panel", { role: "tabpanel", id: `${this.prefix}-panel` });
+    this.text = element("div", "nbt-text", { role: "group", "aria-label": "Tokens" });
+    this.foot = element("div", "nbt-foot");
+    this.footer = element("span", "nbt-footer");
+    this.stop = element("button", "nbt-stop", { type: "button" });
+    this.stop.textContent = "■ Stop";
+    this.notice = element("div", "nbt-notice", { role: "alert" });
+    this.foot.append(this.footer, this.stop);
+    this.panel.append(this.text, this.foot, this.notice);
+    this.body.append(this.tabs, this.panel);
+    this.root.append(this.fold, this.body);
+    el.append(this.root);
+  }
+
+  listen() {
+    this.onMessage = (message) => this.receive(message);
+    this.onActive = () => this.draw();
+    this.onFolded = () => this.draw();
+    this.onScroll = (event) => {
+      if (!this.popover.box.contains(event.target)) this.popover.close();
+    };
+    this.onPress = (event) => {
+      if (!this.popover.box.contains(event.target) && event.target !== this.popover.anchor) this.popover.close();
+    };
+    this.model.on("msg:custom", this.onMessage);
+    this.model.on("change:active", this.onActive);
+    this.model.on("change:folded", this.onFolded);
+    document.addEventListener("scroll", this.onScroll, true);
+    document.addEventListener("pointerdown", this.onPress, true);
+    this.tabs.addEventListener("click", (event) => this.onTabClick(event));
+    this.tabs.addEventListener("keydown", (event) => this.onTabKey(event));
+    this.stop.addEventListener("click", () => this.model.send({ kind: "stop", node: this.active }));
+    this.fold.addEventListener("click", () => {
+      this.model.set("folded", !this.model.get("folded"));
+      this.model.save_changes();
+    });
+    this.text.addEventListener("click", (event) => this.onToken(event, (span) => this.open(span, true)));
+    this.text.addEventListener("keydown", (event) => this.onTextKey(event));
+    this.text.addEventListener("pointerover", (event) => this.onToken(event, (span) => this.soon(span)));
+    this.text.addEventListener("pointerout", () => this.leave());
+    this.popover.box.addEventListener("pointerenter", () => clearTimeout(this.timer));
+    this.popover.box.addEventListener("pointerleave", () => this.leave());
+  }
+
+  start() {
+    this.reset(this.model.get("snapshot") ?? {});
+    this.hello();
+    this.frame = requestAnimationFrame(() => this.watch());
+  }
+
+  // JupyterLab replaces an output by taking the old view away, without a word to it: until the new one is there, its place
+  // stays as high as it was, so that nothing below jumps.
+  watch() {
+    const host = this.root.closest(".jp-OutputArea-output");
+    if (!host) return;
+    host.style.minHeight = "";
+    let height = 0;
+    this.sizes = new ResizeObserver(() => (height = this.root.isConnected ? host.offsetHeight : height));
+    this.sizes.observe(this.root);
+    this.changes = new MutationObserver(() => {
+      if (this.root.isConnected) return;
+      host.style.minHeight = `${height}px`;
+      setTimeout(() => (host.style.minHeight = ""), REST_MS);
+      this.end();
+    });
+    this.changes.observe(host, { childList: true });
+  }
+
+  // The kernel may replace what a saved notebook has, and with it this view: not while somebody is in it.
+  restSoon() {
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => {
+      const isInUse = this.root.matches(":hover") || this.root.contains(document.activeElement);
+      if (isInUse) this.restSoon();
+      else this.model.send({ kind: "rest" });
+    }, REST_MS);
+  }
+
+  end() {
+    clearTimeout(this.timer);
+    clearTimeout(this.resting);
+    cancelAnimationFrame(this.frame);
+    this.sizes?.disconnect();
+    this.changes?.disconnect();
+    this.model.off("msg:custom", this.onMessage);
+    this.model.off("change:active", this.onActive);
+    this.model.off("change:folded", this.onFolded);
+    document.removeEventListener("scroll", this.onScroll, true);
+    document.removeEventListener("pointerdown", this.onPress, true);
+    this.root.remove();
+  }
+
+  get active() {
+    const wanted = this.model.get("active");
+    return this.tree.nodes.has(wanted) ? wanted : 0;
+  }
+
+  select(id) {
+    this.model.set("active", id);
+    this.model.save_changes();
+    this.draw();
+  }
+
+  hello() {
+    this.isAsking = true;
+    this.model.send({ kind: "hello" });
+  }
+
+  receive(message) {
+    if (message.kind === "reset") this.reset(message);
+    else if (message.kind === "node") this.update(message);
+    else if (message.kind === "alternatives") this.complete(message);
+    else if (message.kind === "select") this.select(message.node);
+    else if (message.kind === "notice") this.say(message.text);
+  }
+
+  reset({ nodes = [], refusal = "" }) {
+    this.isAsking = false;
+    this.tree.clear();
+    this.tree.refusal = refusal;
+    for (const node of nodes) this.tree.take({ ...node, tokens: [...node.tokens] });
+    this.drawn.id = null;
+    this.draw();
+  }
+
+  update(node) {
+    const isNew = !this.tree.nodes.has(node.id);
+    if (!this.tree.take(node)) {
+      if (!this.isAsking) this.hello();
+      return;
+    }
+    if (isNew) this.markForks();
+    if (node.parent !== null && node.state !== "running") this.restSoon();
+    this.draw();
+  }
+
+  say(text) {
+    this.notice.textContent = text;
+  }
+
+  draw() {
+    const folded = this.model.get("folded");
+    const node = this.tree.nodes.get(this.active);
+    this.fold.textContent = `${folded ? "▸" : "▾"} Tokens and their probabilities`;
+    this.fold.setAttribute("aria-expanded", String(!folded));
+    this.fold.hidden = !folded && !this.wasFolded;
+    this.wasFolded ||= folded;
+    this.body.hidden = folded;
+    if (folded || !node) return;
+    this.drawTabs();
+    this.drawText(node);
+    this.footer.textContent = node.footer;
+    this.stop.hidden = node.state !== "running";
+    this.foot.hidden = this.stop.hidden && !node.footer;
+    this.panel.setAttribute("aria-busy", String(node.state === "running"));
+    this.panel.classList.toggle("nbt-failed", node.state === "failed");
+    if (node.error && !node.footer) this.say(node.error);
+  }
+
+  drawTabs() {
+    const nodes = [...this.tree.nodes.values()];
+    this.tabs.hidden = nodes.length < 2;
+    while (this.tabs.children.length > nodes.length) this.tabs.lastChild.remove();
+    nodes.forEach((node, index) => {
+      const tab = this.tabs.children[index] ?? this.tabs.appendChild(element("button", "nbt-tab", { role: "tab", type: "button" }));
+      const isActive = node.id === this.active;
+      tab.id = `${this.prefix}-tab-${node.id}`;
+      tab.dataset.node = node.id;
+      tab.dataset.state = node.state;
+      tab.tabIndex = isActive ? 0 : -1;
+      tab.setAttribute("aria-selected", String(isActive));
+      tab.setAttribute("aria-controls", this.panel.id);
+      const title = node.parent === null ? node.label : `${node.id + 1} ↳ ${node.label}`;
+      if (tab.textContent !== title) tab.textContent = title;
+      tab.title = node.parent === null ? `answer ${node.label}` : `${node.label} at ${node.position} of ${node.parent + 1}`;
+      if (isActive) this.panel.setAttribute("aria-labelledby", tab.id);
+    });
+  }
+
+  drawText(node) {
+    const tokens = this.tree.whole(node.id);
+    if (this.drawn.id !== node.id || this.drawn.count > tokens.length) {
+      this.popover.close();
+      this.text.replaceChildren();
+      this.say("");
+      this.drawn = { id: node.id, count: 0 };
+      this.focused = node.position;
+    }
+    const added = document.createDocumentFragment();
+    for (let index = this.drawn.count; index < tokens.length; index++) {
+      added.append(this.span(tokens[index], index, node));
+    }
+    this.text.append(added);
+    if (this.drawn.count === 0) this.markForks();
+    this.drawn.count = tokens.length;
+    if (node.in_text !== null) {
+      const end = node.position + node.in_text;
+      for (let index = end; index < tokens.length; index++) this.text.children[index].classList.add("nbt-outside");
+    }
+  }
+
+  span([, text, mark, shade], index, node) {
+    const span = element("span", "nbt-token", { role: "button", "aria-haspopup": "dialog" });
+    span.textContent = text;
+    span.tabIndex = index === this.focused ? 0 : -1;
+    if (mark) span.dataset.mark = mark;
+    if (shade) span.dataset.shade = shade;
+    if (node.parent !== null && index === node.position) span.classList.add("nbt-chosen");
+    return span;
+  }
+
+  markForks() {
+    const forks = this.tree.forks(this.active);
+    [...this.text.children].forEach((span, index) => span.classList.toggle("nbt-forked", forks.has(index)));
+  }
+
+  indexOf(span) {
+    return Array.prototype.indexOf.call(this.text.children, span);
+  }
+
+  onToken(event, action) {
+    const span = event.target.closest(".nbt-token");
+    if (span) action(span);
+  }
+
+  soon(span) {
+    clearTimeout(this.timer);
+    if (!this.pinned) this.timer = setTimeout(() => this.open(span, false), HOVER_MS);
+  }
+
+  leave() {
+    clearTimeout(this.timer);
+    if (!this.pinned) this.timer = setTimeout(() => this.popover.close(), LEAVE_MS);
+  }
+
+  open(span, pinned) {
+    const index = this.indexOf(span);
+    const token = this.tree.whole(this.active)[index];
+    if (!token) return;
+    clearTimeout(this.timer);
+    if (this.popover.anchor !== span) this.popover.close();
+    this.pinned = pinned;
+    if (pinned) this.focusToken(index);
+    span.classList.add("nbt-open");
+    this.popover.show(span, token, token[6], this.tree.refusal);
+    if (token[6].length >= EAGER_ALTERNATIVES) {
+      this.model.send({ kind: "alternatives", node: this.active, position: index });
+    }
+  }
+
+  complete({ node, position, alternatives }) {
+    const anchor = this.popover.anchor;
+    const token = this.tree.whole(node)[position];
+    if (!anchor || node !== this.active || this.indexOf(anchor) !== position || !token) return;
+    if (alternatives.length <= this.popover.box.querySelectorAll(".nbt-row").length) return;
+    const hadFocus = this.popover.box.contains(document.activeElement);
+    this.popover.show(anchor, token, alternatives, this.tree.refusal);
+    if (hadFocus) this.popover.focus();
+  }
+
+  branch(token) {
+    const position = this.indexOf(this.popover.anchor);
+    this.say("");
+    this.model.send({ kind: "branch", node: this.active, position, token });
+    this.popover.close();
+  }
+
+  focusToken(index) {
+    const spans = this.text.children;
+    if (!spans[index]) return;
+    if (spans[this.focused]) spans[this.focused].tabIndex = -1;
+    this.focused = index;
+    spans[index].tabIndex = 0;
+    spans[index].focus();
+  }
+
+  onTextKey(event) {
+    const index = this.indexOf(event.target);
+    if (index < 0) return;
+    const last = this.text.children.length - 1;
+    const targets = {
+      ArrowLeft: () => index - 1,
+      ArrowRight: () => index + 1,
+      ArrowUp: () => this.inNextLine(index, -1),
+      ArrowDown: () => this.inNextLine(index, 1),
+      Home: () => 0,
+      End: () => last,
+    };
+    if (event.key === "Enter" || event.key === " ") {
+      this.open(event.target, true);
+      this.popover.focus();
+    } else if (event.key === "Escape") {
+      this.popover.close();
+    } else if (event.key in targets) {
+      this.popover.close();
+      this.focusToken(Math.max(0, Math.min(last, targets[event.key]())));
+    } else return;
+    event.preventDefault();
+  }
+
+  // The nearest token of the line above or below.
+  inNextLine(index, step) {
+    const spans = this.text.children;
+    const box = (at) => spans[at].getClientRects()[0] ?? spans[at].getBoundingClientRect();
+    const from = box(index);
+    let best = index;
+    let line = null;
+    for (let at = index + step; spans[at]; at += step) {
+      const here = box(at);
+      if (Math.abs(here.top - from.top) < here.height / 2) continue;
+      line ??= here.top;
+      if (Math.abs(here.top - line) > here.height / 2) break;
+      if (best === index || Math.abs(here.left - from.left) < Math.abs(box(best).left - from.left)) best = at;
+    }
+    return best;
+  }
+
+  onTabClick(event) {
+    const tab = event.target.closest(".nbt-tab");
+    if (tab) this.select(Number(tab.dataset.node));
+  }
+
+  onTabKey(event) {
+    const tabs = [...this.tabs.children];
+    const index = tabs.indexOf(document.activeElement);
+    const targets = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: tabs.length - 1 };
+    if (!(event.key in targets)) return;
+    const tab = tabs[(targets[event.key] + tabs.length) % tabs.length];
+    this.select(Number(tab.dataset.node));
+    tab.focus();
+    event.preventDefault();
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const view = new View(model, el);
+    view.start();
+    return () => view.end();
+  },
+};

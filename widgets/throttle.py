@@ -1,0 +1,33 @@
+"""How often something may be sent: no more than so many times, and so many bytes, a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Throttle:
+    """Keeps a rate: after each message the next one is due when both limits allow it.
+
+    Args:
+        interval: seconds between two messages at least.
+        bytes_per_second: on average.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, interval: float, bytes_per_second: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval = interval
+        self._bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._due = clock()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something may be sent now."""
+        return self._clock() >= self._due
+
+    def sent(self, num_bytes: int) -> None:
+        """Something has been sent."""
+        self._due = self._clock() + max(self._interval, num_bytes / self._bytes_per_second)

@@ -1,0 +1,70 @@
+"""The tokens of answers in the browser: shaded, with their alternatives, answers and branches as tabs.
+
+Needs anywidget: import this module where a widget is about to be shown, and show the static form where that fails.
+
+The kernel's side sends custom messages:
+
+```
+{"kind": "reset", "refusal": "", "nodes": [NODE, ...]}                  # everything, the answer to a hello
+{"kind": "node", ...NODE}                                             # news of one answer or branch
+{"kind": "alternatives", "node", "position", "alternatives": [ALTERNATIVE, ...]}
+{"kind": "select", "node"}                                            # a branch that was asked for is there already
+{"kind": "notice", "node", "text"}                                    # what was asked for is not possible
+NODE = {"id", "parent", "position", "label", "state", "footer", "error", "in_text", "start", "tokens": [TOKEN, ...]}
+TOKEN = [token id, text, mark, shade, probability in words, rank, [ALTERNATIVE, ...]]
+ALTERNATIVE = [token id, label, probability in words, probability]
+```
+A node's tokens are those it does not share with its parent, from number `start` on, counted from the first that it does not
+share; `position` is where in the whole answer that one stands. `state` is "running", "done" or "failed"; `in_text` is how
+many of its tokens are in its text, null while it is being written. `refusal` says why nothing can branch.
+
+The script sends `{"kind": "hello"}` when it is mounted and when a node's `start` is not where it is,
+`{"kind": "branch", "node", "position", "token"}`, `{"kind": "alternatives", "node", "position"}`,
+`{"kind": "stop", "node"}`, and `{"kind": "rest"}` when a branch has ended and nobody is in the widget. `snapshot` is the last reset message at the end of an answer, for where nobody answers a hello.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+Frame = dict[str, Any]
+
+
+@functools.cache
+def _static(name: str) -> str:
+    return (Path(__file__).parent / "static" / "tokens" / name).read_text(encoding="utf-8")
+
+
+class TokensWidget(anywidget.AnyWidget):
+    """The widget; `receive` gets what the script sends, on whatever thread the kernel handles it."""
+
+    snapshot = traitlets.Dict().tag(sync=True)
+    active = traitlets.Int(0).tag(sync=True)
+    """The node whose tab is open."""
+    folded = traitlets.Bool(False).tag(sync=True)
+    """Only a line that unfolds it is shown."""
+
+    def __init__(self, receive: Callable[[object], None], *, folded: bool) -> None:
+        self._esm = _static("index.js")
+        self._css = _static("tokens.css")
+        super().__init__(folded=folded)
+        # ipykernel 7.4 sends a comm's messages to where it was last published from: behind the cell that is running.
+        if getattr(self.comm, "_reply_subshell_for", None):
+            self.comm._reply_subshell_for = None
+        self.on_msg(lambda _widget, content, _buffers: receive(content))
+
+    def mime_bundle(self) -> dict[str, Any]:
+        """What makes a frontend show it; to be shown beside the static forms."""
+        return {
+            "application/vnd.jupyter.widget-view+json": {
+                "version_major": 2,
+                "version_minor": 0,
+                "model_id": self.model_id,
+            }
+        }
