@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nbengine.errors import EngineDeadError, LeaseExpiredError, NBEngineError
+from nbengine.magics.answers import Answer
 from nbengine.magics.compare_arguments import ComparisonPlan
 from nbengine.magics.compare_result import ComparisonHandle, ComparisonResult
 from nbengine.magics.compare_view import GridView
@@ -23,6 +24,8 @@ class ComparedRequest:
     prepared: PreparedRequest
     result: GenerationResult
     collector: Collector | None = None
+    answer: Answer | None = None
+    """What the notebook remembers of it, once it has been sent."""
 
 
 class ComparisonRun(Stream[ComparisonResult]):
@@ -70,6 +73,9 @@ class ComparisonRun(Stream[ComparisonResult]):
                 request.collector = collector
                 request.result.request_id = collector.request_id
                 self._ongoing.add(collector.engine_request_id, foreground=foreground)
+                request.answer = self._ongoing.answers.begin(
+                    collector.engine_request_id, request.result, request.prepared.engine.name
+                )
         except BaseException:
             self._abort_all()
             raise
@@ -122,14 +128,16 @@ class ComparisonRun(Stream[ComparisonResult]):
         request = self._requests[index]
         self.result.errors[index] = error
         request.result.abort("error")
-        self._close(request)
+        self._close(request, error)
         if isinstance(error, EngineDeadError):
             self._drop(request.prepared.engine)
 
-    def _close(self, request: ComparedRequest) -> None:
+    def _close(self, request: ComparedRequest, error: NBEngineError | None = None) -> None:
         if request.collector is not None:
             self._ongoing.discard(request.collector.engine_request_id)
         request.collector = None
+        if request.answer is not None:
+            self._ongoing.answers.end(request.answer, error)
 
     def _failure(self) -> NBEngineError | None:
         errors = self.result.errors
@@ -155,3 +163,13 @@ class ComparisonRun(Stream[ComparisonResult]):
                     request.result.abort()
                 self._close(request)
         self._grid.finish(note)
+        self._note_shown()
+
+    def _note_shown(self) -> None:
+        """Tell each engine, in one message, which answers it need not keep at the expense of others."""
+        shown: dict[AttachedEngine, list[str]] = {}
+        for index, request in enumerate(self._requests):
+            if request.answer is not None and index not in self.result.errors:
+                shown.setdefault(request.prepared.engine, []).append(request.answer.request_id)
+        for engine, request_ids in shown.items():
+            engine.client.read_transcripts(request_ids)
