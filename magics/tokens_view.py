@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.magics.branching import Branch, BranchTree
-from nbengine.magics.render import answers_bundle, branch_footer, muted
+from nbengine.magics.render import answers_bundle, muted
 from nbengine.magics.result import GenerationResult
-from nbengine.magics.tokens_feed import EAGER_ALTERNATIVES, TokensFeed, num_in_text, shown_label
+from nbengine.magics.tokens_feed import TokensFeed, kept_alternatives, line_below, num_in_text, shown_label
 from nbengine.magics.view import DUTY, UPDATE_SECONDS, CellView
 from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.live import LiveDisplay
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 10.0
 """A script that has not said hello while the kernel was idle for so long will not come."""
-_ALTERNATIVES_IN_ALL = 5000
-"""How many a saved notebook keeps of one output."""
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
 
 
@@ -117,7 +115,12 @@ class TokensView:
             return
         self._widget = TokensWidget(self._receive, folded=self._rendered is not None)
         self._feed = TokensFeed(
-            self._tree, self._widget, footer=self._footer, on_hello=self._on_hello, on_rest=self._on_rest
+            self._tree,
+            self._widget,
+            footer=self._footer,
+            folded=self._rendered is not None,
+            on_hello=self._on_hello,
+            on_rest=self._on_rest,
         )
 
     def _receive(self, content: object) -> None:
@@ -172,13 +175,13 @@ class TokensView:
 def static_bundle(tree: BranchTree, *, footer: bool, folded: bool = False) -> dict[str, str]:
     """`text/html` and `text/plain` of all answers and branches; `folded` where the answers themselves are shown above."""
     count = sum(len(node.own_token_ids) for node in tree)
-    most = max(1, min(EAGER_ALTERNATIVES, _ALTERNATIVES_IN_ALL // max(1, count)))
+    most = kept_alternatives(tree)
     several = len(tree) > 1
     html, plain = [], []
     for node in tree:
         cells = token_cells(node.own_token_ids, node.own_logprobs, most)
         heading = _heading(node) if several else ""
-        line = branch_footer(node.own, node.error) if footer else node.error
+        line = line_below(node, footer=footer, folded=folded)
         in_text = num_in_text(node) - (node.position or 0) if node.done else None
         html.append(
             muted(heading) + f'<div style="{_PROSE}">{tokens_html(cells, in_text)}</div>' + muted(line)

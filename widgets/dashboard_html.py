@@ -39,7 +39,7 @@ _NAME_LENGTH = 28
 _LEFT = 'style="text-align:left"'
 _RIGHT = 'align="right"'
 _WHOLE = 'style="text-align:left;white-space:nowrap"'
-_SMALL = 'style="font-size:11px"'
+_SMALL = 'cellpadding="4" style="font-size:11px;line-height:1.4"'
 _LINE = '<p style="margin:4px 0">'
 _BAR_WIDTH = 60.0
 _BAR_GROUND = "rgba(138,143,152,0.3)"

@@ -70,7 +70,7 @@ class _Track:
     preempted: list[int] = field(default_factory=list)
     finished: int | None = None
     is_recomputing: bool = False
-    """Since it was resumed after a preemption, until it decodes."""
+    """Its last admission was after a preemption."""
 
     def row(self, number: int, num_columns: int) -> StepRow:
         """What lies in the grid."""
@@ -94,11 +94,10 @@ def _take(tracks: dict[int, _Track], places: dict[int, int], step: StepView, col
             track.is_recomputing = number in step.resumed
             if step.num_computed[place]:
                 track.hits.append(column)
-        if number in step.prefills:
-            track.kinds[column] = RECOMPUTED if track.is_recomputing else PROMPT
-        else:
+        if number not in step.prefills:
             track.kinds[column] = DECODE
-            track.is_recomputing = False
+        else:
+            track.kinds[column] = RECOMPUTED if track.is_recomputing else PROMPT
     for number in step.finished:
         if number in tracks:
             tracks[number].finished = column

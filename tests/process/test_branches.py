@@ -11,6 +11,7 @@ import pytest
 
 from nbengine import AsyncLLM, RequestOutput, SamplingParams
 from nbengine.config import ModelConfig
+from nbengine.errors import NBEngineError
 from nbengine.magics.branching import Branch, BranchTree
 from nbengine.models.files import resolve_model
 
@@ -113,3 +114,5 @@ async def test_a_branch_is_what_greedy_decoding_gives_behind_its_token(is_greedy
         assert stats.engines[0].num_free_blocks == stats.engines[0].num_blocks
     finally:
         llm.shutdown()
+    with pytest.raises(NBEngineError):
+        root.branch(1, 98)

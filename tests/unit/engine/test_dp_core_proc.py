@@ -175,7 +175,7 @@ def test_the_trace_of_what_ends_in_a_wave_is_published_before_the_wave_ends(make
     rig.executor.others = lambda _: False
     rig.core.input_queue.put(WantEvents("trace", True))
     rig.add("a", 3)
-    rig.run(lambda: rig.executor.calls.count("dummy") == 2)
+    rig.run(lambda: rig.executor.calls.count("dummy") == 4)
     assert rig.core.waves.running
     assert not rig.core.trace.has_events
     events = []

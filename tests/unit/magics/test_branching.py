@@ -186,7 +186,7 @@ def test_wrong_positions_and_tokens_are_named(
 
 
 def test_without_log_probabilities_a_branch_needs_a_token_id() -> None:
-    result = GenerationResult("r", "p")
+    result = GenerationResult("r", "the prompt")
     client = HandDrivenClient()
     result.tree = BranchTree(result, Origin(client, SamplingParams(temperature=0)))
     with pytest.raises(InvalidArgumentError, match="position must be that of a token, got 0"):
@@ -221,7 +221,7 @@ def test_a_result_without_an_engine_says_so() -> None:
 def test_several_answers_are_several_roots_and_the_salt_and_rank_stay() -> None:
     client = HandDrivenClient()
     client.engine_ranks = [0, 1, 2]
-    result = GenerationResult("r", "p")
+    result = GenerationResult("r", "the prompt")
     result.tree = BranchTree(result, Origin(client, SamplingParams(n=2, temperature=1), "salt"))
     output = delta_of(WORDS, "stop", finished=False)
     result.absorb(output)

@@ -167,6 +167,10 @@ def test_long_answers_keep_fewer_alternatives() -> None:
     )
     assert short > 180
     assert long < 150
+    tree, _ = tree_of([("x", 0.1, alternatives)] * 4000)
+    feed, widget, _ = feed_of(tree)
+    feed.push(tree[0])
+    assert len(msgspec.json.encode(widget.snapshot)) < 300_000
 
 
 async def run(shell: InteractiveShell, code: str) -> None:
