@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.magics.answers import keep_answer
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.result import GenerationResult, Handle
 from nbengine.magics.stream import Collector, Generation
@@ -40,8 +41,16 @@ class BranchClient(Protocol):
         *,
         data_parallel_rank: int | None = None,
         written: Sequence[int] = (),
+        transcript: str | None = None,
     ) -> Collector:
-        """Send a request, which goes on behind `written`."""
+        """Send a request, which goes on behind `written` and which the engine keeps as the answer to `transcript`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+
+    def read_transcripts(self, request_ids: Iterable[str]) -> None:
+        """Tell the engine, without waiting, that these have been seen."""
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, without waiting."""
@@ -243,11 +252,15 @@ class BranchTree:
         self._nodes = [Branch(self, index, result, index=index) for index in range(origin.params.n)]
 
     @classmethod
-    def of(cls, llm: AsyncLLM, output: RequestOutput, params: SamplingParams) -> BranchTree:
-        """The tree of an answer that a script has got from an `AsyncLLM`; `params` are those it was asked for with."""
+    def of(
+        cls, llm: AsyncLLM, output: RequestOutput, params: SamplingParams, *, cache_salt: str | None = None
+    ) -> BranchTree:
+        """The tree of a whole answer that a script has got from an `AsyncLLM`; `params` and `cache_salt` are those it was
+        asked for with."""
         result = GenerationResult(output.request_id, output.prompt or "")
         result.absorb(output)
-        return cls(result, Origin(llm, params))
+        result.tree = cls(result, Origin(llm, params, cache_salt))
+        return result.tree
 
     @property
     def roots(self) -> list[Branch]:
@@ -275,7 +288,11 @@ class BranchTree:
             prompt["cache_salt"] = origin.cache_salt
         written = [*node.token_ids[:position], token_id]
         collector = origin.client.submit(
-            prompt, self._branch_params(), data_parallel_rank=self._rank(node), written=written
+            prompt,
+            self._branch_params(),
+            data_parallel_rank=self._rank(node),
+            written=written,
+            transcript=self._result.prompt,
         )
         view = _BranchView(self.notify)
         generation = Generation(
@@ -286,6 +303,7 @@ class BranchTree:
             origin.ongoing,
             foreground=False,
         )
+        keep_answer(origin.ongoing.answers, generation, origin.client, collector.engine_request_id)
         with self._lock:
             branch = Branch(
                 self,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
 _WORDS = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff]\s*|[^\W\u2e80-\u9fff\uf900-\ufaff]+\s*|[^\w\s]\s*|\s+")
 """Words with the blanks behind them; a sign that stands for a word of its own is one."""
+_LETTER = re.compile(r"\w")
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 _MOST_WORDS = 20_000
 """Longer texts are compared by lines: the time grows faster than the length."""
@@ -44,40 +45,77 @@ class Part:
 def word_diff(old: str, new: str) -> list[Part]:
     """The parts of two texts in their order; what was deleted stands before what took its place.
 
-    The parts that are not inserted make the old text, those that are not deleted the new one, but for blanks at the
-    end of a word that is otherwise the same, which are the new text's.
+    The parts that are not inserted make the old text, those that are not deleted the new one.
     """
     before, after = _WORDS.findall(old), _WORDS.findall(new)
     if max(len(before), len(after)) > _MOST_WORDS:
         before, after = _LINES.findall(old), _LINES.findall(new)
-    return list(_merged(_parts(before, after)))
-
-
-def _parts(before: Sequence[str], after: Sequence[str]) -> Iterator[Part]:
+    parts = _Parts()
     keys = [word.rstrip() or word for word in before], [word.rstrip() or word for word in after]
     precise = max(len(before), len(after)) <= _MOST_PRECISE
     matcher = difflib.SequenceMatcher(None, *keys, autojunk=not precise)
     for tag, start, end, new_start, new_end in matcher.get_opcodes():
-        if tag == "equal":
-            yield Part("same", "".join(after[new_start:new_end]))
-            continue
-        yield Part("deleted", "".join(before[start:end]))
-        yield Part("inserted", "".join(after[new_start:new_end]))
+        was, now = before[start:end], after[new_start:new_end]
+        if tag == "equal" and (parts.settled or any(map(_LETTER.search, now))):
+            for old_word, new_word in zip(was, now, strict=True):
+                parts.same(old_word, new_word)
+        else:
+            # A comma that both happen to have is no reason to cut a change in two.
+            parts.changed("".join(was), "".join(now))
+    return parts.end()
 
 
-def _merged(parts: Iterator[Part]) -> Iterator[Part]:
-    last: Part | None = None
-    for part in parts:
-        if not part.text:
-            continue
-        if last is not None and last.kind == part.kind:
-            last = Part(last.kind, last.text + part.text)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last
+class _Parts:
+    """Joins what is alike, and what has changed between two words that have not."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._same = self._deleted = self._inserted = ""
+
+    @property
+    def settled(self) -> bool:
+        """Whether no change is open."""
+        return not (self._deleted or self._inserted)
+
+    def same(self, old: str, new: str) -> None:
+        """A word of both, but for the blanks behind it."""
+        if not self.settled:
+            self._flush()
+        word = new if old == new else new.rstrip()
+        self._same += word
+        self.changed(old[len(word) :], new[len(word) :])
+
+    def changed(self, old: str, new: str) -> None:
+        """What takes the place of what."""
+        self._deleted += old
+        self._inserted += new
+
+    def end(self) -> list[Part]:
+        """All parts."""
+        self._flush()
+        self._flush()
+        return self._parts
+
+    def _flush(self) -> None:
+        tail = _common_signs(self._deleted, self._inserted)
+        end = -len(tail) or None
+        found: tuple[tuple[Kind, str], ...] = (
+            ("same", self._same),
+            ("deleted", self._deleted[:end]),
+            ("inserted", self._inserted[:end]),
+        )
+        self._parts += [Part(kind, text) for kind, text in found if text]
+        self._same, self._deleted, self._inserted = tail, "", ""
+
+
+def _common_signs(old: str, new: str) -> str:
+    """The blanks and signs with which both texts end: what follows a change is no part of it."""
+    length = 0
+    while length < min(len(old), len(new)) and old[-1 - length] == new[-1 - length]:
+        if old[-1 - length].isalnum():
+            break
+        length += 1
+    return new[len(new) - length :]
 
 
 def diff_html(parts: Sequence[Part]) -> str:
@@ -116,12 +154,12 @@ class AnswerDiff:
     def summary(self) -> str:
         """How much of the answer differs, in words."""
         if not self.changed:
-            return "the same answer as before"
-        words = {
-            kind: sum(len(part.text.split()) for part in self.text if part.kind == kind)
+            return "the same answer"
+        new, gone = (
+            sum(len(part.text.split()) for part in self.text if part.kind == kind)
             for kind in ("inserted", "deleted")
-        }
-        return f"against the previous answer: {words['inserted']} words new, {words['deleted']} gone"
+        )
+        return f"against the other answer: {new} word{'' if new == 1 else 's'} new, {gone} gone"
 
     def _repr_html_(self) -> str:
         return self.html

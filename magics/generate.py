@@ -13,7 +13,8 @@ from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
 from nbengine.magics.compare_run import ComparisonRun
 from nbengine.magics.compare_view import grid_view_for
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import GenerateOptions
+from nbengine.magics.generate_arguments import GenerateOptions, generate_parser
+from nbengine.magics.help import documented
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.rerun import EarlierAnswers
 from nbengine.magics.session import NotebookSession
@@ -37,8 +38,9 @@ class GenerateMagics(Magics):
 
     @no_var_expand
     @line_cell_magic
+    @documented(generate_parser)
     def generate(self, line: str, cell: str | None = None) -> Any:
-        """Send a prompt to the engine; the answer streams into the cell. `%generate -h` lists the flags."""
+        """Send a prompt to the engine; the answer streams into the cell."""
         __tracebackhide__ = True
         turn = self._begin(line, cell)
         with turn:
@@ -91,7 +93,8 @@ class GenerateMagics(Magics):
             for combination in plan.combinations
         ]
         view_of = grid_view_for(shell, plan, [request.params for request in prepared])
-        run = ComparisonRun(plan, prepared, view_of, self._session.ongoing, self._session.drop)
+        session = self._session
+        run = ComparisonRun(plan, prepared, view_of, session.ongoing, self._submitter.tell, session.drop)
         turn = Turn(shell, self._session, None, is_cell=is_cell)
         try:
             run.send(foreground=not options.background)

@@ -296,7 +296,7 @@ def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
     for name, value in vars(parsed).items():
         if isinstance(value, Several):
             raise UsageError(f"{prog}: --{name.replace('_', '-')} takes one value here, not {len(value)}")
-    given = {name: getattr(parsed, name) for name in (*_SAMPLING_FLAGS, "stop")}
+    given = {name: getattr(parsed, name, None) for name in (*_SAMPLING_FLAGS, "stop")}
     sampling = {name: value for name, value in given.items() if value is not None}
     known = SamplingParams.__struct_fields__
     for name, value in parsed.set:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nbengine.magics.arguments import MagicParser
+
+Magic = TypeVar("Magic", bound=Callable[..., Any])
+
 ENGINE_HELP = """\
 %engine keeps a language model running in a process beside this notebook.
 
@@ -9,8 +16,11 @@ ENGINE_HELP = """\
                                   a .gguf file or a hub id            %engine start -h lists the flags
   %engine status [NAME]           requests, KV blocks, prefix cache, engine cores, workers
   %engine tree [NAME]             its processes, and what connects them
-  %engine logs [NAME] [-n N]      the last lines of its log; --rank R: of the log of one of its workers
+  %engine logs [NAME] [-n N] [-f] the last lines of its log; -f follows it; --worker R: of one of its workers
+  %engine config [NAME]           its whole configuration, and what of it was given
   %engine restart [flags]         stop and start again, with the same arguments and those given here
+  %engine load MODEL [flags]      another model in its place, under its name
+  %engine fit MODEL [flags]       whether a model fits on this machine, before anything is loaded
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 
   %engine scale --dp N            have N engine cores, while requests run
@@ -20,6 +30,8 @@ ENGINE_HELP = """\
   %engine pause / resume          hold all requests back, and go on
   %engine reset                   forget the prefix cache
   %engine profile start / stop    record what it computes, as a Chrome trace
+
+  %engine recover [N] [-l]        what was written before a page reload or a kernel restart
 
   %engine ps                      all your engines on this machine
   %engine attach [NAME]           join one: yours from before a kernel restart, or another notebook's
@@ -31,9 +43,21 @@ Then ask it something:
   %%generate --max-tokens 100 -o answer
   Explain {topic} to a ten-year-old.
 
+  %%chat                          a conversation, with all that was said before in mind; %chat -h
   %%generate -h                   the flags: sampling, formats, -o NAME, -a for the background, -t RANK
   %config NBEngine                the defaults
 
 Interrupt a cell and its text so far is kept; the engine goes on. Restart the kernel and the engine is still there:
-%engine attach. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
+%engine attach, and so is what it had written: %engine recover. An engine that nobody is attached to ends by itself after its --keep-alive (10 minutes).
 """
+
+
+def documented(help_text: str | Callable[[], MagicParser]) -> Callable[[Magic], Magic]:
+    """Have a magic's docstring say what its `-h` prints, so that `%magic?` shows it."""
+
+    def document(magic: Magic) -> Magic:
+        text = help_text if isinstance(help_text, str) else help_text().format_help()
+        magic.__doc__ = f"{magic.__doc__}\n\n{text}"
+        return magic
+
+    return document

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from nbengine.magics.answers import Answers
+
 
 class OngoingRequests:
     """The notebook's requests that have not ended, by engine request id. Safe on any thread."""
@@ -11,6 +13,8 @@ class OngoingRequests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._foreground: dict[str, bool] = {}
+        self.answers = Answers()
+        """Those of requests that have ended, too."""
 
     def add(self, engine_request_id: str, *, foreground: bool) -> None:
         """Note a request; `foreground`: the cell that is running waits for it."""

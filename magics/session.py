@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import ConnectionInfo, list_connections
-from nbengine.config import EngineConfig
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.errors import NBEngineError
 from nbengine.frontend.control import Control
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.arguments import did_you_mean
@@ -23,6 +24,9 @@ from nbengine.magics.stream import Collector
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.live import in_kernel
+
+if TYPE_CHECKING:
+    from nbengine.frontend.transcripts import Transcript
 
 ProgressCallback = Callable[[Progress], None]
 
@@ -61,11 +65,40 @@ class EngineClient(Protocol):
         *,
         data_parallel_rank: int | None = None,
         written: Sequence[int] = (),
+        transcript: str | None = None,
     ) -> Collector:
-        """Send a request, to one engine core of several where a rank is given, to go on behind `written`."""
+        """Send a request, to one engine core of several where a rank is given, to go on behind `written`.
+
+        With `transcript`, the prompt as it was typed, the engine keeps the answer.
+        """
+
+    def transcripts_blocking(self, session: str | None = None) -> list[Transcript]:
+        """What the engine has kept of this notebook, or of another one."""
+
+    def read_transcripts(self, request_ids: Iterable[str], session: str | None = None) -> None:
+        """Tell the engine, without waiting, that these have been seen."""
+
+    def forget_transcripts_blocking(
+        self, request_ids: Iterable[str] | None = None, session: str | None = None
+    ) -> int:
+        """Have the engine drop these, all that have ended if None."""
+
+    def transcript_sessions_blocking(self) -> dict[str, int]:
+        """How many completions nobody has read, by session."""
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, without waiting."""
+
+    @property
+    def client_index(self) -> int:
+        """By which the engine knows this client's requests."""
+
+    @property
+    def death(self) -> NBEngineError | None:
+        """Why the engine has ended, as far as the client knows that it has."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens."""
 
     def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
         """Apply the chat template."""
@@ -95,6 +128,9 @@ class EngineClient(Protocol):
 class Backend(Protocol):
     """Where engines come from."""
 
+    def prepare(self, arguments: Mapping[str, Any], *, progress: ProgressCallback) -> None:
+        """Find or fetch what a start with these arguments needs; raises where it could not begin."""
+
     def start(
         self, arguments: Mapping[str, Any], *, name: str | None, session: str, progress: ProgressCallback
     ) -> EngineClient:
@@ -106,6 +142,12 @@ class Backend(Protocol):
 
 class AsyncLLMBackend:
     """Engines in processes of their own, which outlive the kernel."""
+
+    def prepare(self, arguments: Mapping[str, Any], *, progress: ProgressCallback) -> None:
+        """Find or fetch the files of model and tokenizer, and check that the workers can divide the model."""
+        from nbengine.frontend.assembly import resolve_files
+
+        resolve_files(EngineArgs.from_kwargs(arguments).create_engine_config(bound=False), progress)
 
     def start(
         self, arguments: Mapping[str, Any], *, name: str | None, session: str, progress: ProgressCallback
@@ -143,6 +185,10 @@ class NotebookSession:
         self.backend: Backend = backend or AsyncLLMBackend()
         self.ledger = Ledger(self.key)
         self.ongoing = OngoingRequests()
+        self.on_engine_end: list[Callable[[ConnectionInfo], None]] = []
+        """Called when this notebook has ended an engine, its own or not."""
+        self.on_close: list[Callable[[], None]] = []
+        """Called before the notebook leaves its engines."""
         self._engines: dict[str, AttachedEngine] = {}
         self._dropped: list[AttachedEngine] = []
 
@@ -210,6 +256,8 @@ class NotebookSession:
 
     def close(self) -> list[AttachedEngine]:
         """Leave all engines running without this notebook, which may still come back; returns them."""
+        while self.on_close:
+            self.on_close.pop()()
         self.bury()
         engines, self._engines = list(self._engines.values()), {}
         for engine in engines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from nbengine.errors import NBEngineError
+from nbengine.magics.answers import EndHandler
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.result import GenerationHandle, GenerationResult, Handle
@@ -38,6 +40,10 @@ class Collector(Protocol):
         """Wait for the next output in this thread."""
 
 
+def ignore_end(shown: bool, error: NBEngineError | None) -> None:
+    """Nobody wants to know."""
+
+
 class Stream(ABC, Generic[R]):
     """What a cell waits for: awaited, blocking, or in the background.
 
@@ -48,6 +54,7 @@ class Stream(ABC, Generic[R]):
     def __init__(self, result: R) -> None:
         self.result = result
         self._cancelled = threading.Event()
+        self._interrupt_taken = False
 
     async def run(self) -> None:
         """Stream until the end, on the running event loop.
@@ -117,6 +124,7 @@ class Stream(ABC, Generic[R]):
             handle.settle()
 
     def _interrupted(self) -> Interrupted:
+        self._interrupt_taken = True
         self._abort_all()
         return Interrupted("generation interrupted; what had been written is kept")
 
@@ -165,6 +173,7 @@ class Generation(Stream[GenerationResult]):
         self._abort = abort
         self._ongoing = ongoing
         ongoing.add(collector.engine_request_id, foreground=foreground)
+        self.on_end: EndHandler = ignore_end
 
     @property
     def _interval(self) -> float:
@@ -189,10 +198,14 @@ class Generation(Stream[GenerationResult]):
 
     def _end(self, note: str = "") -> None:
         self._ongoing.discard(self._collector.engine_request_id)
+        error = sys.exception()
+        failure = error if isinstance(error, NBEngineError) else None
+        shown = self.result.finished or self._interrupt_taken or self._cancelled.is_set()
         if not self.result.finished:
             drain(self._collector, self.result)
             self.result.abort()
         self._view.finish(self.result, note)
+        self.on_end(shown, failure)
 
 
 def drain(collector: Collector, result: GenerationResult) -> None:

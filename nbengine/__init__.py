@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UtilityError,
     )
     from nbengine.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from nbengine.frontend.fit import fit
     from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from nbengine.widgets.fit_report import FitReport
 
 __version__ = "0.1.0"
 
@@ -65,6 +67,7 @@ _HOMES = {
         "UtilityError",
     ),
     "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "nbengine.frontend.fit": ("fit",),
     "nbengine.frontend.input_processor": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
@@ -80,6 +83,7 @@ _HOMES = {
         "ScoringOutput",
         "ScoringRequestOutput",
     ),
+    "nbengine.widgets.fit_report": ("FitReport",),
     "nbengine.sampling_params": (
         "PoolingParams",
         "RequestOutputKind",
@@ -104,6 +108,7 @@ __all__ = [
     "EngineDeadError",
     "EngineStartError",
     "EngineStats",
+    "FitReport",
     "IncompleteOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
@@ -130,6 +135,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "UtilityError",
+    "fit",
     "load_ipython_extension",
     "unload_ipython_extension",
 ]

@@ -6,32 +6,38 @@ import base64
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import anywidget
 import traitlets
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import ConnectionInfo
-from nbengine.client.trace_mirror import RequestView
 from nbengine.errors import NBEngineError
 from nbengine.metrics.trace import RequestAdded
 from nbengine.widgets.block_lines import block_lines, token_text
 from nbengine.widgets.chrome_trace import chrome_trace
+from nbengine.widgets.comms import answer_at_once
 from nbengine.widgets.dashboard_html import static_bundle
 from nbengine.widgets.dashboard_state import DashboardState
 from nbengine.widgets.feed import EngineFeed, Subscribe
+from nbengine.widgets.feed_answers import abort, decode
 from nbengine.widgets.frames import FrameBuilder
 from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.live import in_kernel
+from nbengine.widgets.output import ReplaceableOutput
 from nbengine.widgets.ownership import Owner
 from nbengine.widgets.scripts import bundled, stylesheet
 from nbengine.widgets.throttle import Throttle
 
+if TYPE_CHECKING:
+    from nbengine.widgets.plain_view import PlainView
+
 FRAME_INTERVAL = 0.2
 """Seconds between two frames at least."""
 BYTES_PER_SECOND = 300_000
+"""Of all dashboards of a process together: a notebook's server drops what is above a million."""
 SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
 QUIET = 2.0
@@ -41,13 +47,14 @@ FIRST_STATE_SECONDS = 1.0
 SNAPSHOT_INTERVAL = 5.0
 """Seconds between two snapshots at least."""
 SNAPSHOT_BYTES_PER_SECOND = 30_000
+"""Of all dashboards, too."""
 LOADING_SECONDS = 10.0
 """Seconds of an idle kernel after which a script that has not said anything is taken not to be there."""
 
 _PREVIEW_TOKENS = 64
 
 
-class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
+class Dashboard(anywidget.AnyWidget):
     """A live view of an engine, read-only but for ending this notebook's own requests.
 
     Its script is served with frames (`nbengine.widgets.frames`) while it gives signs of life. With the engine's end, or
@@ -70,6 +77,7 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
     view = traitlets.Dict().tag(sync=True)
 
     _is_closed = True
+    _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
 
     def __init__(
         self,
@@ -83,10 +91,9 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         super().__init__(interrupt_path=interrupt_path(), height=height)
         shell: Any = InteractiveShell.instance() if InteractiveShell.initialized() else None
         self._info = info
-        self._publisher = None if shell is None else shell.display_pub
+        self._output = ReplaceableOutput()
+        self._plain: PlainView | None = None
         self._idle = IdleClock.of(shell) if falls_back and shell is not None and in_kernel(shell) else None
-        self._display_id = uuid4().hex
-        self._is_shown = False
         self._heard_at: float | None = None
         """When the script has last given a sign of life, on `time.monotonic()`."""
         self._sent_at = 0.0
@@ -96,6 +103,7 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         self._builder = FrameBuilder(self._preview)
         self._final: Mapping[str, str] | None = None
         self._is_closed = False
+        self._open.add(self)
         answer_at_once(self.comm)
         self.on_msg(self._on_message)
         self._feed = EngineFeed.listen(info, self, owner, subscribe)
@@ -108,15 +116,16 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
     @property
     def is_closed(self) -> bool:
         """Whether what is shown does not change any more."""
-        return self._is_closed
+        return self._is_closed if self._plain is None else self._plain.is_closed
 
     def close(self) -> None:
         """Stop following the engine and show the last state for good; again does nothing."""
-        if self._is_closed:
-            return
-        with self._feed.state() as state:
-            self._finish(state)
-        self._feed.leave(self)
+        if self._plain is not None:
+            self._plain.close()
+        elif not self._is_closed:
+            with self._feed.state() as state:
+                self._finish(state)
+            self._feed.leave(self)
 
     def export(self, path: str | Path) -> Path:
         """Write the steps and requests that are known as a Chrome trace, which Perfetto opens, too."""
@@ -127,28 +136,23 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         return path
 
     def static(self) -> dict[str, str]:
-        """The state as it is now, by MIME type, without a script."""
-        if self._final is None:
-            self._feed.wait_until_known(FIRST_STATE_SECONDS)
-            with self._feed.state() as state:
-                return static_bundle(state)
-        return dict(self._final)
+        """The state as it is now, or was at the end, by MIME type, without a script."""
+        if self._final is not None:
+            return dict(self._final)
+        self._feed.wait_until_known(FIRST_STATE_SECONDS)
+        with self._feed.state() as state:
+            return static_bundle(state)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         static = self.static()
         if self._is_closed:
             return static, {}
-        data, metadata = super()._repr_mimebundle_(**kwargs)
+        data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         return {**data, **static}, metadata
 
     def _ipython_display_(self, **kwargs: Any) -> None:
         # What is the value of a cell could not be replaced later: it has no display id.
-        if self._publisher is None:
-            print(self.static()["text/plain"])
-            return
-        data, metadata = self._repr_mimebundle_(**kwargs)
-        self._publisher.publish(data=data, metadata=metadata, transient={"display_id": self._display_id})
-        self._is_shown = True
+        self._output.show(*self._repr_mimebundle_(**kwargs))
 
     # What the feed tells, with its lock held.
 
@@ -167,13 +171,23 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         if self._is_watched:
             self._send_frame(state)
             self._renew_snapshot(state)
-        elif self._heard_at is None and self._idle is not None and self._is_shown:
-            if self._idle.idle_seconds > LOADING_SECONDS:
-                self._fall_back(state)
+        elif self._must_fall_back:
+            self._fall_back(state)
+
+    @property
+    def _must_fall_back(self) -> bool:
+        if self._heard_at is not None or self._idle is None or not self._output.is_shown:
+            return False
+        return self._idle.idle_seconds > LOADING_SECONDS
 
     @property
     def _is_watched(self) -> bool:
         return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
+
+    @property
+    def _num_watched(self) -> int:
+        """How many dashboards share the way to the browser."""
+        return sum(dashboard._is_watched for dashboard in list(self._open))
 
     def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
         if not self._throttle.is_due:
@@ -181,7 +195,7 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
-            self._throttle.sent(frame.size)
+            self._throttle.sent(frame.size * self._num_watched)
             self._sent_at = time.monotonic()
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
@@ -194,30 +208,29 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
         self._snapshot_of = state.time
-        self._snapshot_due = now + max(SNAPSHOT_INTERVAL, frame.size / SNAPSHOT_BYTES_PER_SECOND)
+        share = self._num_watched * frame.size / SNAPSHOT_BYTES_PER_SECOND
+        self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)
 
     def _finish(self, state: DashboardState) -> None:
         """Put a picture in the widget's place."""
-        self._is_closed = True
         self._final = static_bundle(state)
         self._renew_snapshot(state, at_once=True)
-        self._replace(self._final)
-        super().close()
+        self._output.replace(self._final)
+        self._end()
 
     def _fall_back(self, state: DashboardState) -> None:
-        """Put the plain widget in this one's place."""
+        """Put the plain widget in this one's place: the script is not there."""
+        from nbengine.widgets.plain_view import PlainView
 
+        self._plain = PlainView(self._info, output=self._output)
+        self._output.replace(*self._plain.bundle(state))
+        self._feed.leave(self)
+        self._end()
+
+    def _end(self) -> None:
         self._is_closed = True
-        self._final = static_bundle(state)
-
-    def _replace(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
-        if self._is_shown and self._publisher is not None:
-            self._publisher.publish(
-                data=dict(data),
-                metadata=dict(metadata or {}),
-                transient={"display_id": self._display_id},
-                update=True,
-            )
+        self._open.discard(self)
+        super().close()
 
     # What the script says, on any thread.
 
@@ -243,24 +256,12 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
             self._feed.look_again()
 
     def _answer_abort(self, state: DashboardState, rank: object, number: object) -> None:
-        error = self._abort(_request_of(state, rank, number), number)
-        self.send({"kind": "aborted", "rank": rank, "number": number, "error": error})
-
-    def _abort(self, view: RequestView | None, number: object) -> str | None:
-        """Ask for a request's end; why not, if that is not possible."""
-        if view is None:
-            return f"request {number} has ended already"
-        owner = next((owner for owner in self._feed.owners if owner.owns(view.added)), None)
-        if owner is None:
-            return (
-                f"request {view.added.request_id} is not this notebook's: client {view.added.client_index} of the "
-                "engine has sent it, and only that can end it"
-            )
+        error = None
         try:
-            owner.abort(view.added)
+            abort(self._feed, state, rank, number)
         except NBEngineError as refusal:
-            return str(refusal)
-        return None
+            error = str(refusal)
+        self.send({"kind": "aborted", "rank": rank, "number": number, "error": error})
 
     def _answer_block(self, state: DashboardState, rank: object, block: object) -> None:
         if not isinstance(rank, int) or not isinstance(block, int):
@@ -275,8 +276,7 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]
         return token_text(token_ids, self._decode) if token_ids else ""
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
-        texts = (owner.decode(token_ids) for owner in self._feed.owners)
-        return next((text for text in texts if text is not None), None)
+        return decode(self._feed, token_ids)
 
 
 def interrupt_path() -> str:
@@ -292,17 +292,3 @@ def interrupt_path() -> str:
         # A kernel inside another program has no connection file.
         return ""
     return f"api/kernels/{name.removeprefix('kernel-')}" if name.startswith("kernel-") else ""
-
-
-def answer_at_once(comm: Any) -> None:
-    """Have a comm's messages taken in where the frontend sends them, not where the comm has last published: ipykernel 7.4
-    would leave them until the cell has ended."""
-    if getattr(comm, "_reply_subshell_for", None):
-        comm._reply_subshell_for = None
-
-
-def _request_of(state: DashboardState, rank: object, number: object) -> RequestView | None:
-    if not isinstance(rank, int) or not isinstance(number, int):
-        return None
-    mirror = state.mirrors.get(rank)
-    return None if mirror is None else mirror.requests.get(number)

@@ -38,7 +38,7 @@ class BlockCells:
 
 
 def cells_of(blocks: BlockMap, max_cells: int) -> BlockCells:
-    """Put the blocks into `max_cells` cells at most."""
+    """Put the blocks, of which there is at least one, into `max_cells` cells at most."""
     num_blocks = blocks.num_blocks
     width = max(1, -(-num_blocks // max_cells))
     cell = np.arange(num_blocks) // width
@@ -48,8 +48,6 @@ def cells_of(blocks: BlockMap, max_cells: int) -> BlockCells:
         return np.bincount(cell[mask], minlength=num_cells)
 
     held = blocks.ref_counts > 0
-    most = np.zeros(num_cells, np.int64)
-    np.maximum.at(most, cell, blocks.ref_counts)
     # One that nobody is known to have taken is in the first colour.
     color_of_block = np.maximum(blocks.holder, 0) % len(REQUESTS)
     table = np.bincount(
@@ -66,7 +64,9 @@ def cells_of(blocks: BlockMap, max_cells: int) -> BlockCells:
         cached=per_cell(~held & blocks.cached),
         free=per_cell(~held & ~blocks.cached),
         shared=per_cell(blocks.ref_counts > 1),
-        most_references=most,
+        most_references=np.maximum.reduceat(blocks.ref_counts, np.arange(0, num_blocks, width)).astype(
+            np.int64
+        ),
         color=np.where(num_held > 0, table.argmax(axis=1), -1),
         holder=holder,
     )

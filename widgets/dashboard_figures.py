@@ -36,7 +36,8 @@ def duration(seconds: float | None) -> str:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 99.95:
         return f"{seconds:.3g} s"
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s"
 
 
 def share(part: float, whole: float) -> str:

@@ -14,6 +14,7 @@ from html import escape
 from nbengine.client.process_usage import printable
 from nbengine.widgets.dashboard_figures import (
     MAX_REQUESTS,
+    UNKNOWN,
     RequestRow,
     count,
     has_waves,
@@ -34,9 +35,16 @@ from nbengine.widgets.palette import ROLES
 from nbengine.widgets.wave_timeline_svg import draw as draw_waves
 
 MAX_TABLE_RANKS = 32
-_NAME_LENGTH = 40
-_LEFT = "text-align:left"
-_RIGHT = "text-align:right"
+_NAME_LENGTH = 28
+_LEFT = 'style="text-align:left"'
+_RIGHT = 'align="right"'
+_WHOLE = 'style="text-align:left;white-space:nowrap"'
+_SMALL = 'cellpadding="4" style="font-size:11px;line-height:1.4"'
+_LINE = '<p style="margin:4px 0">'
+_BAR_WIDTH = 60.0
+_BAR_GROUND = "rgba(138,143,152,0.3)"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+"""A style that forbids line breaks in a cell would be lost where styles are."""
 _NARROW = f"max-width:{WIDTH:g}px"
 
 Picture = Callable[[DashboardState], str]
@@ -72,12 +80,13 @@ def pictures(state: DashboardState, *, standalone: bool) -> list[tuple[str, str]
 def header_part(state: DashboardState) -> str:
     """Model, state, figures, and the engine cores if there are several."""
     model, facts = title(state)
-    note = f'<p style="margin:4px 0">{escape(printable(state.note))}</p>' if state.note else ""
-    names = "".join(f'<th style="{_LEFT}">{escape(name)}</th>' for name, _ in header(state))
-    values = "".join(f'<td style="{_LEFT}">{escape(value)}</td>' for _, value in header(state))
+    note = f"{_LINE}{escape(printable(state.note))}</p>" if state.note else ""
+    figures = f"{_NO_BREAK}· ".join(
+        f"{_unbroken(name)}{_NO_BREAK}<b>{_unbroken(value)}</b>" for name, value in header(state)
+    )
     return (
-        f'<p style="margin:4px 0"><b>{escape(model)}</b> · {escape(facts)} · <b>{escape(printable(state.state))}</b></p>'
-        f"{note}<table><thead><tr>{names}</tr></thead><tbody><tr>{values}</tr></tbody></table>{_ranks(state)}"
+        f"{_LINE}<b>{escape(model)}</b> · {escape(facts)} · <b>{escape(printable(state.state))}</b></p>"
+        f"{note}{_LINE}{figures}</p>{_ranks(state)}"
     )
 
 
@@ -85,14 +94,15 @@ def requests_part(state: DashboardState) -> str:
     """The table of requests."""
     rows, num_more = request_rows(state, MAX_REQUESTS)
     if not rows:
-        return '<p style="margin:4px 0">no requests yet</p>'
+        return f"{_LINE}no requests yet</p>"
     several = len(state.mirrors) > 1
     names = ["#", "request", "state", "progress", "prompt", "output", "first token", "time", "preempted"]
-    head = "".join(f'<th style="{_LEFT}">{name}</th>' for name in (["rank"] if several else []) + names)
+    head = "".join(f"<th {_LEFT}>{name}</th>" for name in (["rank"] if several else []) + names)
     body = "".join(_row(row, several=several) for row in rows)
-    more = f'<p style="margin:4px 0">… and {num_more:,} more</p>' if num_more > 0 else ""
-    own = '<p style="margin:4px 0">● of this notebook</p>' if any(row.is_own for row in rows) else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}{own}"
+    more = f"{_LINE}… and {num_more:,} more</p>" if num_more > 0 else ""
+    own = f"{_LINE}● of this notebook</p>" if any(row.is_own for row in rows) else ""
+    table = f"<table {_SMALL}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div style="overflow-x:auto">{table}</div>{more}{own}'
 
 
 def _image(name: str, svg: str) -> str:
@@ -122,13 +132,22 @@ def _ranks(state: DashboardState) -> str:
         for engine in engines[:MAX_TABLE_RANKS]
     )
     num_more = len(engines) - MAX_TABLE_RANKS
-    more = f'<p style="margin:4px 0">… and {num_more:,} more</p>' if num_more > 0 else ""
-    head = "".join(f'<th style="{_RIGHT}">{name}</th>' for name in names)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
+    more = f"{_LINE}… and {num_more:,} more</p>" if num_more > 0 else ""
+    head = "".join(f"<th {_RIGHT}>{_unbroken(name)}</th>" for name in names)
+    table = f"<table {_SMALL}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div style="overflow-x:auto">{table}</div>{more}'
 
 
 def _cells(values: Sequence[str]) -> str:
-    return "<tr>" + "".join(f'<td style="{_RIGHT}">{escape(value)}</td>' for value in values) + "</tr>"
+    return "<tr>" + "".join(_cell(value, _RIGHT) for value in values) + "</tr>"
+
+
+def _cell(text: str, style: str) -> str:
+    return f"<td {style}>{_unbroken(text)}</td>"
+
+
+def _unbroken(text: str) -> str:
+    return escape(text.replace(" ", _NO_BREAK))
 
 
 def _row(row: RequestRow, *, several: bool) -> str:
@@ -137,25 +156,33 @@ def _row(row: RequestRow, *, several: bool) -> str:
     cells = [
         *([(str(row.rank), _RIGHT)] if several else []),
         (str(row.number), _RIGHT),
-        (marked, _LEFT),
+        (marked, _WHOLE),
         (row.state, _LEFT),
     ]
     rest = (row.prompt, row.output, row.first_token, row.total_time, row.preemptions)
-    before = "".join(f'<td style="{style}">{escape(text)}</td>' for text, style in cells)
-    after = "".join(f'<td style="{_RIGHT}">{escape(text)}</td>' for text in rest)
-    return f'<tr>{before}<td style="{_LEFT}">{_bar(row)}</td>{after}</tr>'
+    before = "".join(_cell(text, style) for text, style in cells)
+    after = "".join(_cell(text, _RIGHT) for text in rest)
+    return f"<tr>{before}<td {_WHOLE}>{_bar(row)}</td>{after}</tr>"
 
 
 def _bar(row: RequestRow) -> str:
     """Cached, computed and generated tokens of all that the request may need, and the share as text."""
     parts = (("hit", row.cached), ("prefill", row.computed), ("decode", row.generated))
-    inner = "".join(
-        f'<span style="display:inline-block;height:8px;width:{100 * tokens / row.whole:.3g}%;'
-        f'background-color:{ROLES[role]}"></span>'
-        for role, tokens in parts
-        if tokens and row.whole
+    width = _BAR_WIDTH
+    spans = []
+    done = 0.0
+    for role, tokens in parts:
+        length = min(width - done, width * tokens / row.whole) if row.whole else 0.0
+        spans.append(_box(length, ROLES[role]))
+        done += length
+    spans.append(_box(width - done, _BAR_GROUND))
+    percent = f"{row.done:.0%}" if row.whole else UNKNOWN
+    return f"{''.join(spans)}{_NO_BREAK}{percent}"
+
+
+def _box(width: float, color: str) -> str:
+    if width < 0.05:
+        return ""
+    return (
+        f'<span style="display:inline-block;width:{width:.1f}px;height:8px;background-color:{color}"></span>'
     )
-    frame = "display:inline-block;width:90px;height:8px;line-height:0;white-space:nowrap;overflow:hidden"
-    ground = "background-color:rgba(138,143,152,0.3)"
-    percent = f"{row.done:.0%}" if row.whole else "–"
-    return f'<span style="{frame};{ground}">{inner}</span> {percent}'

@@ -10,7 +10,6 @@ from nbengine.widgets.dashboard_figures import duration
 
 SECONDS = 60.0
 """How far back it goes."""
-COLUMNS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,8 @@ class Loads:
         return f"requests, last {duration(self.seconds)}" if self.running else "requests: no steps yet"
 
 
-def loads_of(mirror: TraceMirror) -> Loads:
-    """The most that ran and waited in each column, and how often a request was preempted in it."""
+def loads_of(mirror: TraceMirror, num_columns: int) -> Loads:
+    """The most that ran and waited in each of so many columns, and how often a request was preempted in it."""
     steps: list[StepView] = []
     for step in reversed(mirror.steps):
         if mirror.steps[-1].time - step.time > SECONDS:
@@ -43,11 +42,11 @@ def loads_of(mirror: TraceMirror) -> Loads:
     seconds = max(_end(step) for step in steps) - start
 
     def column_at(moment: float) -> int:
-        return min(COLUMNS - 1, int((moment - start) / seconds * COLUMNS)) if seconds > 0 else 0
+        return min(num_columns - 1, int((moment - start) / seconds * num_columns)) if seconds > 0 else 0
 
-    running: list[int | None] = [None] * COLUMNS
-    waiting: list[int | None] = [None] * COLUMNS
-    preempted = [0] * COLUMNS
+    running: list[int | None] = [None] * num_columns
+    waiting: list[int | None] = [None] * num_columns
+    preempted = [0] * num_columns
     for step in steps:
         first = max(0, column_at(step.time))
         preempted[first] += len(step.preempted)

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nbengine.client.trace_mirror import StepView, TraceMirror
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 
-DECODE, PREFILL, RECOMPUTE = 0, 1, 2
-"""What a request does in a step; as in a frame's entries."""
 _LOOK_BACK = 2
 """How many times the grid's length is gone through, to know what was lost before it."""
-_ALL = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class StepRow:
 
     number: int
     kinds: tuple[int | None, ...]
-    """By column; None: it had no part in the step."""
+    """By column, `DECODE`, `PROMPT` or `RECOMPUTED`; None: it had no part in the step."""
     hits: tuple[int, ...]
     """Where it was admitted with a part of its prompt found in the prefix cache."""
     preempted: tuple[int, ...]
@@ -54,8 +52,11 @@ def grid_of(mirror: TraceMirror, max_steps: int, max_rows: int) -> StepGrid:
         latest.update(dict.fromkeys(steps[-1].numbers, len(steps)))
     chosen = sorted(sorted(latest, key=lambda number: (-latest[number], -number))[:max_rows])
     tracks = {number: _Track() for number in chosen}
-    for column, step in enumerate(known, start=len(steps) - len(known)):
-        _take(tracks, step, column)
+    places: dict[int, int] = {}
+    for index, step in enumerate(known):
+        if not index or step.numbers is not known[index - 1].numbers:
+            places = {number: place for place, number in enumerate(step.numbers) if number in tracks}
+        _take(tracks, places, step, index + len(steps) - len(known))
     rows = tuple(track.row(number, len(steps)) for number, track in tracks.items())
     return StepGrid(steps, rows, len(latest) - len(rows))
 
@@ -68,10 +69,8 @@ class _Track:
     hits: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     finished: int | None = None
-    done: int = 0
-    """Tokens computed."""
-    reached: int = 0
-    """Tokens that it had computed before it lost them."""
+    is_recomputing: bool = False
+    """Its last admission was after a preemption."""
 
     def row(self, number: int, num_columns: int) -> StepRow:
         """What lies in the grid."""
@@ -84,35 +83,24 @@ class _Track:
         )
 
 
-def _take(tracks: dict[int, _Track], step: StepView, column: int) -> None:
+def _take(tracks: dict[int, _Track], places: dict[int, int], step: StepView, column: int) -> None:
+    """`places` says where in the step's lists the requests with a track are."""
     for number in step.preempted:
         if number in tracks:
-            track = tracks[number]
-            track.preempted.append(column)
-            track.reached = max(track.reached, track.done)
-    resumed, prefills, admitted = set(step.resumed), set(step.prefills), set(step.admitted)
-    for number, num_tokens, num_computed in zip(
-        step.numbers, step.num_tokens, step.num_computed, strict=True
-    ):
-        if number not in tracks:
-            continue
+            tracks[number].preempted.append(column)
+    for number, place in places.items():
         track = tracks[number]
-        if number in resumed and not track.reached:
-            track.reached = _ALL  # it was preempted before these steps
-        track.kinds[column] = kind_of(number in prefills, num_computed, track.reached)
-        if number in admitted and num_computed:
-            track.hits.append(column)
-        track.done = num_computed + num_tokens
+        if number in step.admitted:
+            track.is_recomputing = number in step.resumed
+            if step.num_computed[place]:
+                track.hits.append(column)
+        if number not in step.prefills:
+            track.kinds[column] = DECODE
+        else:
+            track.kinds[column] = RECOMPUTED if track.is_recomputing else PROMPT
     for number in step.finished:
         if number in tracks:
             tracks[number].finished = column
-
-
-def kind_of(is_prefill: bool, num_computed: int, reached: int) -> int:
-    """What a request does: `reached` is how many tokens it had computed before a preemption, 0 without one."""
-    if not is_prefill:
-        return DECODE
-    return RECOMPUTE if num_computed < reached else PREFILL
 
 
 def last_steps(mirror: TraceMirror, limit: int) -> tuple[StepView, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from nbengine.widgets.palette import (
 )
 from nbengine.widgets.svg import LINE, Drawing
 
-PITCHES = ((16, 12), (12, 16), (9, 24))
+PITCHES = ((16, 12), (12, 16), (9, 20))
 """(distance of cells, most rows): the first in which all blocks have a cell of their own, else the last."""
 _LEVELS = 8
 """In how many parts a cell's height is divided where it stands for several blocks."""
@@ -82,42 +81,36 @@ class _Grid:
         """The ground of free blocks, above it from the foot of each cell what is cached, above that what is held."""
         cells, drawing = self._cells, self._drawing
         drawing.open_group("free", role="free")
-        self._level(np.ones(len(cells.total), bool), _LEVELS, ROLES["free"], FREE_OPACITY)
+        self._layer(np.full(len(cells.total), _LEVELS), ROLES["free"], FREE_OPACITY)
         drawing.close_group()
         drawing.open_group("cached and free", role="cached")
         full = levels(cells.held + cells.cached, cells.total)
-        for level in range(1, _LEVELS + 1):
-            mask = (cells.cached > 0) & (full == level)
-            self._level(mask, level, ROLES["cached"], CACHED_OPACITY)
+        self._layer(np.where(cells.cached > 0, full, 0), ROLES["cached"], CACHED_OPACITY)
         drawing.close_group()
         held = levels(cells.held, cells.total)
-        for index, color in enumerate(REQUESTS):
-            if np.any(cells.color == index):
-                drawing.open_group("held", role="held", color=color)
-                for level in range(1, _LEVELS + 1):
-                    self._level((cells.color == index) & (held == level), level, color, 1.0)
-                drawing.close_group()
+        for index in np.unique(cells.color[cells.color >= 0]):
+            color = REQUESTS[index]
+            drawing.open_group("held", role="held", color=color)
+            self._layer(np.where(cells.color == index, held, 0), color, 1.0)
+            drawing.close_group()
         self._references()
 
-    def _level(self, mask: NDArray[np.bool_], level: int, color: str, opacity: float) -> None:
-        size = self._pitch - 1
-        thickness = size * level / _LEVELS
-        runs = (
-            (
-                PAD + column * self._pitch,
-                self._top + row * self._pitch + size - thickness / 2,
-                length * self._pitch - 1,
-            )
-            for row, column, length in self._runs(mask)
-        )
-        self._drawing.runs(runs, color, thickness=thickness, opacity=opacity, dash=(size, 1))
-
-    def _runs(self, mask: NDArray[np.bool_]) -> Iterable[tuple[int, int, int]]:
-        """(row, first column, length) of neighbours in the mask."""
-        for row, start in enumerate(range(0, len(mask), self._num_columns)):
-            edges = np.diff(mask[start : start + self._num_columns].astype(np.int8), prepend=0, append=0)
-            for first, end in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
-                yield row, int(first), int(end - first)
+    def _layer(self, level_of: NDArray[np.int64], color: str, opacity: float) -> None:
+        """Fill each cell up to its level; neighbours at the same level in one go."""
+        pitch, size = self._pitch, self._pitch - 1
+        runs: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
+        values = level_of.tolist()
+        for row, start in enumerate(range(0, len(values), self._num_columns)):
+            column = 0
+            for level, group in itertools.groupby(values[start : start + self._num_columns]):
+                length = len(list(group))
+                if level:
+                    middle = self._top + row * pitch + size - size * level / _LEVELS / 2
+                    runs[level].append((PAD + column * pitch, middle, length * pitch - 1))
+                column += length
+        for level, places in sorted(runs.items()):
+            thickness = size * level / _LEVELS
+            self._drawing.runs(places, color, thickness=thickness, opacity=opacity, dash=(size, 1))
 
     def _references(self) -> None:
         """A digit on each cell with a shared block: how many requests hold it, "+" from ten on."""

@@ -6,19 +6,24 @@ from collections.abc import Sequence
 
 from nbengine.client.trace_mirror import StepView
 from nbengine.widgets.dashboard_figures import mirrors
-from nbengine.widgets.dashboard_loads import COLUMNS, Loads, budget_title, loads_of
+from nbengine.widgets.dashboard_loads import Loads, budget_title, loads_of
 from nbengine.widgets.dashboard_state import DashboardState
 from nbengine.widgets.dashboard_steps import last_steps
 from nbengine.widgets.dashboard_svg_parts import CROSS, PAD, SMALL_GAP, WIDTH, LegendEntry, finish, legend
 from nbengine.widgets.palette import ROLES
 from nbengine.widgets.svg import LINE, Drawing, Rect
 
+COLUMNS = 120
+"""Of the first chart; half as many where there are several."""
 MAX_STEPS = 200
+"""Of all engine cores together."""
 HEIGHT = 64.0
 """Of a chart."""
 _GAP = 24.0
 _CHART = (WIDTH - 2 * PAD - _GAP) / 2
 _WIDEST = 12.0
+_CROSSES = 8.0
+"""Height above the bars for the crosses."""
 
 
 def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
@@ -29,8 +34,8 @@ def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
     words = []
     for rank, mirror in shown:
         prefix = f"rank {rank}: " if len(state.mirrors) > 1 else ""
-        loads = loads_of(mirror)
-        steps = last_steps(mirror, MAX_STEPS)
+        loads = loads_of(mirror, COLUMNS if len(shown) == 1 else COLUMNS // 2)
+        steps = last_steps(mirror, MAX_STEPS // len(shown))
         words.append(f"{prefix}{loads.title}; {budget_title(steps)}")
         left = _loads(drawing, loads, prefix, y)
         right = _budget(drawing, mirror.max_num_batched_tokens, steps, y)
@@ -44,7 +49,7 @@ def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
 def _loads(drawing: Drawing, loads: Loads, prefix: str, y: float) -> float:
     """Waiting requests upon running ones; crosses where some were preempted."""
     foot = _frame(drawing, prefix + loads.title, PAD, y)
-    width = _CHART / COLUMNS
+    width = _CHART / max(1, len(loads.running))
     places = [PAD + (column + 0.5) * width for column in range(len(loads.running))]
     known = [
         (x, run, wait)
@@ -52,7 +57,7 @@ def _loads(drawing: Drawing, loads: Loads, prefix: str, y: float) -> float:
         if run is not None and wait is not None
     ]
     _stacked(drawing, known, ("running", "waiting"), foot, width, most=0)
-    crosses = [(x, foot - 5) for x, times in zip(places, loads.preempted, strict=True) if times]
+    crosses = [(x, foot - HEIGHT + 2) for x, times in zip(places, loads.preempted, strict=True) if times]
     drawing.marks(crosses, CROSS, ROLES["preempted"], filled=False)
     entries = [
         LegendEntry(ROLES["running"], _up_to("running", [run for _, run, _ in known])),
@@ -88,7 +93,7 @@ def _budget(drawing: Drawing, budget: int, steps: Sequence[StepView], y: float) 
 def _frame(drawing: Drawing, title: str, left: float, y: float) -> float:
     """The title and the ground line; returns its height."""
     drawing.text(left, y + 12, title, width=_CHART, bold=True)
-    foot = y + LINE + 6 + HEIGHT
+    foot = y + LINE + 4 + HEIGHT
     drawing.bar(Rect(left, foot, _CHART, 1), "currentColor", opacity=0.4)
     return foot
 
@@ -113,7 +118,7 @@ def _stacked(
 
 
 def _scale(most: int) -> float:
-    return (HEIGHT - 2) / max(1, most)
+    return (HEIGHT - _CROSSES) / max(1, most)
 
 
 def _up_to(name: str, values: Sequence[int]) -> str:

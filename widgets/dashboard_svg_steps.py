@@ -9,7 +9,7 @@ from nbengine.client.process_usage import printable
 from nbengine.client.trace_mirror import TraceMirror
 from nbengine.widgets.dashboard_figures import mirrors
 from nbengine.widgets.dashboard_state import DashboardState
-from nbengine.widgets.dashboard_steps import DECODE, PREFILL, RECOMPUTE, StepGrid, StepRow, grid_of, summary
+from nbengine.widgets.dashboard_steps import StepGrid, StepRow, grid_of, summary
 from nbengine.widgets.dashboard_svg_parts import (
     CROSS,
     DIAMOND,
@@ -22,27 +22,38 @@ from nbengine.widgets.dashboard_svg_parts import (
     legend,
 )
 from nbengine.widgets.palette import ROLES, request_color
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.svg import LINE, Drawing, Rect
 
-MAX_STEPS = 200
+MAX_STEPS = (200, 120, 60, 30)
+"""As many as there are, up to the first of these with which the picture is no longer than `MAX_LENGTH`."""
+MAX_LENGTH = 32_000
 MAX_ROWS = 20
 """Of all engine cores together."""
 _LEFT = 152.0
 _ROW = 15.0
 _BAR = 11.0
 _WIDEST = 12.0
-_COLORS = {PREFILL: ROLES["prefill"], DECODE: ROLES["decode"], RECOMPUTE: ROLES["recompute"]}
-_HEIGHTS = {PREFILL: _BAR, DECODE: _BAR / 2, RECOMPUTE: _BAR}
+_COLORS = {PROMPT: ROLES["prefill"], DECODE: ROLES["decode"], RECOMPUTED: ROLES["recompute"]}
+_HEIGHTS = {PROMPT: _BAR, DECODE: _BAR / 2, RECOMPUTED: _BAR}
 
 
 def draw_steps(state: DashboardState, *, standalone: bool) -> str:
     """The last steps of all engine cores that are drawn."""
+    for max_steps in MAX_STEPS:
+        svg = _draw(state, max_steps, standalone=standalone)
+        if len(svg) <= MAX_LENGTH:
+            break
+    return svg
+
+
+def _draw(state: DashboardState, max_steps: int, *, standalone: bool) -> str:
     drawing = Drawing()
     shown, note = mirrors(state)
     y = 1.0
     words = []
     for rank, mirror in shown:
-        grid = grid_of(mirror, MAX_STEPS, MAX_ROWS // len(shown))
+        grid = grid_of(mirror, max_steps, MAX_ROWS // len(shown))
         prefix = f"rank {rank}: " if len(state.mirrors) > 1 else ""
         words.append(prefix + summary(grid))
         drawing.text(PAD, y + 12, words[-1], width=WIDTH - 2 * PAD, bold=True)
@@ -84,7 +95,7 @@ class _Timeline:
         drawing.bar(Rect(PAD, y + 1, 9, 9), request_color(number), opacity=1)
         drawing.text(PAD + 15, y + 10, f"#{number} {name}", width=_LEFT - PAD - 23)
         middle = y + _BAR / 2
-        for kind in (PREFILL, RECOMPUTE, DECODE):
+        for kind in (PROMPT, RECOMPUTED, DECODE):
             self._bars(row, kind, middle)
         drawing.marks(
             ((self._x(column), middle) for column in row.preempted), CROSS, ROLES["preempted"], filled=False

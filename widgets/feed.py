@@ -30,7 +30,9 @@ _MESSAGES_A_TURN = 1000
 class Source(Protocol):
     """The part of `StatsSubscriber` that the feed reads."""
 
-    num_losses: int
+    @property
+    def num_losses(self) -> int:
+        """How often something was lost."""
 
     def poll(self, timeout: float | None = None) -> object:
         """The next message, None if there is none in time."""
@@ -152,10 +154,13 @@ class EngineFeed:
                 self._wake.clear()
                 self._look_around()
                 continue
+            self._state.is_disconnected = False
             with self._subscribe(self._info) as source:
-                while not self._closed and self._has_followers():
+                while not self._closed and not self._state.is_disconnected and self._has_followers():
                     self._take(source)
                     self._look_around()
+            if self._state.is_disconnected:
+                self._wake.wait(ALIVE_INTERVAL)
 
     def _has_followers(self) -> bool:
         with self._lock:
@@ -179,21 +184,24 @@ class EngineFeed:
 
     def _look_around(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at >= ALIVE_INTERVAL:
-            self._looked_at = now
-            reason = self._reason_of_end()
-            if reason is not None:
-                self._end(reason)
-                return
+        reason = self._reason_of_end(now)
+        if reason is not None:
+            self._end(reason)
+            return
         if now - self._published_at >= (PUBLISH_INTERVAL if self._state.changed else IDLE_INTERVAL):
             self._published_at = now
             with self._lock:
-                self._tell()
+                # Before anything has come there is nothing to say.
+                if self._state.has_stats:
+                    self._tell()
 
-    def _reason_of_end(self) -> str | None:
+    def _reason_of_end(self, now: float) -> str | None:
         with self._lock:
             cause = self._state.cause_of_death()
-        if cause is None and not self._info.host_alive:
+        if cause is None and now - self._looked_at >= ALIVE_INTERVAL:
+            self._looked_at = now
+            if self._info.host_alive:
+                return None
             cause = f"its host, process {self._info.host_pid}, is gone; the log is {self._info.log_path}"
         return cause
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -10,13 +11,16 @@ import msgspec
 from nbengine.client.connection import ConnectionInfo, newest
 from nbengine.client.trace_mirror import TraceMirror
 from nbengine.config import ParallelConfig
+from nbengine.errors import WireError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.metrics.trace import TraceBatch, TraceSnapshot
+from nbengine.metrics.trace import TraceBatch, TraceMessage, TraceSnapshot
 from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
-from nbengine.widgets.ownership import Owner, own_requests
+from nbengine.widgets.ownership import WAITING, Owner, own_requests
 from nbengine.widgets.rates import RateMeter
 from nbengine.widgets.wave_timeline import WaveRecorder
+
+logger = logging.getLogger(__name__)
 
 TRACE_LAG = 0.5
 """Seconds by which a mirror may be older than the published statistics and still be what is shown: an engine core that
@@ -45,7 +49,8 @@ class FeedState:
         self._has_news = True
         self._rates = Rates()
         self._ended_because: str | None = None
-        self._ended_at = 0.0
+        self.is_disconnected = False
+        """Whether only another subscription goes on from where the mirrors are."""
 
     @property
     def ended(self) -> bool:
@@ -58,6 +63,11 @@ class FeedState:
         rates = self._rates
         moves = (rates.tokens_in_per_second, rates.tokens_out_per_second, rates.inter_token_latency)
         return self._has_news or any(moves)
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether anything has been heard of the engine cores."""
+        return bool(self._stats.engines)
 
     @property
     def is_known(self) -> bool:
@@ -85,7 +95,7 @@ class FeedState:
             mirror = self._mirrors.get(rank)
             if mirror is None:
                 mirror = self._mirrors[rank] = TraceMirror(rank)
-            mirror.apply(message)
+            self._apply(mirror, message)
         else:
             return
         self._has_news = True
@@ -124,9 +134,19 @@ class FeedState:
             rates=Rates(memory_bytes=self._rates.memory_bytes) if self.ended else self._rates,
             mirrors=self._mirrors,
             waves=self._recorder.timeline(None if self.ended else moment),
-            own_requests={} if self.ended else own_requests(self._owners, requests),
+            own_requests={} if self.ended else own_requests(self._owners, requests, WAITING.requests()),
             note=self._note(),
         )
+
+    def _apply(self, mirror: TraceMirror, message: TraceMessage) -> None:
+        try:
+            is_next = mirror.apply(message)
+        except WireError as error:
+            logger.warning("what engine %s has published makes no sense: %s", self._info.name, error)
+            is_next = False
+        if not is_next:
+            self._mirrors[mirror.engine_index] = TraceMirror(mirror.engine_index)
+            self.is_disconnected = True
 
     def _take_stats(self, stats: EngineStats) -> None:
         self._clock_lead = 0.0 if self._info.is_here else time.time() - stats.timestamp

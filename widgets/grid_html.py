@@ -7,11 +7,19 @@ from html import escape
 
 from nbengine.widgets.grid import GridCell, GridLayout
 
-_LINE = "1px solid rgba(128,128,128,0.35)"
 _MUTED = "color:var(--jp-ui-font-color2,#767676);font-size:85%"
-_LEFT = "text-align:left;vertical-align:top;padding:0.4em 0.6em;white-space:normal;max-width:none"
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
-_COLUMN_EMS = 12
+_BOX = (
+    "display:block;box-sizing:border-box;border:1px solid rgba(128,128,128,0.35);margin:0 -1px -1px 0;"
+    "padding:0.4em 0.6em;text-align:left;white-space:normal;max-width:none;background:none"
+)
+# A table whose rows wrap: in a narrow window cells stand below each other, with their labels; where styles are
+# stripped it is a plain table.
+_TABLE = "display:block;border:none;margin:0 0 0.3em;padding:0 1px 1px 0;font-size:inherit"
+_ROW = "display:flex;flex-wrap:wrap;background:none;padding:0"
+_ROW_HEAD = f"{_BOX};font-weight:normal;background:rgba(128,128,128,0.12)"
+_ABOVE, _BESIDE = "flex:1 1 100%", "flex:1 1 11em"
+_CELL = f"{_BOX};flex:4 1 13em;min-width:0"
 _LABEL_CHARACTERS = 300
 _LIVE_CHARACTERS = 16_000
 """Of all answers together while they stream: the ends, which is where something happens."""
@@ -31,7 +39,7 @@ class GridHtml:
         self._final_limit = max(_LEAST_CHARACTERS, _FINAL_CHARACTERS // num_cells)
         self._drawn: list[tuple[GridCell, str] | None] = [None] * num_cells
         self._row_heads = [self._row_head(labels) for labels in layout.rows]
-        self._begin = self._table_begin()
+        self._column_heads = [_labels(layout.column_names, labels) for labels in layout.columns]
 
     def live(self, head: str, fraction: float, cells: Sequence[GridCell]) -> str:
         """The grid while it grows, below a line with a bar that is filled up to `fraction`."""
@@ -44,7 +52,9 @@ class GridHtml:
 
     def final(self, foot: str, cells: Sequence[GridCell], notes: Sequence[str] = ()) -> str:
         """The grid as it stays, above a line with the sums and one for each note."""
-        drawn = [self._cell(cell, self._final_limit, from_end=False) for cell in cells]
+        drawn = [
+            self._cell(index, cell, self._final_limit, from_end=False) for index, cell in enumerate(cells)
+        ]
         lines = "".join(f'<div style="{_MUTED}">{escape(line)}</div>' for line in (foot, *notes) if line)
         return self._table(drawn) + lines
 
@@ -52,11 +62,11 @@ class GridHtml:
         known = self._drawn[index]
         if known is not None and known[0] == cell:
             return known[1]
-        drawn = self._cell(cell, self._live_limit, from_end=True)
+        drawn = self._cell(index, cell, self._live_limit, from_end=True)
         self._drawn[index] = cell, drawn
         return drawn
 
-    def _cell(self, cell: GridCell, limit: int, *, from_end: bool) -> str:
+    def _cell(self, index: int, cell: GridCell, limit: int, *, from_end: bool) -> str:
         several = len(cell.answers) > 1
         limit = max(_LEAST_CHARACTERS, limit // max(1, len(cell.answers)))
         parts = []
@@ -72,42 +82,39 @@ class GridHtml:
         foot = cell.foot or ("" if cell.error else _STATES.get(cell.state, ""))
         if foot:
             parts.append(f'<div style="{_MUTED};margin-top:0.2em">{escape(foot)}</div>')
-        return f'<td style="{_LEFT};border:{_LINE}">{"".join(parts)}</td>'
-
-    def _table(self, drawn: Sequence[str]) -> str:
-        width = len(self._layout.columns)
-        rows = [
-            f"<tr>{head}{''.join(drawn[width * row : width * (row + 1)])}</tr>"
-            for row, head in enumerate(self._row_heads)
-        ]
-        return f"{self._begin}{''.join(rows)}</tbody></table></div>"
-
-    def _table_begin(self) -> str:
-        layout = self._layout
-        num_columns = len(layout.columns)
-        sized = "<colgroup>" + '<col style="width:22%">' * bool(layout.row_names) + "</colgroup>"
-        least = _COLUMN_EMS * num_columns + (10 if layout.row_names else 0)
-        head = ""
-        if layout.column_names:
-            corner = f'<th style="{_LEFT};border:{_LINE}"></th>' if layout.row_names else ""
-            labels = "".join(_head("col", layout.column_names, values) for values in layout.columns)
-            head = f"<thead><tr>{corner}{labels}</tr></thead>"
         return (
-            '<div style="overflow-x:auto"><table style="border-collapse:collapse;table-layout:fixed;width:100%;'
-            f'min-width:{least}em;margin:0;font-size:inherit">{sized}{head}<tbody>'
+            f'<td style="{_CELL}">{self._column_heads[index % len(self._column_heads)]}{"".join(parts)}</td>'
         )
 
+    def _table(self, drawn: Sequence[str]) -> str:
+        if not drawn:
+            return ""
+        width = len(self._column_heads)
+        rows = [
+            f'<tr style="{_ROW}">{head}{"".join(drawn[width * row : width * (row + 1)])}</tr>'
+            for row, head in enumerate(self._row_heads)
+        ]
+        return f'<table style="{_TABLE}"><tbody style="display:block">{"".join(rows)}</tbody></table>'
+
     def _row_head(self, values: Sequence[str]) -> str:
-        return _head("row", self._layout.row_names, values) if values else ""
+        if not values:
+            return ""
+        place = _ABOVE if self._layout.column_names else _BESIDE
+        return f'<th scope="row" style="{_ROW_HEAD};{place}">{_labels(self._layout.row_names, values)}</th>'
 
 
-def _head(scope: str, names: Sequence[str], values: Sequence[str]) -> str:
-    parts = "".join(
+def side_by_side(parts: Sequence[str]) -> str:
+    """Pieces of HTML in boxes beside each other, as far as there is room."""
+    boxes = "".join(f'<div style="{_CELL}">{part}</div>' for part in parts)
+    return f'<div style="{_ROW};margin-bottom:0.3em">{boxes}</div>'
+
+
+def _labels(names: Sequence[str], values: Sequence[str]) -> str:
+    return "".join(
         f'<div style="{_PROSE}"><span style="{_MUTED}">{escape(name)}</span> '
-        f"{escape(_cut(value, _LABEL_CHARACTERS, from_end=False))}</div>"
+        f"<b>{escape(_cut(value, _LABEL_CHARACTERS, from_end=False))}</b></div>"
         for name, value in zip(names, values, strict=True)
     )
-    return f'<th scope="{scope}" style="{_LEFT};border:{_LINE};font-weight:600">{parts}</th>'
 
 
 def _cut(text: str, limit: int, *, from_end: bool) -> str:

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 WINDOW_SECONDS = 3.0
-_GROWTH = 1.25
-"""An answer that is longer than those that have ended is expected to grow by this factor."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,17 @@ class Pace:
         rate, counts = self.rate, list(answers)
         if rate is None:
             return None
-        ended = [answer.tokens for answer in counts if answer.ended and answer.tokens]
-        mean = sum(ended) / len(ended) if ended else None
+        # How likely the next token is an answer's last one, by all tokens so far: short answers end first, so that the
+        # mean of those that have ended would be too small.
+        ended = sum(answer.ended and answer.tokens != answer.limit for answer in counts)
+        expected = sum(answer.tokens for answer in counts) / ended if ended else None
         remaining = 0.0
         for answer in counts:
             if answer.ended:
                 continue
-            total = answer.limit if mean is None else max(mean, answer.tokens * _GROWTH)
-            if total is None:
+            bounds = [expected, None if answer.limit is None else answer.limit - answer.tokens]
+            known = [bound for bound in bounds if bound is not None]
+            if not known:
                 return None
-            if answer.limit is not None:
-                total = min(total, answer.limit)
-            remaining += total - answer.tokens
-        return remaining / rate, mean is not None
+            remaining += min(known)
+        return remaining / rate, ended > 0

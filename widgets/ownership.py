@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from nbengine.errors import NBEngineError
@@ -32,25 +32,41 @@ class Client(Protocol):
         """The text of tokens."""
 
 
+class Waiting:
+    """What the process waits for: whether the running cell does, by engine request id."""
+
+    def __init__(self) -> None:
+        self._sources: list[Callable[[], Mapping[str, bool]]] = []
+
+    def add(self, source: Callable[[], Mapping[str, bool]]) -> None:
+        """Ask this from now on."""
+        self._sources.append(source)
+
+    def remove(self, source: Callable[[], Mapping[str, bool]]) -> None:
+        """Ask this no more."""
+        self._sources.remove(source)
+
+    def requests(self) -> dict[str, bool]:
+        """All that is waited for now."""
+        found: dict[str, bool] = {}
+        for source in self._sources:
+            found.update(source())
+        return found
+
+
+WAITING = Waiting()
+"""Of this process: the notebook's magics add theirs."""
+
+
 class Owner:
-    """A client of this process as a dashboard sees it; it keeps neither the client nor its engine alive.
+    """A client of this process as a dashboard sees it; it keeps neither the client nor its engine alive."""
 
-    Args:
-        client: whose requests are meant.
-        ongoing: whether the running cell waits for it, by engine request id of what the notebook waits for.
-    """
-
-    def __init__(self, client: Client, ongoing: Callable[[], Mapping[str, bool]] = dict) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = weakref.ref(client)
-        self._ongoing = ongoing
 
     def same_as(self, other: Owner) -> bool:
         """Whether both stand for one client."""
-        return self._client() is other._client() and self._ongoing == other._ongoing
-
-    def requests(self) -> Mapping[str, bool]:
-        """What the notebook waits for: whether the running cell does."""
-        return self._ongoing()
+        return self._client() is other._client()
 
     def owns(self, request: RequestAdded) -> bool:
         """Whether the client has sent it."""
@@ -80,22 +96,18 @@ class Owner:
         return None if error is None else str(getattr(error, "cause", error))
 
 
-def own_requests(owners: Sequence[Owner], requests: Sequence[RequestAdded]) -> dict[str, bool]:
-    """Of these requests and of those that the owners wait for, the own ones: whether the running cell waits for it.
+def own_requests(
+    owners: Sequence[Owner], requests: Iterable[RequestAdded], waited_for: Mapping[str, bool]
+) -> dict[str, bool]:
+    """What is waited for, and of these requests those of the owners: whether the running cell waits for it.
 
     The completions of a request with `n > 1` are requests of their own, `{index}_{id}`, and share its answer.
     """
-    waited_for: dict[str, bool] = {}
-    for owner in owners:
-        waited_for.update(owner.requests())
     found = dict(waited_for)
     for request in requests:
-        request_id = request.request_id
-        if request_id in found:
-            continue
-        index, _, parent = request_id.partition("_")
+        index, _, parent = request.request_id.partition("_")
         if index.isdecimal() and parent in waited_for:
-            found[request_id] = waited_for[parent]
+            found.setdefault(request.request_id, waited_for[parent])
         elif any(owner.owns(request) for owner in owners):
-            found[request_id] = False
+            found.setdefault(request.request_id, False)
     return found

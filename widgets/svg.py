@@ -72,6 +72,29 @@ def _short(number: float) -> str:
     return f"{round(number, 1):g}"
 
 
+class _Path:
+    """Strokes one after the other, each told from where the last one ended: half as long as with whole coordinates."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._x = self._y = 0
+        """In tenths, so that nothing adds up."""
+
+    def stroke(self, x: float, y: float, length: float, way: str) -> None:
+        """From a point so far to the right ("h") or down ("v")."""
+        left, top, far = round(10 * x), round(10 * y), round(10 * length)
+        move = f"{_tenths(left - self._x)} {_tenths(top - self._y)}"
+        self._parts.append(f"m{move}{way}{_tenths(far)}")
+        self._x, self._y = (left + far, top) if way == "h" else (left, top + far)
+
+    def __str__(self) -> str:
+        return "".join(self._parts)
+
+
+def _tenths(number: int) -> str:
+    return f"{number / 10:g}"
+
+
 class Drawing:
     """Elements of an SVG in the order in which they are painted."""
 
@@ -153,8 +176,10 @@ class Drawing:
         dash: tuple[float, float] | None = None,
     ) -> None:
         """Horizontal strokes (x, y of its middle, length) as one element; a dash pattern begins anew in each: cells."""
-        path = "".join(f"M{_short(x)} {_short(y)}h{_short(length)}" for x, y, length in runs)
-        self._strokes(path, color, thickness, opacity, dash)
+        path = _Path()
+        for x, y, length in runs:
+            path.stroke(x, y, length, "h")
+        self._strokes(str(path), color, thickness, opacity, dash)
 
     def columns(
         self,
@@ -165,8 +190,10 @@ class Drawing:
         opacity: float = 1.0,
     ) -> None:
         """Vertical strokes (x of its middle, y of its foot, height) as one element."""
-        path = "".join(f"M{_short(x)} {_short(y)}v{_short(-height)}" for x, y, height in columns)
-        self._strokes(path, color, thickness, opacity, None)
+        path = _Path()
+        for x, y, height in columns:
+            path.stroke(x, y, -height, "v")
+        self._strokes(str(path), color, thickness, opacity, None)
 
     def marks(self, places: Iterable[tuple[float, float]], shape: str, color: str, *, filled: bool) -> None:
         """The same small shape, a path relative to its middle, at many places."""
@@ -178,9 +205,9 @@ class Drawing:
     def glyphs(self, places: Sequence[tuple[float, str]], y: float, color: str, *, size: float) -> None:
         """Single characters on the base line `y`, each centred at its x."""
         if places:
-            middles = " ".join(_short(x - size * ADVANCE / 2) for x, _ in places)
+            lefts = " ".join(f"{x - size * ADVANCE / 2:.0f}" for x, _ in places)
             self._elements.append(
-                f'<text x="{middles}" y="{_short(y)}" font-size="{size:g}" fill="{color}">'
+                f'<text x="{lefts}" y="{_short(y)}" font-size="{size:g}" fill="{color}">'
                 f"{escape(''.join(glyph for _, glyph in places))}</text>"
             )
 

@@ -12,6 +12,7 @@ from nbengine.outputs import Logprob
 PART = "◌"
 """Stands for a token that ends within a character; the token that completes it has the whole character."""
 _MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·"}
+_TURNING = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 _HIDDEN = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs")
 """Categories of characters that cannot be seen, or that turn the direction of the text around them."""
 
@@ -84,9 +85,9 @@ def _cell(token_id: int, entry: dict[int, Logprob], most: int) -> TokenCell:
     own = entry.get(token_id, Logprob(math.nan))
     text = own.decoded_token
     probability = None if math.isnan(own.logprob) else math.exp(own.logprob)
-    return TokenCell(
-        token_id, text or "", _mark(token_id, text), probability, own.rank, alternatives_of(entry, most)
-    )
+    shown = "".join(character for character in text or "" if not _is_dangerous(character))
+    alternatives = alternatives_of(entry, most)
+    return TokenCell(token_id, shown, _mark(token_id, text), probability, own.rank, alternatives)
 
 
 def _mark(token_id: int, text: str | None) -> str:
@@ -102,6 +103,13 @@ def _mark(token_id: int, text: str | None) -> str:
     if "\n" in text:
         return _MARKS["\n"]
     return "" if text.isprintable() else "".join(_visible(c) for c in text if not c.isprintable())
+
+
+def _is_dangerous(character: str) -> bool:
+    """Whether it would be seen as something else than it is: control characters, and those that turn the text."""
+    if character in "\n\t":
+        return False
+    return unicodedata.category(character) == "Cc" or character in _TURNING
 
 
 def _visible(character: str) -> str:

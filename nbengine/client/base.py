@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbengine.checks import require
 from nbengine.config import EngineConfig, ParallelConfig
-from nbengine.errors import InvalidTypeError
+from nbengine.errors import InvalidTypeError, NBEngineError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
 from nbengine.models.progress import ProgressCallback
@@ -90,6 +90,16 @@ class EngineCoreClient(ABC):
         Raises:
             EngineStartError: it did not start.
         """
+
+    @property
+    def client_index(self) -> int:
+        """By which the engine knows this client's requests; another one after a lease was lost."""
+        return 0
+
+    @property
+    def death(self) -> NBEngineError | None:
+        """Why the engine has ended, as far as this client knows that it has."""
+        return None
 
     @property
     @abstractmethod

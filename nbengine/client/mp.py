@@ -65,6 +65,7 @@ class MPClient(EngineCoreClient):
         self._owns_engine = owns_engine
         self._error: NBEngineError | None = None
         self._is_dead = False
+        self._has_left = False
         self._closed = False
         self._has_lease = False
         self._client_index = 0
@@ -79,6 +80,16 @@ class MPClient(EngineCoreClient):
     def connection(self) -> ConnectionInfo:
         """Where the engine lives."""
         return self.info
+
+    @property
+    def client_index(self) -> int:
+        """By which the engine knows this client's requests; another one after a lease was lost."""
+        return self._client_index
+
+    @property
+    def death(self) -> NBEngineError | None:
+        """Why the engine has ended, as far as this client knows that it has."""
+        return self._error if self._is_dead and not self._has_left else None
 
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
         """Wait for every engine core's READY and for its first message on the input socket.
@@ -158,6 +169,7 @@ class MPClient(EngineCoreClient):
         if self._closed:
             return
         self.link.detach()
+        self._has_left = True
         self._fail(EngineDeadError("this client has detached from the engine"), dead=True)
         self.close()
 

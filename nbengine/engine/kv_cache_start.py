@@ -44,7 +44,7 @@ def initialize_kv_cache(
     num_blocks = min(
         num_blocks_for(spec, cache, num_bytes) for spec, num_bytes in zip(specs, available, strict=True)
     )
-    max_model_len = _choose_max_model_len(config, specs, model_info, num_blocks)
+    max_model_len = choose_max_model_len(config, specs, model_info, num_blocks)
     executor.initialize_kv_cache(num_blocks)
     blocks = f"{num_blocks} blocks of {cache.block_size} tokens" if num_blocks else "none needed"
     detail = f"{blocks}, max_model_len {max_model_len}"
@@ -52,9 +52,14 @@ def initialize_kv_cache(
     return num_blocks, max_model_len
 
 
-def _choose_max_model_len(
+def choose_max_model_len(
     config: EngineConfig, specs: Sequence[KVCacheSpec], model_info: Mapping[str, Any], num_blocks: int
 ) -> int:
+    """The most tokens of a request with so many blocks; `specs` are those of all workers.
+
+    Raises:
+        EngineStartError: what was asked for is longer than the model can take, or than the KV cache.
+    """
     limit: int = model_info["max_position_embeddings"]
     wanted = config.model.max_model_len
     if wanted is None:

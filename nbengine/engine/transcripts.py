@@ -92,12 +92,11 @@ class TranscriptStore:
         return len(found)
 
     def unread(self) -> dict[str, int]:
-        """How many requests nobody has read, by session; sessions without such are there with 0."""
-        groups: dict[str, set[str]] = {session: set() for session in self._num_records}
+        """How many records nobody has read, by session; sessions without such are there with 0."""
+        counts = dict.fromkeys(self._num_records, 0)
         for record in self._records.values():
-            if not record.was_read:
-                groups[record.mark.session].add(record.mark.group)
-        return {session: len(names) for session, names in groups.items()}
+            counts[record.mark.session] += not record.was_read
+        return counts
 
     @staticmethod
     def _victim(records: Iterable[TranscriptRecord]) -> tuple[str, int]:
@@ -180,7 +179,7 @@ class TranscriptKeeper:
         return self.store.forget(session, None if groups is None else _checked_groups(groups))
 
     def sessions(self) -> dict[str, int]:
-        """How many requests that have ended nobody has read, by session."""
+        """How many completions that have ended nobody has read, by session."""
         self.take_ended()
         return self.store.unread()
 
@@ -188,9 +187,10 @@ class TranscriptKeeper:
         mark: TranscriptMark | None = request.transcript
         if mark is None or request.sampling_params is None:
             return None
+        num_before = request.num_prompt_tokens - max(0, mark.num_written)
         return TranscriptRecord(
             mark,
-            pack_tokens(request.output_token_ids),
+            pack_tokens(request.all_token_ids[max(0, num_before) :]),
             request.num_prompt_tokens,
             decoding_params(request.sampling_params),
             finish_reason=FINISH_REASONS.get(request.status),

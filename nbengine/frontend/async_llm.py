@@ -212,7 +212,7 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         continuation = self.input_processor.continue_answer(request, written) if written else None
         self.input_processor.assign_request_id(request)
         if transcript is not None:
-            request.transcript = mark(request, self.session, transcript)
+            request.transcript = mark(request, self.session, transcript, len(written))
         collector = RequestOutputCollector(sampling_params.output_kind, request_id, request.request_id)
         self.engine_core.loop_thread.call_soon(
             self._requests.add, request, prompt_text(prompt), collector, continuation

@@ -28,6 +28,8 @@ from nbengine.widgets.wave_recording import WaveRecording
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from nbengine.widgets.dashboard import Dashboard
+
 TqdmChoice = bool | Callable[..., Any]
 
 
@@ -170,6 +172,17 @@ class LLM(Control, OfflinePooling):
     def process_tree(self) -> ProcessTree:
         """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
         return self.llm_engine.process_tree()
+
+    def dashboard(self, *, height: int = 0) -> Dashboard:
+        """A live view of scheduler, KV cache, steps and requests, as a widget of the notebook.
+
+        Args:
+            height: in pixels; 0: as high as its content.
+
+        Raises:
+            NotSupportedError: the engine is in this process, and publishes nothing.
+        """
+        return self.llm_engine.dashboard(height=height)
 
     def record_waves(self) -> WaveRecording:
         """A context manager that records what each engine core does meanwhile; its `timeline` has it, a picture in a

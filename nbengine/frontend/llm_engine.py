@@ -132,6 +132,16 @@ class LLMEngine(Prompting, Control, Inspection):
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.engine_core.abort_requests(self.output_processor.abort_requests(ids))
 
+    def abort_soon(self, request_id: str) -> None:
+        """`abort_request` is for the thread that steps, which another one cannot reach.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError(
+            f"request {request_id} is waited for by the code that runs: an interrupt ends it"
+        )
+
     def abort_all(self) -> None:
         """Drop every unfinished request, and errors that nobody has been told of."""
         self._errors.clear()

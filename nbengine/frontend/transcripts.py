@@ -10,19 +10,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 from tokenizers import Tokenizer
 
 from nbengine.checks import require
 from nbengine.errors import InvalidTypeError
 from nbengine.frontend.detokenizer import IncrementalDetokenizer
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason, TranscriptMark
-from nbengine.ipc.transcripts import TranscriptRecord, unpack_tokens
+from nbengine.ipc.transcripts import TranscriptRecord, shortened, unpack_tokens
 from nbengine.outputs import CompletionOutput, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPT_CHARACTERS = 4000
-"""Of a prompt's text, what is kept beside its answer."""
 CALL_TIMEOUT = 30.0
 """Seconds that a blocking call waits for the engine cores, which answer between two steps."""
 
@@ -36,7 +35,7 @@ class Transcript:
     """The engine's, unique."""
     session: str
     prompt: str
-    """What was asked, or its first `MAX_PROMPT_CHARACTERS` characters."""
+    """What was asked, or its first `nbengine.ipc.transcripts.MAX_PROMPT_CHARACTERS` characters."""
     output: RequestOutput
     num_prompt_tokens: int
     submitted: float
@@ -114,7 +113,7 @@ class Transcripts(ABC):
         return cast("int", call.result(CALL_TIMEOUT))
 
     async def transcript_sessions(self) -> dict[str, int]:
-        """How many requests that have ended nobody has read, by session."""
+        """How many completions that have ended nobody has read, by session."""
         return cast("dict[str, int]", await self.call_utility("transcript_sessions"))
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
@@ -132,8 +131,9 @@ class Transcripts(ABC):
         return transcripts_of(records, self._tokenizer.backend_tokenizer)
 
 
-def mark(request: EngineCoreRequest, session: str, prompt: object) -> TranscriptMark:
-    """What has a request kept; its `request_id` is the engine's.
+def mark(request: EngineCoreRequest, session: str, prompt: object, num_written: int = 0) -> TranscriptMark:
+    """What has a request kept, whose `request_id` is the engine's; the last `num_written` tokens of its prompt are the
+    beginning of the answer.
 
     Raises:
         InvalidTypeError: the prompt is no text.
@@ -146,14 +146,14 @@ def mark(request: EngineCoreRequest, session: str, prompt: object) -> Transcript
     # What cannot be written as UTF-8 could not be sent.
     shown = shortened(prompt).encode(errors="replace").decode()
     num_completions = 1 if params is None else params.n
-    return TranscriptMark(session, shown, request.request_id, time.time(), num_completions=num_completions)
-
-
-def shortened(prompt: str) -> str:
-    """The beginning of a prompt, which says so if it is not all."""
-    if len(prompt) <= MAX_PROMPT_CHARACTERS:
-        return prompt
-    return f"{prompt[:MAX_PROMPT_CHARACTERS]} … ({len(prompt):,} characters)"
+    return TranscriptMark(
+        session,
+        shown,
+        request.request_id,
+        time.time(),
+        num_completions=num_completions,
+        num_written=num_written,
+    )
 
 
 def transcripts_of(records: Iterable[TranscriptRecord], tokenizer: Tokenizer) -> list[Transcript]:
@@ -167,7 +167,11 @@ def transcripts_of(records: Iterable[TranscriptRecord], tokenizer: Tokenizer) ->
 
 def completion_of(record: TranscriptRecord, tokenizer: Tokenizer) -> CompletionOutput:
     """What the stream of a completion had brought by then: text, tokens, and how it ended."""
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, record.decoding)
+    num_written = record.mark.num_written
+    # A beginning that an end had been found in would not have been sent; the rest counts on from there.
+    min_tokens = record.decoding.min_tokens + num_written
+    params = msgspec.structs.replace(record.decoding, min_tokens=min_tokens)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, params)
     reason, stop_reason = record.finish_reason, record.stop_reason
     is_aborted = reason is FinishReason.ABORT
     stop_string = detokenizer.update(unpack_tokens(record.tokens), None if is_aborted else reason)
@@ -181,7 +185,7 @@ def completion_of(record: TranscriptRecord, tokenizer: Tokenizer) -> CompletionO
     return CompletionOutput(
         record.mark.index,
         text,
-        detokenizer.token_ids,
+        detokenizer.token_ids[num_written:],
         finish_reason=None if reason is None else str(reason),
         stop_reason=stop_reason,
     )

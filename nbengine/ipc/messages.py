@@ -82,6 +82,8 @@ class TranscriptMark(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """`time.time()` of the frontend."""
     index: int = 0
     num_completions: int = 1
+    num_written: int = 0
+    """Tokens at the prompt's end that are the beginning of the answer, which goes on from its middle."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -18,6 +18,8 @@ from nbengine.ipc.messages import FinishReason, TranscriptMark
 from nbengine.sampling_params import SamplingParams
 
 _TOKEN_BYTES = 4
+MAX_PROMPT_CHARACTERS = 4000
+"""Of a prompt's text, what is kept beside its answer."""
 
 
 class TranscriptRecord(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -25,7 +27,7 @@ class TranscriptRecord(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
     mark: TranscriptMark
     tokens: bytes
-    """Output token ids, 4 bytes each, little-endian (`pack_tokens`)."""
+    """Token ids of the answer, 4 bytes each, little-endian (`pack_tokens`): `mark.num_written`, then the output's."""
     num_prompt_tokens: int
     decoding: SamplingParams
     """What of the request's parameters decides how tokens become text (`decoding_params`)."""
@@ -38,6 +40,13 @@ class TranscriptRecord(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """`time.time()` of the engine core."""
     was_read: bool = False
     rank: int = 0
+
+
+def shortened(prompt: str) -> str:
+    """The beginning of a prompt, which says so if it is not all."""
+    if len(prompt) <= MAX_PROMPT_CHARACTERS:
+        return prompt
+    return f"{prompt[:MAX_PROMPT_CHARACTERS]} … ({len(prompt):,} characters)"
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

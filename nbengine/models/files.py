@@ -54,6 +54,33 @@ def resolve_model(config: ModelConfig, progress: ProgressCallback | None = None)
     return replace(found, is_moe=is_moe(load_hf_config(found)))
 
 
+def resolve_configuration(
+    config: ModelConfig, progress: ProgressCallback | None = None
+) -> tuple[ModelConfig, int]:
+    """`resolve_model`, and the bytes of the weight files. Of a model on the hub that is not in the cache only the
+    configuration is fetched: it has no `weights` then.
+
+    Raises:
+        ModelNotFoundError, ModelLoadError: as `resolve_model` does.
+    """
+    if _is_on_hub(config) and not _cached_on_hub(config):
+        directory, num_bytes = hub.configuration(config.model, config.revision, config.load_format)
+        found = replace(config, directory=str(directory.absolute()))
+        return replace(found, is_moe=is_moe(load_hf_config(found))), num_bytes
+    found = resolve_model(config, progress)
+    return found, sum(Path(path).stat().st_size for path in found.weights)
+
+
+def _is_on_hub(config: ModelConfig) -> bool:
+    name = config.model
+    return name not in _ALIASES and hub.is_hub_id(name) and not Path(name).expanduser().exists()
+
+
+def _cached_on_hub(config: ModelConfig) -> bool:
+    directory = hub.cached_snapshot(config.model, config.revision)
+    return directory is not None and _is_complete(directory, config)
+
+
 def list_aliases() -> dict[str, str]:
     """The short names of models that need no path and no hub, with a line about each."""
     return {name: alias.description for name, alias in _ALIASES.items()}
@@ -160,17 +187,21 @@ def _gguf_file(path: Path, load_format: str, report: Reporter) -> ModelFiles:
 
 
 def _on_hub(config: ModelConfig, report: Reporter) -> ModelFiles:
-    def is_complete(directory: Path) -> bool:
-        if not (directory / "tokenizer.json").is_file() and not any(directory.glob("*.gguf")):
-            return False
-        try:
-            _in_directory(directory, config.load_format, report)
-        except ModelLoadError:
-            return False
-        return True
-
-    directory = hub.snapshot(config.model, config.revision, config.load_format, is_complete, report)
+    directory = hub.snapshot(
+        config.model, config.revision, config.load_format, lambda found: _is_complete(found, config), report
+    )
     return _in_directory(directory, config.load_format, report)
+
+
+def _is_complete(directory: Path, config: ModelConfig) -> bool:
+    """Whether a snapshot of a hub's repository has everything that a model needs."""
+    if not (directory / "tokenizer.json").is_file() and not any(directory.glob("*.gguf")):
+        return False
+    try:
+        _in_directory(directory, config.load_format, Reporter(None, "fetch"))
+    except ModelLoadError:
+        return False
+    return True
 
 
 def _unknown(name: str) -> ModelNotFoundError:

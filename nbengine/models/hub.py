@@ -82,7 +82,7 @@ def snapshot(
         ModelNotFoundError: neither the cache nor the hub has it; the message says what was tried.
         ModelLoadError: the repository has no weights in a format that can be loaded, or too many to choose.
     """
-    cached = _cached_snapshot(repository, revision)
+    cached = cached_snapshot(repository, revision)
     if cached is not None and is_complete(cached):
         return cached
     in_cache = "not there" if cached is None else "incomplete"
@@ -101,6 +101,34 @@ def snapshot(
             return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
         except Exception as error:
             raise _not_found(repository, revision, in_cache, summary(error)) from error
+
+
+def configuration(repository: str, revision: str | None, load_format: str) -> tuple[Path, int]:
+    """Directory with a repository's config.json, and the bytes of its weights, which are not downloaded.
+
+    Raises:
+        ModelNotFoundError: neither the cache nor the hub has it; the message says what was tried.
+        ModelLoadError: the repository has no weights that can be loaded, or no config.json.
+    """
+    cached = cached_snapshot(repository, revision)
+    in_cache = "not there" if cached is None else "incomplete"
+    if is_offline():
+        raise _not_found(repository, revision, in_cache, "HF_HUB_OFFLINE is set")
+    sizes = _list_files(repository, revision, in_cache)
+    wanted = model_files(repository, list(sizes), load_format)
+    if "config.json" not in wanted:
+        raise ModelLoadError(
+            f"{repository} has no config.json, so its size is in its weights alone; `nbengine fetch {repository}` "
+            "downloads them"
+        )
+    from huggingface_hub import snapshot_download
+
+    small = [name for name in wanted if name in _SMALL_FILES and name != "tokenizer.json"]
+    try:
+        directory = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
+    except Exception as error:
+        raise _not_found(repository, revision, in_cache, summary(error)) from error
+    return directory, sum(sizes[name] for name in wanted if name not in _SMALL_FILES)
 
 
 def model_files(repository: str, names: list[str], load_format: str) -> list[str]:
@@ -132,7 +160,8 @@ def model_files(repository: str, names: list[str], load_format: str) -> list[str
     raise ModelLoadError(f"{repository} has no {' or '.join(_WEIGHTS[kind] for kind in found)} files")
 
 
-def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
+def cached_snapshot(repository: str, revision: str | None) -> Path | None:
+    """What the hub's own cache has of a repository, which may be incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

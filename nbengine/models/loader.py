@@ -87,6 +87,15 @@ def load_decoder(
     return _load(build, weights, device, report)
 
 
+def check_checkpoint(config: DecoderConfig, paths: tuple[Path, ...], dtype: torch.dtype) -> None:
+    """Compare a decoder's weight files with its configuration by their headers; nothing is loaded.
+
+    Raises:
+        ModelLoadError: they do not fit together, or a file is corrupt.
+    """
+    _compare(_sketch(lambda: _whole_decoder(config, dtype)), open_weights(paths, config), paths[0])
+
+
 def load_encoder(
     config: EncoderConfig,
     paths: tuple[Path, ...],

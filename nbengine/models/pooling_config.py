@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nbengine.errors import ModelLoadError
-from nbengine.models.encoder_config import is_encoder, num_labels_of
-from nbengine.models.hf_config import positive, read_json_object, read_json_objects
+from nbengine.models.encoder_config import encoder_config, is_encoder, num_labels_of
+from nbengine.models.hf_config import max_model_len_of, positive, read_json_object, read_json_objects
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -44,6 +44,18 @@ def supported_tasks(hf: Mapping[str, Any]) -> tuple[str, ...]:
         return ("classify", "encode")
     vectors = ("embed", "score", "encode")
     return vectors if is_encoder(hf) else ("generate", *vectors)
+
+
+def longest_model_len(hf: Mapping[str, Any]) -> int:
+    """The longest sequence, in tokens, that a model was made for."""
+    return encoder_config(hf).max_model_len if is_encoder(hf) else max_model_len_of(hf)
+
+
+def advised_model_len(directory: str, hf: Mapping[str, Any]) -> int:
+    """The longest sequence, in tokens, that a model's authors advise."""
+    longest = longest_model_len(hf)
+    advised = load_pooling_defaults(directory, hf).max_seq_length
+    return longest if advised is None else min(longest, advised)
 
 
 def load_pooling_defaults(directory: str, hf: Mapping[str, Any]) -> PoolingDefaults:

@@ -101,6 +101,18 @@ def check_parallel(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> No
         _check_experts(config.moe, parallel)
 
 
+def tensor_parallel_sizes(hf_config: Mapping[str, Any], limit: int) -> list[int]:
+    """The numbers of tensor-parallel workers, up to `limit`, that a model can be divided among.
+
+    Raises:
+        ModelLoadError: the architecture is not supported.
+    """
+    if is_encoder(hf_config):
+        return [1]
+    config = decoder_config(hf_config)
+    return [size for size in range(1, limit + 1) if _divides(size, config)]
+
+
 def _check_experts(moe: MoEConfig, parallel: ParallelConfig) -> None:
     """All workers of a stage compute its experts together, those of all engine cores."""
     num_workers = parallel.data_parallel_size * parallel.tensor_parallel_size

@@ -21,9 +21,9 @@ from nbengine.ipc.utilities import ProfileReport
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.models.bert import BertModel
 from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.encoder_config import encoder_config, is_encoder
-from nbengine.models.hf_config import load_hf_config, max_model_len_of
-from nbengine.models.pooling_config import load_pooling_defaults, supported_tasks
+from nbengine.models.encoder_config import is_encoder
+from nbengine.models.hf_config import load_hf_config
+from nbengine.models.pooling_config import advised_model_len, longest_model_len, supported_tasks
 from nbengine.models.progress import ProgressCallback, Reporter
 from nbengine.models.registry import (
     load_encoder_model,
@@ -155,8 +155,8 @@ class Worker:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "weights_bytes": self.model.weights_bytes,
-            "max_position_embeddings": self._longest_model_len(),
-            "advised_max_model_len": self._advised_max_model_len(),
+            "max_position_embeddings": longest_model_len(self.hf_config),
+            "advised_max_model_len": advised_model_len(self.config.model.directory, self.hf_config),
             "vocab_size": self.model.config.vocab_size,
             "hidden_size": self.model.config.hidden_size,
             "supported_tasks": list(supported_tasks(self.hf_config)),
@@ -327,17 +327,7 @@ class Worker:
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
-        return self._longest_model_len() if configured is None else configured
-
-    def _longest_model_len(self) -> int:
-        if is_encoder(self.hf_config):
-            return encoder_config(self.hf_config).max_model_len
-        return max_model_len_of(self.hf_config)
-
-    def _advised_max_model_len(self) -> int:
-        advised = load_pooling_defaults(self.config.model.directory, self.hf_config).max_seq_length
-        longest = self._longest_model_len()
-        return longest if advised is None else min(longest, advised)
+        return longest_model_len(self.hf_config) if configured is None else configured
 
 
 def _board(layout: RankLayout, files: ExecutorFiles | None) -> WorkerBoard:

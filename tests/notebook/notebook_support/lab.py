@@ -1,9 +1,13 @@
-"""A real JupyterLab and a real browser on it."""
+"""A real JupyterLab or Notebook 7, and a real browser on it.
+
+Cells are counted from 0, code cells alone. What waits gives up after `DEADLINE_SECONDS`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,10 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Dialog, Page, sync_playwright
 
 DEADLINE_SECONDS = 60.0
 TOKEN = "secret"
+WIDE, NARROW = 1280, 800
+"""Widths at which everything has to be readable."""
 CHROMIUM_FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -36,20 +42,43 @@ SETTINGS = {
         "doNotDisturbMode": True,
     },
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},
 }
 NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Notebook"
-KERNEL_IS_IDLE = """() => {
-    const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
+CODE_CELL = f"{NOTEBOOK} .jp-CodeCell"
+SESSION = "window.jupyterapp?.shell.currentWidget?.sessionContext"
+KERNEL_IS_CONNECTED = f"""() => {{
+    const session = {SESSION};
+    return session?.isReady && session.session?.kernel?.connectionStatus === 'connected'
+        && ['idle', 'busy'].includes(session.session.kernel.status);
+}}"""
+KERNEL_IS_IDLE = f"""() => {{
+    const session = {SESSION};
     return session?.isReady && session.session?.kernel?.connectionStatus === 'connected'
         && session.session.kernel.status === 'idle';
-}"""
+}}"""
 
 
 @contextmanager
 def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
     """Serve a directory's notebooks; yields the server's address. The kernels end with it."""
+    with _server("jupyterlab", "LabApp", directory, environment, {"LabApp.news_url": None}) as address:
+        yield address
+
+
+@contextmanager
+def jupyter_notebook(directory: Path, environment: dict[str, str]) -> Iterator[str]:
+    """`jupyter_lab` with Notebook 7; its pages are opened with `notebook_page(…, frontend="notebooks")`."""
+    with _server("notebook", "JupyterNotebookApp", directory, environment, {}) as address:
+        yield address
+
+
+@contextmanager
+def _server(
+    module: str, app: str, directory: Path, environment: dict[str, str], more: dict[str, object]
+) -> Iterator[str]:
     settings = directory / "settings"
-    settings.mkdir()
+    settings.mkdir(exist_ok=True)
     (settings / "overrides.json").write_text(json.dumps(SETTINGS))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,14 +89,14 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
         "ServerApp.port_retries": 0,
         "ServerApp.root_dir": directory,
         "IdentityProvider.token": TOKEN,
-        "LabApp.expose_app_in_browser": True,
+        f"{app}.expose_app_in_browser": True,
         "LabApp.extension_manager": "readonly",
-        "LabApp.news_url": None,
-        "LabApp.app_settings_dir": settings,
-        "LabApp.user_settings_dir": directory / "user-settings",
-        "LabApp.workspaces_dir": directory / "workspaces",
+        f"{app}.app_settings_dir": settings,
+        f"{app}.user_settings_dir": directory / "user-settings",
+        f"{app}.workspaces_dir": directory / "workspaces",
+        **more,
     }
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    command = [sys.executable, "-m", module, "--no-browser", "--allow-root"]
     with (directory / "server.log").open("wb") as log:
         server = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
@@ -106,21 +135,70 @@ def write_notebook(path: Path, cells: list[str]) -> None:
 
 
 @contextmanager
-def notebook_page(address: str, name: str, chromium: str, directory: Path) -> Iterator[Page]:
-    """Open a notebook in a browser, which keeps its files in `directory`, and wait until its kernel is idle."""
+def notebook_page(
+    address: str,
+    name: str,
+    chromium: str,
+    directory: Path,
+    *,
+    width: int = 1100,
+    height: int = 1000,
+    frontend: str = "lab",
+) -> Iterator[Page]:
+    """Open a notebook in a browser, which keeps its files in `directory`, and wait until its kernel is idle.
+
+    `frontend` is "lab" or "notebooks". Questions that the browser itself asks are answered with yes.
+    """
     own = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
+    path = f"lab/workspaces/test/tree/{name}?reset&" if frontend == "lab" else f"notebooks/{name}?"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS, env=own)
         try:
-            page = browser.new_page(viewport={"width": 1100, "height": 1000})
+            page = browser.new_page(viewport={"width": width, "height": height})
             page.set_default_timeout(DEADLINE_SECONDS * 1000)
-            page.goto(f"{address}/lab/workspaces/test/tree/{name}?reset&token={TOKEN}")
-            page.wait_for_selector("#jupyterlab-splash", state="detached")
-            page.wait_for_selector(f"{NOTEBOOK} .jp-Cell")
-            page.wait_for_function(KERNEL_IS_IDLE)
+            page.on("dialog", _accept)
+            page.goto(f"{address}/{path}token={TOKEN}")
+            wait_for_notebook(page)
+            wait_until_idle(page)
             yield page
         finally:
             browser.close()
+
+
+def _accept(dialog: Dialog) -> None:
+    dialog.accept()
+
+
+# Waiting.
+
+
+def wait_for_notebook(page: Page) -> None:
+    """Wait until the notebook is drawn and its kernel connected, idle or not."""
+    page.wait_for_selector("#jupyterlab-splash", state="detached")
+    page.wait_for_selector(f"{NOTEBOOK} .jp-Cell")
+    page.wait_for_function(KERNEL_IS_CONNECTED)
+
+
+def wait_until_idle(page: Page) -> None:
+    """Wait until the kernel has nothing to do."""
+    page.wait_for_function(KERNEL_IS_IDLE)
+
+
+def wait_for_prompt(page: Page, cell: int) -> None:
+    """Wait until a code cell has been executed."""
+    page.wait_for_function(
+        "(cell) => /\\d/.test(document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')[cell]?.textContent ?? '')",
+        arg=cell,
+    )
+
+
+def wait_for_text(page: Page, text: str, cell: int | None = None) -> None:
+    """Wait until a code cell's output, or the page if None, shows a text."""
+    area = page.locator("body") if cell is None else _output_area(page, cell)
+    area.filter(has_text=re.compile(re.escape(text))).first.wait_for()
+
+
+# Doing what a person does.
 
 
 def run_command(page: Page, command: str) -> None:
@@ -128,14 +206,74 @@ def run_command(page: Page, command: str) -> None:
     page.evaluate("(command) => { window.jupyterapp.commands.execute(command); }", command)
 
 
-def wait_for_prompt(page: Page, cell: int) -> None:
-    """Wait until a code cell, counted from 0, has been executed."""
-    page.wait_for_function(
-        "(cell) => /\\d/.test(document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')[cell]?.textContent ?? '')",
-        arg=cell,
+def run_cell(page: Page, cell: int) -> None:
+    """Start a code cell without waiting for its end; the notebook has no cells of other kinds."""
+    page.evaluate("(cell) => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = cell; }", cell)
+    run_command(page, "notebook:run-cell")
+
+
+def save(page: Page) -> None:
+    """Save the notebook as it is now, and wait until that is done."""
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+
+def reload(page: Page) -> None:
+    """Load the page anew, as it was saved; the kernel goes on with what it does."""
+    page.reload()
+    wait_for_notebook(page)
+
+
+def restart_kernel(page: Page) -> None:
+    """Restart the kernel by the menu, with its question answered, and wait until the new one is idle."""
+    kernel = f"{SESSION}.session.kernel"
+    page.evaluate(
+        f"""() => {{
+            window.restarts = 0;
+            {kernel}.statusChanged.connect((_, status) => {{
+                window.restarts += ['restarting', 'autorestarting'].includes(status);
+            }});
+        }}"""
     )
+    run_command(page, "kernelmenu:restart")
+    page.click(".jp-Dialog .jp-mod-accept")
+    page.wait_for_function("() => window.restarts > 0")
+    wait_until_idle(page)
+
+
+def set_theme(page: Page, *, dark: bool) -> None:
+    """Change between the light and the dark theme, and wait until it is in force."""
+    page.evaluate(
+        "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})",
+        "JupyterLab Dark" if dark else "JupyterLab Light",
+    )
+    page.wait_for_function(
+        "(light) => document.body.dataset.jpThemeLight === light", arg="false" if dark else "true"
+    )
+    # The curtain that hides the change.
+    page.wait_for_selector("#jupyterlab-splash", state="detached")
+
+
+def set_width(page: Page, width: int, height: int = 1000) -> None:
+    """Give the window another size."""
+    page.set_viewport_size({"width": width, "height": height})
+
+
+# Looking.
 
 
 def output_of(page: Page, cell: int) -> str:
-    """What a code cell, counted from 0, shows."""
-    return page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea").inner_text()
+    """What a code cell shows."""
+    return _output_area(page, cell).inner_text()
+
+
+def screenshot(page: Page, name: str) -> bytes:
+    """A picture of the page as PNG, kept as `name`.png in the directory $NBENGINE_ARTEFACTS if that is set."""
+    picture = page.screenshot()
+    if directory := os.environ.get("NBENGINE_ARTEFACTS"):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / f"{name}.png").write_bytes(picture)
+    return picture
+
+
+def _output_area(page: Page, cell: int):
+    return page.locator(CODE_CELL).nth(cell).locator(".jp-Cell-outputArea")

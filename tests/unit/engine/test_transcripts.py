@@ -17,11 +17,13 @@ from nbengine.engine.transcripts import (
     TranscriptStore,
     cost_of,
 )
+from nbengine.engine.work import GiveUpClient
 from nbengine.errors import InvalidArgumentError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason, TranscriptMark
 from nbengine.ipc.transcripts import TranscriptRecord, decoding_params, pack_tokens, unpack_tokens
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from tests.unit.engine.test_core import add, make_core, run
+from tests.unit.engine.test_core_proc import Rig
 
 
 def make_record(session: str, group: str, index: int = 0, num_tokens: int = 3) -> TranscriptRecord:
@@ -101,11 +103,8 @@ def test_the_store_keeps_to_its_limits_and_gives_up_what_was_read_before_the_old
         assert [store.of(name) for name in "AB"] == [reference.of(name) for name in "AB"]
         assert len(store) == len(reference.records) <= limits.records
         assert store.num_bytes == sum(map(cost_of, reference.records)) <= limits.bytes
-        unread = {r.mark.session: set() for r in reference.records}
-        for record in reference.records:
-            if not record.was_read:
-                unread[record.mark.session].add(record.mark.group)
-        assert store.unread() == {name: len(groups) for name, groups in unread.items()}
+        sessions = {record.mark.session for record in reference.records}
+        assert store.unread() == {s: sum(not r.was_read for r in reference.of(s)) for s in sessions}
 
 
 def test_a_session_sees_and_changes_only_its_own() -> None:
@@ -245,3 +244,16 @@ def test_wrong_arguments_of_the_utilities_are_named() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=r"session|groups"):
             core.call_utility(method, arguments)
+
+
+def test_a_client_that_reads_too_slowly_finds_what_it_has_missed() -> None:
+    rig = Rig()
+    try:
+        core = rig.core
+        add_marked(core, "slow", 10)
+        step(core, 2)
+        core._handle(GiveUpClient(1, "it left 64 MiB unread"))
+        assert listed(core) == {"slow": ([11, 12], FinishReason.ABORT, "it left 64 MiB unread")}
+        assert core.call_utility("transcripts", ["s"])[0].rank == 2
+    finally:
+        rig.close()

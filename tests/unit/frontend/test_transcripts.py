@@ -9,21 +9,31 @@ import pytest
 from tokenizers import Tokenizer
 
 from nbengine.client.utility_calls import merged_answers
+from nbengine.config import CacheConfig, SchedulerConfig
+from nbengine.engine.transcripts import TranscriptKeeper
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, WireError
+from nbengine.frontend.continuation import continued
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.transcripts import (
-    MAX_PROMPT_CHARACTERS,
     Transcripts,
     completion_of,
     mark,
-    shortened,
     transcripts_of,
 )
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TranscriptMark
-from nbengine.ipc.transcripts import TranscriptRecord, decoding_params, pack_tokens, unpack_tokens
+from nbengine.ipc.transcripts import (
+    MAX_PROMPT_CHARACTERS,
+    TranscriptRecord,
+    decoding_params,
+    pack_tokens,
+    shortened,
+    unpack_tokens,
+)
 from nbengine.outputs import CompletionOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
+from nbengine.scheduler.request import Request
+from nbengine.scheduler.state import SchedulerState
 
 FINISHES = (FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT, None)
 
@@ -44,6 +54,49 @@ def streamed(
     output = collector.get_nowait()
     assert output is not None
     return output.outputs[0]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_one_that_went_on_from_the_middle_has_the_text_of_the_whole(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    rng = random.Random(3)
+    seen = set()
+    for _ in range(200):
+        ids = [rng.randrange(min(300, tokenizer.get_vocab_size())) for _ in range(rng.randint(2, 30))]
+        cut = rng.randrange(1, len(ids))
+        params = SamplingParams(
+            max_tokens=1000, stop=rng.choice([[], ["a"], ["s"]]), min_tokens=rng.choice([0, 8])
+        )
+        engine_request = EngineCoreRequest("r-1", [1, 2], params, external_req_id="r")
+        continuation = continued(engine_request, ids[:cut])
+        engine_request.transcript = mark(engine_request, "s", "why?", cut)
+        processor = OutputProcessor(tokenizer)
+        collector = RequestOutputCollector(RequestOutputKind.CUMULATIVE, "r", "r-1")
+        if not processor.add_request(engine_request, None, collector, continuation):
+            continue  # its beginning was its end already
+        finish = rng.choice((FinishReason.LENGTH, FinishReason.STOP))
+        for position in range(cut, len(ids)):
+            ends = position == len(ids) - 1
+            processor.process_outputs([EngineCoreOutput("r-1", [ids[position]], finish if ends else None)])
+        output = collector.get_nowait()
+        assert output is not None
+        kept = Request.from_engine_core_request(engine_request, None)
+        kept.all_token_ids += ids[cut:]
+        record = TranscriptKeeper(scheduler_of(kept), 0).transcripts("s")[0]
+        record.finish_reason = finish
+        assert completion_of(record, tokenizer) == output.outputs[0]
+        assert record.num_prompt_tokens == 2 + cut
+        seen.add(output.outputs[0].stop_reason)
+    assert seen == {None, "a", "s"}
+
+
+def scheduler_of(request: Request) -> SchedulerState:
+    """A scheduler that has one request."""
+    scheduler = SchedulerState(SchedulerConfig(), CacheConfig(), 64, 1024)
+    scheduler.add_request(request)
+    return scheduler
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import NBEngineError
 from nbengine.frontend.control import Control, ControlOf
 from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.frontend.transcripts import Transcript
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.extension import load, unload
 from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -85,6 +86,11 @@ class FakeClient:
         self.answers: dict[str, Any] = {}
         self.engine_stats = [make_stats(rank) for rank in self.engine_ranks]
         self.asked_ranks: list[int | None] = []
+        self.labels: list[str | None] = []
+        self.kept: dict[str | None, list[Transcript]] = {}
+        """By session; None is the notebook's own."""
+        self.read: list[tuple[str | None, list[str]]] = []
+        self.unread_sessions: dict[str, int] = {}
         self.written: list[list[int]] = []
 
     @property
@@ -98,10 +104,12 @@ class FakeClient:
         sampling_params: SamplingParams,
         *,
         data_parallel_rank: int | None = None,
+        transcript: str | None = None,
         written: Sequence[int] = (),
     ) -> RequestOutputCollector:
         if self.refusal is not None:
             raise self.refusal
+        self.labels.append(transcript)
         self.requests.append((prompt, sampling_params))
         self.asked_ranks.append(data_parallel_rank)
         self.written.append(list(written))
@@ -138,8 +146,31 @@ class FakeClient:
             )
         )
 
+    def transcripts_blocking(self, session: str | None = None) -> list[Transcript]:
+        if isinstance(error := self.answers.get("transcripts"), Exception):
+            raise error
+        return list(self.kept.get(session, ()))
+
+    def read_transcripts(self, request_ids: Iterable[str], session: str | None = None) -> None:
+        self.read.append((session, list(request_ids)))
+
+    def forget_transcripts_blocking(
+        self, request_ids: Iterable[str] | None = None, session: str | None = None
+    ) -> int:
+        assert request_ids is None
+        return len(self.kept.pop(session, ()))
+
+    def transcript_sessions_blocking(self) -> dict[str, int]:
+        return self.unread_sessions
+
     def abort_soon(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    client_index = 1
+    death: NBEngineError | None = None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
 
     def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
         return {"prompt": "".join(f"<{m['role']}>{m['content']}" for m in messages)}
@@ -213,6 +244,11 @@ class FakeBackend:
         self.clients: dict[str, FakeClient] = {}
         self.attached: list[str] = []
         self.on_start: Callable[[], None] = lambda: None
+        self.started: list[dict[str, Any]] = []
+        self.on_prepare: Callable[[], None] = lambda: None
+
+    def prepare(self, arguments: Mapping[str, Any], *, progress: Callable[[Progress], None]) -> None:
+        self.on_prepare()
 
     def start(
         self,
@@ -224,6 +260,7 @@ class FakeBackend:
     ) -> FakeClient:
         for stage in ("fetch", "load", "profile", "kv", "ready"):
             progress(Progress(stage, detail=f"{stage} detail", seconds=0.1))
+        self.started.append(dict(arguments))
         self.on_start()
         config = EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
         client = FakeClient(name or arguments["model"], config, session)

@@ -1,153 +1,14 @@
-// Shows the tokens of answers; widgets/tokens.py has the messages. Text of a model goes into text nodes and attributes only.
+// Shows the tokens of answers; widgets/tokens.py has the messages.
+import { element } from "./dom.js";
+import { Popover } from "./popover.js";
+import { Tree } from "./tree.js";
 
 const EAGER_ALTERNATIVES = 5;
 const HOVER_MS = 120;
 const LEAVE_MS = 200;
-const MARGIN = 8;
+const REST_MS = 1000;
 
 let widgets = 0;
-
-function element(tag, className, attributes = {}) {
-  const made = document.createElement(tag);
-  made.className = className;
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-}
-
-// What is known of the answers and branches.
-class Tree {
-  constructor() {
-    this.clear();
-  }
-
-  clear() {
-    this.nodes = new Map();
-    this.refusal = "";
-  }
-
-  // False: tokens are missing.
-  take(news) {
-    const known = this.nodes.get(news.id)?.tokens ?? [];
-    if (news.start > known.length) return false;
-    known.length = news.start;
-    for (const token of news.tokens) known.push(token);
-    this.nodes.set(news.id, { ...news, tokens: known });
-    return true;
-  }
-
-  // From a first answer to the node.
-  path(id) {
-    const path = [];
-    for (let node = this.nodes.get(id); node; node = this.nodes.get(node.parent)) path.unshift(node);
-    return path;
-  }
-
-  // All tokens of an answer, its parents' beginning included.
-  whole(id) {
-    let tokens = [];
-    for (const node of this.path(id)) tokens = tokens.slice(0, node.position).concat(node.tokens);
-    return tokens;
-  }
-
-  // The positions of an answer at which others branch off.
-  forks(id) {
-    const found = new Set();
-    const path = this.path(id);
-    path.forEach((node, depth) => {
-      const end = path[depth + 1]?.position ?? Infinity;
-      for (const child of this.nodes.values()) {
-        if (child.parent === node.id && child.position <= end) found.add(child.position);
-      }
-    });
-    return found;
-  }
-}
-
-// The alternatives of one token, in the top layer, inside the viewport.
-class Popover {
-  constructor(root, onChoose, onClose) {
-    this.box = element("div", "nbt-popover", { role: "dialog", popover: "manual", hidden: "" });
-    this.onChoose = onChoose;
-    this.onClose = onClose;
-    this.anchor = null;
-    root.append(this.box);
-    this.box.addEventListener("keydown", (event) => this.onKey(event));
-    this.box.addEventListener("click", (event) => {
-      const row = event.target.closest("button");
-      if (row) this.onChoose(Number(row.dataset.token));
-    });
-  }
-
-  show(anchor, token, alternatives, refusal) {
-    this.anchor = anchor;
-    this.box.replaceChildren();
-    const [id, , , , probability, rank] = token;
-    const own = alternatives.find((alternative) => alternative[0] === id);
-    const name = own ? own[1] : token[1] || token[2];
-    const head = element("div", "nbt-head");
-    head.textContent = `${name} · ${probability}` + (rank ? ` · rank ${rank}` : "");
-    this.box.setAttribute("aria-label", `Alternatives to ${name}`);
-    this.box.append(head);
-    for (const alternative of alternatives) this.box.append(this.row(alternative, id, refusal));
-    const others = alternatives.some((alternative) => alternative[0] !== id);
-    const hint = element("div", "nbt-hint");
-    hint.textContent = !others ? "no alternatives were asked for" : refusal ? `no branches: ${refusal}` : "choose one to go on from it";
-    this.box.append(hint);
-    this.box.hidden = false;
-    if (!this.box.matches(":popover-open")) this.box.showPopover?.();
-    this.place();
-  }
-
-  row([id, label, words, probability], ownId, refusal) {
-    const row = element(refusal || id === ownId ? "div" : "button", "nbt-row", { "data-token": id });
-    if (row.tagName === "BUTTON") row.type = "button";
-    if (id === ownId) row.setAttribute("aria-current", "true");
-    const text = element("span", "nbt-label");
-    text.textContent = label;
-    const share = element("span", "nbt-share");
-    share.textContent = words;
-    const bar = element("span", "nbt-bar");
-    bar.style.width = `${Math.max(1, probability * 100)}%`;
-    row.append(bar, text, share);
-    return row;
-  }
-
-  place() {
-    const at = this.anchor.getClientRects()[0] ?? this.anchor.getBoundingClientRect();
-    const box = this.box.getBoundingClientRect();
-    const below = at.bottom + 2;
-    const above = at.top - box.height - 2;
-    const top = below + box.height <= window.innerHeight - MARGIN || above < MARGIN ? below : above;
-    const lowest = window.innerHeight - box.height - MARGIN;
-    const rightmost = window.innerWidth - box.width - MARGIN;
-    this.box.style.top = `${Math.max(MARGIN, Math.min(top, lowest))}px`;
-    this.box.style.left = `${Math.max(MARGIN, Math.min(at.left, rightmost))}px`;
-  }
-
-  focus() {
-    this.box.querySelector("button")?.focus();
-  }
-
-  close() {
-    if (!this.anchor) return;
-    const anchor = this.anchor;
-    const hadFocus = this.box.contains(document.activeElement);
-    this.anchor = null;
-    if (this.box.matches(":popover-open")) this.box.hidePopover();
-    this.box.hidden = true;
-    this.onClose(anchor, hadFocus);
-  }
-
-  onKey(event) {
-    const rows = [...this.box.querySelectorAll("button")];
-    const index = rows.indexOf(document.activeElement);
-    if (event.key === "Escape" || event.key === "Tab") this.close();
-    else if (event.key === "ArrowDown") rows[(index + 1) % rows.length]?.focus();
-    else if (event.key === "ArrowUp") rows[(index - 1 + rows.length) % rows.length]?.focus();
-    else return;
-    event.preventDefault();
-  }
-}
 
 class View {
   constructor(model, el) {
@@ -224,10 +85,43 @@ class View {
   start() {
     this.reset(this.model.get("snapshot") ?? {});
     this.hello();
+    this.frame = requestAnimationFrame(() => this.watch());
+  }
+
+  // JupyterLab replaces an output by taking the old view away, without a word to it: until the new one is there, its place
+  // stays as high as it was, so that nothing below jumps.
+  watch() {
+    const host = this.root.closest(".jp-OutputArea-output");
+    if (!host) return;
+    host.style.minHeight = "";
+    let height = 0;
+    this.sizes = new ResizeObserver(() => (height = this.root.isConnected ? host.offsetHeight : height));
+    this.sizes.observe(this.root);
+    this.changes = new MutationObserver(() => {
+      if (this.root.isConnected) return;
+      host.style.minHeight = `${height}px`;
+      setTimeout(() => (host.style.minHeight = ""), REST_MS);
+      this.end();
+    });
+    this.changes.observe(host, { childList: true });
+  }
+
+  // The kernel may replace what a saved notebook has, and with it this view: not while somebody is in it.
+  restSoon() {
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => {
+      const isInUse = this.root.matches(":hover") || this.root.contains(document.activeElement);
+      if (isInUse) this.restSoon();
+      else this.model.send({ kind: "rest" });
+    }, REST_MS);
   }
 
   end() {
     clearTimeout(this.timer);
+    clearTimeout(this.resting);
+    cancelAnimationFrame(this.frame);
+    this.sizes?.disconnect();
+    this.changes?.disconnect();
     this.model.off("msg:custom", this.onMessage);
     this.model.off("change:active", this.onActive);
     this.model.off("change:folded", this.onFolded);
@@ -276,6 +170,7 @@ class View {
       return;
     }
     if (isNew) this.markForks();
+    if (node.parent !== null && node.state !== "running") this.restSoon();
     this.draw();
   }
 

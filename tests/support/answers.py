@@ -1,0 +1,124 @@
+"""Answers with log probabilities, and an engine that writes them when it is told to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.magics.branching import BranchTree, Origin
+from nbengine.magics.result import GenerationResult
+from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+PROMPT = [901, 902, 903]
+Word = tuple[str, float, dict[str, float]]
+"""Text of a token, its probability, and its alternatives with theirs."""
+
+VOCABULARY: dict[str, int] = {}
+
+
+def token_id(text: str) -> int:
+    """The same number for the same text."""
+    return VOCABULARY.setdefault(text, len(VOCABULARY) + 10)
+
+
+def entry_of(word: Word) -> dict[int, Logprob]:
+    """The entry of log probabilities: the token itself, then the others."""
+    text, probability, others = word
+    ranked = sorted({text: probability, **others}.items(), key=lambda item: -item[1])
+    ranks = {name: rank for rank, (name, _) in enumerate(ranked, 1)}
+    return {
+        token_id(name): Logprob(math.log(share), ranks[name], name)
+        for name, share in [(text, probability), *others.items()]
+    }
+
+
+def delta_of(
+    words: Sequence[Word],
+    finish_reason: str | None = None,
+    *,
+    text: str | None = None,
+    index: int = 0,
+    finished: bool | None = None,
+    cached: int = 0,
+    stop_reason: int | str | None = None,
+    prompt: Sequence[int] = PROMPT,
+    request_id: str = "r",
+) -> RequestOutput:
+    """An output with these tokens; `text` where it is not simply theirs."""
+    now = time.monotonic()
+    completion = CompletionOutput(
+        index,
+        "".join(word[0] for word in words) if text is None else text,
+        [token_id(word[0]) for word in words],
+        None,
+        [entry_of(word) for word in words],
+        finish_reason,
+        stop_reason,
+    )
+    metrics = RequestMetrics(now - 1, None, now - 0.5, now, None, 0, max(2, len(words)))
+    ended = finish_reason is not None if finished is None else finished
+    return RequestOutput(request_id, None, list(prompt), [completion], ended, None, cached, metrics)
+
+
+class HandDrivenClient:
+    """Takes branches, and answers when `write` is called."""
+
+    name = "hand-driven"
+    engine_ranks = [0]
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Any, SamplingParams, int | None, list[int]]] = []
+        self.collectors: list[RequestOutputCollector] = []
+        self.aborted: list[str] = []
+        self.read: list[str] = []
+        self.refusal: Exception | None = None
+
+    def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        *,
+        data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
+        transcript: str | None = None,
+    ) -> RequestOutputCollector:
+        assert transcript == "the prompt"
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append((prompt, sampling_params, data_parallel_rank, list(written)))
+        request_id = f"branch-{len(self.requests)}"
+        self.collectors.append(RequestOutputCollector(RequestOutputKind.DELTA, request_id, request_id))
+        return self.collectors[-1]
+
+    def write(self, words: Sequence[Word], finish_reason: str | None = None, **more: Any) -> None:
+        """Let the last branch go on."""
+        prompt, _, _, written = self.requests[-1]
+        before = [*prompt["prompt_token_ids"], *written]
+        self.collectors[-1].put(delta_of(words, finish_reason, prompt=before, **more))
+
+    def abort_soon(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def read_transcripts(self, request_ids: Sequence[str]) -> None:
+        """What has been shown need not be kept."""
+        self.read += request_ids
+
+
+def tree_of(
+    words: Sequence[Word],
+    finish_reason: str | None = "stop",
+    params: SamplingParams | None = None,
+    **more: Any,
+) -> tuple[BranchTree, HandDrivenClient]:
+    """The tree of an answer, and the engine that goes on with it."""
+    client = HandDrivenClient()
+    result = GenerationResult("first", "the prompt")
+    result.tree = BranchTree(
+        result, Origin(client, params or SamplingParams(temperature=0, max_tokens=50, logprobs=3))
+    )
+    result.absorb(delta_of(words, finish_reason, **more))
+    return result.tree, client

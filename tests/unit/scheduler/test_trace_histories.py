@@ -1,0 +1,109 @@
+"""A mirror that follows the trace knows the scheduler and its blocks exactly, whatever happens and whenever it comes.
+
+`HYPOTHESIS_PROFILE=thorough` runs more than ten times as many histories.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from nbengine.scheduler.pause import PauseState
+from tests.unit.scheduler.reference import Limits
+from tests.unit.scheduler.test_histories import (
+    MODES,
+    THOROUGH,
+    SchedulerHistories,
+    _random_event,
+    limits_strategy,
+)
+from tests.unit.scheduler.traced import TracedSimulation
+
+pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
+
+
+class TraceHistories(SchedulerHistories):
+    """A scheduler lives on; followers come at any time, and one of them may miss batches."""
+
+    sim: TracedSimulation
+
+    @initialize(limits=limits_strategy)
+    def start(self, limits: Limits) -> None:
+        self.sim = TracedSimulation(limits)
+
+    @precondition(lambda self: len(self.sim.mirrors) < 3)
+    @rule()
+    def someone_subscribes(self) -> None:
+        self.sim.subscribe()
+
+    @rule()
+    def everyone_leaves(self) -> None:
+        self.sim.unsubscribe_all()
+
+    @rule(lost_to=st.sampled_from([None, None, None, 0]))
+    def publish(self, lost_to: int | None) -> None:
+        self.sim.publish(lost_to)
+
+    @rule()
+    def hand_back(self) -> None:
+        self.sim.take_unbegun()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "sim"):
+            self.sim.publish()
+
+
+TestTraceHistories = TraceHistories.TestCase
+TestTraceHistories.settings = settings(
+    max_examples=4000 if THOROUGH else 60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def random_limits(rng: random.Random, mode: dict) -> Limits:
+    block_size, num_blocks = rng.choice([1, 2, 4]), rng.randrange(4, 30)
+    return Limits(
+        block_size,
+        num_blocks,
+        max(block_size * num_blocks - rng.randrange(4), 3),
+        rng.randrange(1, 6),
+        rng.choice([1, 3, 8, 40]),
+        rng.random() < 0.7,
+        threshold=rng.choice([0, 0, 3]),
+        policy=rng.choice(["fcfs", "priority"]),
+        caching=rng.random() < 0.8,
+        **mode,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mirrors_agree_over_long_histories(mode: str) -> None:
+    rng = random.Random(mode)
+    for _ in range(40 if THOROUGH else 3):
+        sim = TracedSimulation(random_limits(rng, MODES[mode]))
+        first = None
+        for number in range(300):
+            if number in (3, 100, 250):
+                mirror = sim.subscribe()
+                first = first or mirror
+            _random_event(sim, rng, number)
+            if rng.random() < 0.2:
+                sim.publish()
+        sim.pause(PauseState.UNPAUSED)
+        sim.finish_everything()
+        sim.publish()
+        assert first is not None
+        sim.compare_steps(first.steps)
+        assert not first.requests
+        assert first.blocks.num_free_blocks == sim.limits.num_blocks
+        assert first.num_snapshots == 1
+        assert [step.step for step in first.steps] == sorted(
+            step for step, truth in sim.truths.items() if step >= first.steps[0].step and truth.is_visible
+        )
