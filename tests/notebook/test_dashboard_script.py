@@ -143,7 +143,7 @@ def freeze(page: DashboardPage) -> None:
 
 
 def tile(page: DashboardPage, label: str) -> str:
-    return page.page.locator(".nbe-tile", has_text=label).locator("dd").inner_text()
+    return page.page.locator(".nbe-tile", has_text=label).locator(".nbe-value").inner_text()
 
 
 def test_the_header_says_what_was_published_and_a_dash_for_what_was_not(open_page: OpenPage) -> None:
@@ -832,7 +832,7 @@ OVERFLOWING = """() => {
         if (node.scrollWidth > node.clientWidth + 1 && node.clientWidth && !node.matches("input, select"))
             found.push(["cut", node.className]);
     }
-    const leaves = [...document.querySelectorAll(".nbe-header dt, .nbe-header dd, h3, .nbe-now, .nbe-legend > span, "
+    const leaves = [...document.querySelectorAll(".nbe-tile > *, h3, .nbe-now, .nbe-legend > span, "
         + ".nbe-tools > *, canvas, .nbe-title > *, .nbe-table th")].filter((n) => n.offsetWidth);
     const boxes = leaves.map((n) => [n, n.getBoundingClientRect()]);
     for (const [a, p] of boxes) for (const [b, q] of boxes) {
