@@ -58,8 +58,9 @@ def test_tokens_are_shaded_marked_and_never_html(widget: TokensPage) -> None:
     expect(page.locator(".nbt-token")).to_have_count(len(WORDS))
     shades = [widget.token(index).get_attribute("data-shade") for index in range(5)]
     assert shades == [None, None, "1", "4", "7"]
-    marks = [widget.token(index).get_attribute("data-mark") for index in range(4, 9)]
-    assert marks == ["⏎", "◌", None, None, "⟨U+202E⟩⟨U+0007⟩"]
+    marks = page.locator(".nbt-mark")
+    assert [mark.get_attribute("data-mark") for mark in marks.all()] == ["⏎", "◌", "⟨U+202E⟩", "⟨U+0007⟩"]
+    assert marks.all_text_contents() == ["\n", "", "", ""]
     assert widget.token(7).text_content() == "</span><b>bold</b>"
     assert widget.token(8).text_content() == " turned"
     assert page.locator(".nbt-outside").all_text_contents() == ["<|end|>"]
