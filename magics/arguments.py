@@ -78,6 +78,20 @@ class MagicParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(flag)
         return None if action is None else action.nargs != 0
 
+    @property
+    def flags(self) -> list[str]:
+        """All flags, those of two dashes first."""
+        return sorted(self._option_string_actions, key=lambda flag: (not flag.startswith("--"), flag))
+
+    @property
+    def positionals(self) -> list[argparse.Action]:
+        """What is read from words without a flag, in its order."""
+        return [action for action in self._actions if not action.option_strings]
+
+    def action_of(self, flag: str) -> argparse.Action | None:
+        """What a flag does; None when there is no such flag."""
+        return self._option_string_actions.get(flag)
+
     def value_is_optional(self, flag: str) -> bool:
         """Whether a flag that takes a value may also stand alone."""
         action = self._option_string_actions.get(flag)

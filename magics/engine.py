@@ -69,6 +69,21 @@ class EngineMagics(Magics):
             "help": self._help,
         }
 
+    @property
+    def command_names(self) -> list[str]:
+        """The words that may follow `%engine`."""
+        return sorted(self._commands)
+
+    def parser_of(self, command: str) -> MagicParser | None:
+        """What reads the words behind a command; None where nothing does."""
+        if command not in self._commands or command == "help":
+            return None
+        try:
+            self._commands[command](["-h"])
+        except HelpRequested as request:
+            return request.parser
+        return None
+
     @no_var_expand
     @line_magic
     @documented(ENGINE_HELP)
@@ -207,9 +222,9 @@ class EngineMagics(Magics):
         print(reap_sentences(reap(end_unattached=parser.parse_words(words).all)))
 
     def _help(self, words: Sequence[str]) -> None:
-        if not words:
+        if not words or words[0] in ("help", "-h", "--help"):
             print(ENGINE_HELP)
-        elif words[0] in self._commands and words[0] != "help":
+        elif words[0] in self._commands:
             self._commands[words[0]](["-h"])
         else:
             raise UsageError(f"%engine help: no command {words[0]!r}{did_you_mean(words[0], self._commands)}")

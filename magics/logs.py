@@ -98,7 +98,9 @@ class RollingLines:
     def add(self, text: str) -> None:
         """Take what is new; its last line may not be complete."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
-        self._unfinished = self._unfinished[-SHOWN_CHARACTERS:]
+        # Of a line without an end that grows and grows no more is kept than is shown.
+        if len(self._unfinished) > SHOWN_CHARACTERS:
+            self._unfinished = _shown(self._unfinished)
         self._lines.extend(map(_shown, lines))
 
     def bundle(self) -> dict[str, str]:
