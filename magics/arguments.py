@@ -153,8 +153,8 @@ def values_of(flag: str, words: Sequence[str], parser: MagicParser) -> list[str]
         name, equals, value = remaining.pop(0).partition("=")
         if not parser.takes_value(name):
             continue
-        if not equals and remaining:
-            if parser.value_is_optional(name) and remaining[0].startswith("-"):
+        if not equals:
+            if not remaining or (parser.value_is_optional(name) and remaining[0].startswith("-")):
                 continue
             value = remaining.pop(0)
         if name == flag:
