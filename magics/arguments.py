@@ -78,6 +78,20 @@ class MagicParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(flag)
         return None if action is None else action.nargs != 0
 
+    @property
+    def flags(self) -> list[str]:
+        """All flags, those of two dashes first."""
+        return sorted(self._option_string_actions, key=lambda flag: (not flag.startswith("--"), flag))
+
+    @property
+    def positionals(self) -> list[argparse.Action]:
+        """What is read from words without a flag, in its order."""
+        return [action for action in self._actions if not action.option_strings]
+
+    def action_of(self, flag: str) -> argparse.Action | None:
+        """What a flag does; None when there is no such flag."""
+        return self._option_string_actions.get(flag)
+
     def value_is_optional(self, flag: str) -> bool:
         """Whether a flag that takes a value may also stand alone."""
         action = self._option_string_actions.get(flag)
@@ -139,8 +153,8 @@ def values_of(flag: str, words: Sequence[str], parser: MagicParser) -> list[str]
         name, equals, value = remaining.pop(0).partition("=")
         if not parser.takes_value(name):
             continue
-        if not equals and remaining:
-            if parser.value_is_optional(name) and remaining[0].startswith("-"):
+        if not equals:
+            if not remaining or (parser.value_is_optional(name) and remaining[0].startswith("-")):
                 continue
             value = remaining.pop(0)
         if name == flag:

@@ -252,11 +252,15 @@ class BranchTree:
         self._nodes = [Branch(self, index, result, index=index) for index in range(origin.params.n)]
 
     @classmethod
-    def of(cls, llm: AsyncLLM, output: RequestOutput, params: SamplingParams) -> BranchTree:
-        """The tree of an answer that a script has got from an `AsyncLLM`; `params` are those it was asked for with."""
+    def of(
+        cls, llm: AsyncLLM, output: RequestOutput, params: SamplingParams, *, cache_salt: str | None = None
+    ) -> BranchTree:
+        """The tree of a whole answer that a script has got from an `AsyncLLM`; `params` and `cache_salt` are those it was
+        asked for with."""
         result = GenerationResult(output.request_id, output.prompt or "")
         result.absorb(output)
-        return cls(result, Origin(llm, params))
+        result.tree = cls(result, Origin(llm, params, cache_salt))
+        return result.tree
 
     @property
     def roots(self) -> list[Branch]:

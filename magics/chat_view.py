@@ -16,7 +16,7 @@ from nbengine.magics.view import UPDATE_SECONDS, View, pause_after
 from nbengine.widgets.live import LiveDisplay, in_kernel
 
 _MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
-_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit;margin:0"
+_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;word-break:normal;line-height:1.4;font-family:inherit;margin:0"
 _FOLD = (
     f'<details style="margin:0 0 0.5em 0"><summary style="{_MUTED};cursor:pointer">{{}}</summary>'
     f'<pre style="{_PROSE};{_MUTED};border-left:3px solid var(--jp-border-color2,#bbb);padding-left:0.8em">{{}}</pre>'

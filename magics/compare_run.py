@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from nbengine.errors import EngineDeadError, LeaseExpiredError, NBEngineError
-from nbengine.magics.answers import Answer
+from nbengine.magics.answers import EndHandler, keep_answer
 from nbengine.magics.compare_arguments import ComparisonPlan
 from nbengine.magics.compare_result import ComparisonHandle, ComparisonResult
 from nbengine.magics.compare_view import GridView
 from nbengine.magics.ongoing import OngoingRequests
 from nbengine.magics.result import GenerationResult
 from nbengine.magics.session import AttachedEngine
-from nbengine.magics.stream import Collector, Stream, drain
+from nbengine.magics.stream import Collector, Stream, drain, ignore_end
 from nbengine.magics.submission import PreparedRequest
 
 
-@dataclass
 class ComparedRequest:
-    """One request of a comparison. `collector` is None when nothing more comes."""
+    """One request of a comparison. `collector` is None before it is sent, and when nothing more comes."""
 
-    prepared: PreparedRequest
-    result: GenerationResult
-    collector: Collector | None = None
-    answer: Answer | None = None
-    """What the notebook remembers of it, once it has been sent."""
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self.prepared = prepared
+        self.result = GenerationResult("", prepared.options.prompt)
+        self.collector: Collector | None = None
+        self.on_end: EndHandler = ignore_end
 
 
 class ComparisonRun(Stream[ComparisonResult]):
@@ -41,19 +39,18 @@ class ComparisonRun(Stream[ComparisonResult]):
         prepared: Sequence[PreparedRequest],
         view_of: Callable[[ComparisonResult], GridView],
         ongoing: OngoingRequests,
+        tell: Callable[[GenerationResult, PreparedRequest], None],
         drop: Callable[[AttachedEngine], None],
     ) -> None:
-        """`drop` is told of an engine that has died."""
-        results = [GenerationResult("", request.options.prompt) for request in prepared]
-        super().__init__(ComparisonResult(plan.axes, [c.settings for c in plan.combinations], results))
-        self._requests = [
-            ComparedRequest(request, result) for request, result in zip(prepared, results, strict=True)
-        ]
+        """`tell` lets a result know what was asked; `drop` is told of an engine that has died."""
+        self._requests = [ComparedRequest(request) for request in prepared]
+        settings = [combination.settings for combination in plan.combinations]
+        results = [request.result for request in self._requests]
+        super().__init__(ComparisonResult(plan.axes, settings, results))
         self._ongoing = ongoing
         self._drop = drop
         for request in self._requests:
-            request.result.is_json = request.prepared.options.parse_json
-            request.result.names_ranks = len(request.prepared.engine.client.engine_ranks) > 1
+            tell(request.result, request.prepared)
         self._view_of = view_of
         self._view: GridView | None = None
 
@@ -73,11 +70,11 @@ class ComparisonRun(Stream[ComparisonResult]):
                 request.collector = collector
                 request.result.request_id = collector.request_id
                 self._ongoing.add(collector.engine_request_id, foreground=foreground)
-                request.answer = self._ongoing.answers.begin(
-                    collector.engine_request_id, request.result, request.prepared.engine.name
-                )
+                client = request.prepared.engine.client
+                keep_answer(self._ongoing.answers, request, client, collector.engine_request_id)
         except BaseException:
             self._abort_all()
+            self._end_requests()
             raise
         if len(self.result.errors) == len(self._requests):
             raise self.result.errors[0]
@@ -121,23 +118,22 @@ class ComparisonRun(Stream[ComparisonResult]):
             return False
         request.result.absorb(output)
         if request.result.finished:
-            self._close(request)
+            self._close(request, shown=True)
         return True
 
     def _fail(self, index: int, error: NBEngineError) -> None:
         request = self._requests[index]
         self.result.errors[index] = error
         request.result.abort("error")
-        self._close(request, error)
+        self._close(request, shown=False, error=error)
         if isinstance(error, EngineDeadError):
             self._drop(request.prepared.engine)
 
-    def _close(self, request: ComparedRequest, error: NBEngineError | None = None) -> None:
+    def _close(self, request: ComparedRequest, *, shown: bool, error: NBEngineError | None = None) -> None:
         if request.collector is not None:
             self._ongoing.discard(request.collector.engine_request_id)
+            request.on_end(shown, error)
         request.collector = None
-        if request.answer is not None:
-            self._ongoing.answers.end(request.answer, error)
 
     def _failure(self) -> NBEngineError | None:
         errors = self.result.errors
@@ -156,20 +152,14 @@ class ComparisonRun(Stream[ComparisonResult]):
                 request.prepared.engine.client.abort_soon(collector.request_id)
 
     def _end(self, note: str = "") -> None:
+        self._end_requests()
+        self._grid.finish(note)
+
+    def _end_requests(self) -> None:
         for request in self._requests:
             if request.collector is not None:
                 drain(request.collector, request.result)
+                shown = request.result.finished or self._interrupt_taken or self._cancelled.is_set()
                 if not request.result.finished:
                     request.result.abort()
-                self._close(request)
-        self._grid.finish(note)
-        self._note_shown()
-
-    def _note_shown(self) -> None:
-        """Tell each engine, in one message, which answers it need not keep at the expense of others."""
-        shown: dict[AttachedEngine, list[str]] = {}
-        for index, request in enumerate(self._requests):
-            if request.answer is not None and index not in self.result.errors:
-                shown.setdefault(request.prepared.engine, []).append(request.answer.request_id)
-        for engine, request_ids in shown.items():
-            engine.client.read_transcripts(request_ids)
+                self._close(request, shown=shown)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.errors import EngineEndError
 from nbengine.magics.compare_arguments import ComparisonPlan
 from nbengine.magics.compare_result import ComparisonResult
 from nbengine.magics.diff import diff_html, diff_text, word_diff
@@ -265,7 +266,8 @@ def _num_tokens(result: GenerationResult) -> int:
 
 
 def _cause(error: Exception) -> str:
-    return str(getattr(error, "cause", error))
+    # An engine's end is raised, with its cause: each of its requests need not tell it again.
+    return "the engine ended" if isinstance(error, EngineEndError) else str(error)
 
 
 def _formatted(text: str, output_format: str) -> str:

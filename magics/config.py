@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from traitlets import Bool, Enum, Float, Int, Unicode
+from IPython.core.error import UsageError
+from traitlets import Bool, Enum, Float, Int, TraitError, Unicode, validate
 from traitlets.config import Configurable
+
+from nbengine.errors import InvalidArgumentError
+from nbengine.sampling_params import SamplingParams
 
 FORMATS = ("text", "markdown", "json", "code")
 DASHBOARD_FORMS = ("auto", "widget", "plain", "text")
@@ -14,6 +18,12 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "se
 
 class NBEngine(Configurable):
     """What `%engine start` and `%%generate` assume where a line does not say."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        try:
+            super().__init__(**kwargs)
+        except TraitError as error:
+            raise UsageError(f"the configuration of NBEngine is wrong: {error}") from None
 
     model = Unicode("smollm2-135m", help="Model that `%engine start` starts.").tag(config=True)
     temperature = Float(
@@ -44,6 +54,22 @@ class NBEngine(Configurable):
         "auto: the widget, and the plain one if its script cannot be loaded.",
     ).tag(config=True)
     footer = Bool(True, help="Show tokens, speed and reuse under each answer.").tag(config=True)
+
+    @validate(*SAMPLING_DEFAULTS)
+    def _check_sampling(self, proposal: Any) -> Any:
+        name, value = proposal["trait"].name, proposal["value"]
+        if value is not None:
+            try:
+                SamplingParams(**{name: value})
+            except InvalidArgumentError as error:
+                raise TraitError(f"NBEngine.{error}") from None
+        return value
+
+    @validate("model")
+    def _check_model(self, proposal: Any) -> Any:
+        if not proposal["value"]:
+            raise TraitError("NBEngine.model must be the name of a model, got ''")
+        return proposal["value"]
 
     def sampling_defaults(self) -> dict[str, Any]:
         """The sampling parameters that are set here. `max_tokens` always is."""

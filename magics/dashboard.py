@@ -14,8 +14,10 @@ from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine
 from nbengine.errors import NBEngineError
-from nbengine.magics.arguments import HelpRequested, MagicParser, split_words
+from nbengine.magics.arguments import HelpRequested, split_words
 from nbengine.magics.config import NBEngine
+from nbengine.magics.dashboard_arguments import dashboard_parser
+from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.render import count
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
     from nbengine.widgets.dashboard import Dashboard
     from nbengine.widgets.glance import Glance
     from nbengine.widgets.plain_view import PlainView
-
-HEIGHTS = (200, 4000)
-"""Pixels."""
 
 
 @magics_class
@@ -49,12 +48,13 @@ class DashboardMagics(Magics):
 
     @no_var_expand
     @line_magic
+    @documented(dashboard_parser)
     def dashboard(self, line: str) -> None:
-        """Show what an engine does, live. `%dashboard -h` lists the flags."""
+        """Show what an engine does, live."""
         namespace = prompt_namespace(self.shell)
         words = [interpolate(word, namespace) for word in split_words(line, "%dashboard")]
         try:
-            parsed = _parser().parse_words(words)
+            parsed = dashboard_parser().parse_words(words)
         except HelpRequested as request:
             print(request)
             return
@@ -158,49 +158,3 @@ class DashboardMagics(Magics):
         idle: Any = sys.modules.get("nbengine.widgets.idle")
         if idle is not None:
             idle.IdleClock.forget(self.shell)
-
-
-def _parser() -> MagicParser:
-    parser = MagicParser(
-        "%dashboard",
-        "Show what an engine does, live: requests, scheduler, KV blocks, steps. A terminal gets it as text.",
-    )
-    parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
-    parser.add_argument(
-        "--plain", action="store_true", help="of core ipywidgets alone, for where scripts do not load"
-    )
-    parser.add_argument("--text", action="store_true", help="as it is now, in plain text")
-    parser.add_argument(
-        "--watch", type=_interval, metavar="S", help="as text, anew every S seconds until an interrupt"
-    )
-    parser.add_argument(
-        "--height", type=_height, default=0, metavar="PX", help="pixels (default: as its content)"
-    )
-    parser.add_argument("-o", dest="out", type=_name, metavar="NAME", help="keep the widget in this variable")
-    parser.add_argument(
-        "--close", action="store_true", help="end this notebook's dashboards, of the engine or all"
-    )
-    return parser
-
-
-def _height(text: str) -> int:
-    low, high = HEIGHTS
-    if not text.isdecimal() or not low <= int(text) <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of pixels from {low} to {high}")
-    return int(text)
-
-
-def _interval(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
-    return value
-
-
-def _name(text: str) -> str:
-    if not text.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name of a variable")
-    return text

@@ -93,16 +93,29 @@ class _Parts:
     def end(self) -> list[Part]:
         """All parts."""
         self._flush()
+        self._flush()
         return self._parts
 
     def _flush(self) -> None:
+        tail = _common_signs(self._deleted, self._inserted)
+        end = -len(tail) or None
         found: tuple[tuple[Kind, str], ...] = (
             ("same", self._same),
-            ("deleted", self._deleted),
-            ("inserted", self._inserted),
+            ("deleted", self._deleted[:end]),
+            ("inserted", self._inserted[:end]),
         )
         self._parts += [Part(kind, text) for kind, text in found if text]
-        self._same = self._deleted = self._inserted = ""
+        self._same, self._deleted, self._inserted = tail, "", ""
+
+
+def _common_signs(old: str, new: str) -> str:
+    """The blanks and signs with which both texts end: what follows a change is no part of it."""
+    length = 0
+    while length < min(len(old), len(new)) and old[-1 - length] == new[-1 - length]:
+        if old[-1 - length].isalnum():
+            break
+        length += 1
+    return new[len(new) - length :]
 
 
 def diff_html(parts: Sequence[Part]) -> str:
@@ -141,12 +154,12 @@ class AnswerDiff:
     def summary(self) -> str:
         """How much of the answer differs, in words."""
         if not self.changed:
-            return "the same answer as before"
-        words = {
-            kind: sum(len(part.text.split()) for part in self.text if part.kind == kind)
+            return "the same answer"
+        new, gone = (
+            sum(len(part.text.split()) for part in self.text if part.kind == kind)
             for kind in ("inserted", "deleted")
-        }
-        return f"against the previous answer: {words['inserted']} words new, {words['deleted']} gone"
+        )
+        return f"against the other answer: {new} word{'' if new == 1 else 's'} new, {gone} gone"
 
     def _repr_html_(self) -> str:
         return self.html

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
-from nbengine.client.connection import ConnectionInfo
 from nbengine.client.directory import find_engine, list_engines, reap, stop_engine
-from nbengine.client.logs import find_log, find_worker_log
 from nbengine.config import EngineArgs
-from nbengine.engine.logs import log_tail
 from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.ipc.control_messages import Progress
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
 from nbengine.magics.config import NBEngine
 from nbengine.magics.control import ControlCommands
-from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start, start_parser
+from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start
+from nbengine.magics.engine_config import ConfigCommand
 from nbengine.magics.errors import without_traceback
+from nbengine.magics.fit import FitCommand
 from nbengine.magics.help import ENGINE_HELP, documented
 from nbengine.magics.interpolate import interpolate
-from nbengine.magics.interrupts import Interrupted
+from nbengine.magics.launching import Launcher
+from nbengine.magics.logs import LogCommands
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.parallel import ParallelCommands
 from nbengine.magics.recover import RecoverCommands
-from nbengine.magics.render import count, seconds
+from nbengine.magics.render import seconds
 from nbengine.magics.reports import (
     capacity,
     engines_table,
-    footprint,
     reap_sentences,
-    started_sentence,
     status_table,
 )
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
 from nbengine.widgets.live import publish, publish_bundle
 from nbengine.widgets.process_tree import read_process_tree
 from nbengine.widgets.progress import StartProgress
-
-_LATER = ("load", "fit")
-_DEFAULT_LOG_LINES = 40
 
 
 @magics_class
@@ -56,6 +48,7 @@ class EngineMagics(Magics):
         super().__init__(shell)
         self._session = session
         self._config = config
+        self._launcher = Launcher(shell, session)
         self._commands: dict[str, Callable[[Sequence[str]], None]] = {
             "start": self._start,
             "stop": self._stop,
@@ -65,13 +58,31 @@ class EngineMagics(Magics):
             "tree": self._tree,
             "attach": self._attach,
             "detach": self._detach,
-            "logs": self._logs,
+            "logs": LogCommands(shell, session).logs,
+            "load": self._launcher.load,
+            "fit": FitCommand(shell, config).fit,
+            "config": ConfigCommand(shell, session).config,
             "reap": self._reap,
             **ParallelCommands(shell, session).commands,
             **ControlCommands(session).commands,
             **RecoverCommands(shell, session, config, lambda: self._attach([])).commands,
             "help": self._help,
         }
+
+    @property
+    def command_names(self) -> list[str]:
+        """The words that may follow `%engine`."""
+        return sorted(self._commands)
+
+    def parser_of(self, command: str) -> MagicParser | None:
+        """What reads the words behind a command; None where nothing does."""
+        if command not in self._commands or command == "help":
+            return None
+        try:
+            self._commands[command](["-h"])
+        except HelpRequested as request:
+            return request.parser
+        return None
 
     @no_var_expand
     @line_magic
@@ -84,8 +95,6 @@ class EngineMagics(Magics):
         command, rest = (words[0], words[1:]) if words else ("help", [])
         if command in ("-h", "--help"):
             command = "help"
-        if command in _LATER:
-            raise UsageError(f"%engine {command} is not available yet")
         if command not in self._commands:
             raise UsageError(
                 f"%engine: no command {command!r}{did_you_mean(command, self._commands)} (%engine help lists them)"
@@ -113,27 +122,7 @@ class EngineMagics(Magics):
             advice = "choose another --name" if attached else f"`%engine attach {options.name}` joins it"
             raise UsageError(f"%engine start: engine {options.name!r} is running already; {advice}")
         options.arguments.setdefault("model", self._config.model)
-        self._launch(options)
-
-    def _launch(self, options: StartOptions) -> None:
-        config = EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
-        began = time.monotonic()
-        session = self._session
-        session.bury()
-        with StartProgress(self.shell, f"starting {config.model.model}", config.parallel) as progress:
-            progress.update(Progress("fetch"))
-            try:
-                client = session.backend.start(
-                    options.arguments, name=options.name, session=session.key, progress=progress.update
-                )
-            except KeyboardInterrupt:
-                raise Interrupted("start interrupted; what had been started is ended") from None
-            progress.update(Progress("ready"))
-            engine = AttachedEngine(client, options.arguments)
-            session.add(engine)
-            if options.out is not None:
-                self.shell.user_ns[options.out] = client
-            progress.conclusion = started_sentence(engine, time.monotonic() - began)
+        self._launcher.launch(options)
 
     def _stop(self, words: Sequence[str]) -> None:
         parser = _parser("stop", "End an engine and wait until its processes are gone.")
@@ -143,31 +132,22 @@ class EngineMagics(Magics):
         live = {info.name: info for info in live_engines()}
         attached = self._session.find(parsed.name) if parsed.name else self._session.get()
         if attached is not None:
-            self._end(attached.client.connection, lambda: self._session.stop(attached, drain=parsed.drain))
+            self._launcher.end(
+                attached.client.connection, lambda: self._session.stop(attached, drain=parsed.drain)
+            )
         elif parsed.name in live:
             info = live[parsed.name]
-            self._end(info, lambda: stop_engine(info, drain=parsed.drain))
+            self._launcher.end(info, lambda: stop_engine(info, drain=parsed.drain))
         else:
             self._session.get(parsed.name)
-
-    def _end(self, info: ConnectionInfo, end: Callable[[], None]) -> None:
-        began = time.monotonic()
-        held = footprint(info)
-        end()
-        for note in self._session.on_engine_end:
-            note(info)
-        print(
-            f"engine {info.name!r} stopped in {seconds(time.monotonic() - began)}: "
-            f"{count(held.processes, 'process is', 'processes are')} gone, {held} came back"
-        )
 
     def _restart(self, words: Sequence[str]) -> None:
         options = parse_start(words, "restart")
         engine = self._session.get(options.name)
         arguments = {"model": self._config.model, **engine.arguments, **options.arguments}
         EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
-        self._end(engine.client.connection, lambda: self._session.stop(engine))
-        self._launch(StartOptions(engine.name, options.out, arguments))
+        self._launcher.end(engine.client.connection, lambda: self._session.stop(engine))
+        self._launcher.launch(StartOptions(engine.name, options.out, arguments))
 
     def _status(self, words: Sequence[str]) -> None:
         parser = _parser("status", "Show an engine's topology, requests, KV blocks and prefix cache.")
@@ -236,41 +216,15 @@ class EngineMagics(Magics):
         self._session.detach(engine)
         print(farewell([engine]))
 
-    def _logs(self, words: Sequence[str]) -> None:
-        parser = _parser("logs", "Show the last lines of an engine's log, also after its end.")
-        parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
-        parser.add_argument("-n", type=int, default=_DEFAULT_LOG_LINES, metavar="N", help="how many lines")
-        parser.add_argument(
-            "--rank",
-            type=int,
-            metavar="R",
-            help="of the worker of this rank instead, counted through all engine cores",
-        )
-        parsed = parser.parse_words(words)
-        path = self._log_path(parsed.name)
-        if parsed.rank is not None:
-            path = find_worker_log(path, parsed.rank)
-        print(log_tail(path, max(1, parsed.n)) or "the log is empty")
-
-    def _log_path(self, name: str | None) -> Path:
-        if name is None:
-            return Path(self._session.get().client.connection.log_path)
-        try:
-            return find_log(name)[0]
-        except NBEngineError as error:
-            raise UsageError(f"%engine logs: {error}") from None
-
     def _reap(self, words: Sequence[str]) -> None:
         parser = _parser("reap", "Clean up after engines that have died.")
         parser.add_argument("--all", action="store_true", help="also end engines that nobody is attached to")
         print(reap_sentences(reap(end_unattached=parser.parse_words(words).all)))
 
     def _help(self, words: Sequence[str]) -> None:
-        if not words:
+        if not words or words[0] in ("help", "-h", "--help"):
             print(ENGINE_HELP)
-        elif words[0] in ("start", "restart"):
-            print(start_parser(words[0]).format_help())
-        elif words[0] in self._commands and words[0] != "help":
+        elif words[0] in self._commands:
             self._commands[words[0]](["-h"])
         else:
             raise UsageError(f"%engine help: no command {words[0]!r}{did_you_mean(words[0], self._commands)}")

@@ -73,6 +73,15 @@ _HELP = {
     "client_backlog_bytes": "output that is held for a notebook that does not read, before its requests end",
     "profile_dir": "where %%engine profile writes (default: nbengine-profiles in the working directory)",
 }
+_DESCRIPTIONS = {
+    "start": "Start an engine in a process of its own. It keeps running while cells come and go.",
+    "restart": "Stop the engine and start it again, with the same arguments except for those given here.",
+    "load": "Put another model in an engine's place, under its name and with its other arguments. The model's files are "
+    "found first; if it does not start, the one before is started again.",
+    "fit": "Work out whether a model fits on this machine, and how: nothing is loaded, and no weights are downloaded "
+    "from the hub. The flags are those of a start.",
+}
+_NAME_HELP = {"start": "name of the engine (default: made from the model's)"}
 START_EXAMPLES = """\
 examples:
   %engine start                                   the small default model, on what this machine has
@@ -86,28 +95,29 @@ examples:
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What a line of `%engine start` or `%engine restart` asks for; `arguments` are those that were given."""
+    """What a line of `%engine start` and its like asks for; `arguments` are those that were given."""
 
     name: str | None = None
     out: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def start_parser(command: str = "start") -> MagicParser:
-    """Parser of `%engine start` and `%engine restart`, made from the fields of `EngineArgs`."""
+def start_parser(command: str = "start", prog: str = "") -> MagicParser:
+    """Parser of `%engine start`, `restart`, `load` and `fit`, made from the fields of `EngineArgs`."""
+    prog = prog or f"%engine {command}"
     parser = MagicParser(
-        f"%engine {command}",
-        "Start an engine in a process of its own. It keeps running while cells come and go."
-        if command == "start"
-        else "Stop the engine and start it again, with the same arguments except for those given here.",
+        prog,
+        _DESCRIPTIONS[command],
         START_EXAMPLES if command == "start" else "",
-        usage=f"%%engine {command} [MODEL] [flags]",
+        usage=f"{prog.replace('%', '%%')} [MODEL] [flags]",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="an alias, a directory, a .gguf file or a hub id"
     )
-    parser.add_argument("--name", help="name of the engine (default: made from the model's)")
-    parser.add_argument("-o", "--out", metavar="NAME", help="bind the engine's AsyncLLM to a variable")
+    if command != "fit":
+        parser.add_argument("--name", help=_NAME_HELP.get(command, "engine (default: the last one)"))
+    bound = "report" if command == "fit" else "engine's AsyncLLM"
+    parser.add_argument("-o", "--out", metavar="NAME", help=f"bind the {bound} to a variable")
     hints = typing.get_type_hints(EngineArgs)
     for argument in fields(EngineArgs):
         if argument.name != "model":
@@ -123,22 +133,22 @@ def start_parser(command: str = "start") -> MagicParser:
     return parser
 
 
-def parse_start(words: Sequence[str], command: str = "start") -> StartOptions:
-    """Read a line of `%engine start` or `%engine restart`."""
-    parsed = vars(start_parser(command).parse_words(words))
+def parse_start(words: Sequence[str], command: str = "start", prog: str = "") -> StartOptions:
+    """Read a line of `%engine start`, `restart`, `load` or `fit`."""
+    parsed = vars(start_parser(command, prog).parse_words(words))
     known = {argument.name for argument in fields(EngineArgs)}
     arguments = {name: value for name, value in parsed.items() if name in known and value is not None}
     for name, value in parsed["set"]:
         if name not in known:
             raise UsageError(
-                f"%engine {command}: --set: no engine argument {name!r}{did_you_mean(name, known)}"
+                f"{prog or f'%engine {command}'}: --set: no engine argument {name!r}{did_you_mean(name, known)}"
             )
         arguments[name] = value
-    return StartOptions(parsed["name"], parsed["out"], arguments)
+    return StartOptions(parsed.get("name"), parsed["out"], arguments)
 
 
-def arguments_of(config: EngineConfig) -> dict[str, Any]:
-    """The engine arguments that make `config`, without those that have their default value."""
+def values_of(config: EngineConfig) -> dict[str, Any]:
+    """The engine arguments that make `config`."""
     parts: tuple[object, ...] = (config.model, config.cache, config.scheduler, config.parallel, config)
     found: dict[str, Any] = {"scheduling_policy": config.scheduler.policy}
     for argument in fields(EngineArgs):
@@ -147,8 +157,13 @@ def arguments_of(config: EngineConfig) -> dict[str, Any]:
                 found[argument.name] = getattr(part, argument.name)
                 break
     found["model"] = config.model.model
+    return found
+
+
+def arguments_of(config: EngineConfig) -> dict[str, Any]:
+    """The engine arguments that make `config`, without those that have their default value."""
     defaults = {f.name: f.default for f in fields(EngineArgs)} | {"hf_overrides": {}, "logits_processors": ()}
-    return {name: value for name, value in found.items() if value != defaults[name]}
+    return {name: value for name, value in values_of(config).items() if value != defaults[name]}
 
 
 def _add_engine_argument(parser: MagicParser, argument: Field[Any], hint: Any) -> None:

@@ -9,6 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
 from nbengine.magics.chat import ChatMagics
+from nbengine.magics.completion import Completion
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversation import Conversations
 from nbengine.magics.dashboard import DashboardMagics
@@ -28,6 +29,7 @@ class Extension:
     engine: EngineMagics
     generate: GenerateMagics
     transform: AwaitGenerate
+    completion: Completion
     others: tuple[Magics, ...] = ()
     """Magics that need nothing of the extension but to be there."""
 
@@ -39,6 +41,7 @@ class Extension:
         for magics in self._magics:
             shell.register_magics(magics)
         _configurables(shell).append(self.config)
+        self.completion.install()
         # First: IPython's own transformers would edit a prompt.
         shell.input_transformers_cleanup.insert(0, keep_prompts)
         shell.input_transformers_post.append(self.transform)
@@ -48,6 +51,7 @@ class Extension:
     def uninstall(self) -> None:
         """Remove the magics."""
         shell = self.shell
+        self.completion.uninstall()
         shell.events.unregister("pre_execute", self.transform.on_pre_execute)
         shell.events.unregister("post_execute", self.transform.on_post_execute)
         shell.input_transformers_post.remove(self.transform)
@@ -78,13 +82,15 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
     config = NBEngine(parent=shell)
     session = NotebookSession(shell, backend)
     conversations = Conversations()
+    engine = EngineMagics(shell, session, config)
     extension = Extension(
         shell=shell,
         session=session,
         config=config,
-        engine=EngineMagics(shell, session, config),
+        engine=engine,
         generate=GenerateMagics(shell, session, config),
         transform=AwaitGenerate(shell),
+        completion=Completion(shell, session, conversations, engine),
         others=(
             ChatMagics(shell, session, config, conversations),
             DashboardMagics(shell, session, config),

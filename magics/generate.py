@@ -93,7 +93,8 @@ class GenerateMagics(Magics):
             for combination in plan.combinations
         ]
         view_of = grid_view_for(shell, plan, [request.params for request in prepared])
-        run = ComparisonRun(plan, prepared, view_of, self._session.ongoing, self._session.drop)
+        session = self._session
+        run = ComparisonRun(plan, prepared, view_of, session.ongoing, self._submitter.tell, session.drop)
         turn = Turn(shell, self._session, None, is_cell=is_cell)
         try:
             run.send(foreground=not options.background)

@@ -16,8 +16,11 @@ ENGINE_HELP = """\
                                   a .gguf file or a hub id            %engine start -h lists the flags
   %engine status [NAME]           requests, KV blocks, prefix cache, engine cores, workers
   %engine tree [NAME]             its processes, and what connects them
-  %engine logs [NAME] [-n N]      the last lines of its log; --rank R: of the log of one of its workers
+  %engine logs [NAME] [-n N] [-f] the last lines of its log; -f follows it; --worker R: of one of its workers
+  %engine config [NAME]           its whole configuration, and what of it was given
   %engine restart [flags]         stop and start again, with the same arguments and those given here
+  %engine load MODEL [flags]      another model in its place, under its name
+  %engine fit MODEL [flags]       whether a model fits on this machine, before anything is loaded
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 
   %engine scale --dp N            have N engine cores, while requests run
@@ -40,6 +43,7 @@ Then ask it something:
   %%generate --max-tokens 100 -o answer
   Explain {topic} to a ten-year-old.
 
+  %%chat                          a conversation, with all that was said before in mind; %chat -h
   %%generate -h                   the flags: sampling, formats, -o NAME, -a for the background, -t RANK
   %config NBEngine                the defaults
 

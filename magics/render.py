@@ -11,12 +11,13 @@ from html import escape
 from nbengine.magics.markdown import closed_markdown, fenced, harmless_markdown, unfenced
 from nbengine.magics.result import GenerationResult
 from nbengine.outputs import CompletionOutput
+from nbengine.widgets.grid_html import side_by_side
 
 _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"\s]+', re.DOTALL)
 """Strings, the last of which may lack its end, brackets, and what stands between them but white space."""
 _MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
 _HEADINGS = {
-    "text/html": f'<div style="{_MUTED};margin-top:0.5em">{{}}.</div>',
+    "text/html": f'<div style="{_MUTED}">{{}}.</div>',
     "text/markdown": "**{}.**\n\n",
 }
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
@@ -60,7 +61,7 @@ def answers_bundle(
     if footer:
         plain.append(f"[{footer}]")
     if kind == "text/html":
-        return {"text/plain": "\n\n".join(plain), kind: "".join(rich) + _html_footer(footer)}
+        return {"text/plain": "\n\n".join(plain), kind: side_by_side(rich) + _html_footer(footer)}
     return {"text/plain": "\n\n".join(plain), kind: "\n\n".join(rich) + _markdown_footer(footer)}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
+from IPython.core.getipython import get_ipython
 
 from nbengine.errors import IncompleteOutputError, InvalidArgumentError, NBEngineError
 from nbengine.magics.diff import AnswerDiff, Earlier
@@ -27,16 +28,21 @@ R = TypeVar("R")
 class ShownOnce:
     """What a cell leaves behind; its repr is not shown where the text has just streamed into the same cell."""
 
-    _displayed = True
+    _silent_in: int | None = None
 
     def silence_once(self) -> None:
-        """Let the next display pass in silence: the text has just streamed into the same cell."""
-        self._displayed = False
+        """Let the next display pass in silence, if it is the running cell's: the text has just streamed into it."""
+        self._silent_in = _execution()
 
     def _ipython_display_(self) -> None:
-        if self._displayed:
+        silent_in, self._silent_in = self._silent_in, None
+        if silent_in is None or silent_in != _execution():
             raise NotImplementedError  # IPython then shows the repr
-        self._displayed = True
+
+
+def _execution() -> int | None:
+    shell = get_ipython()
+    return None if shell is None else shell.execution_count
 
 
 class GenerationResult(ShownOnce):

@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import ConnectionInfo, list_connections
-from nbengine.config import EngineConfig
+from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import NBEngineError
 from nbengine.frontend.control import Control
 from nbengine.ipc.control_messages import EngineReady, Progress
@@ -128,6 +128,9 @@ class EngineClient(Protocol):
 class Backend(Protocol):
     """Where engines come from."""
 
+    def prepare(self, arguments: Mapping[str, Any], *, progress: ProgressCallback) -> None:
+        """Find or fetch what a start with these arguments needs; raises where it could not begin."""
+
     def start(
         self, arguments: Mapping[str, Any], *, name: str | None, session: str, progress: ProgressCallback
     ) -> EngineClient:
@@ -139,6 +142,12 @@ class Backend(Protocol):
 
 class AsyncLLMBackend:
     """Engines in processes of their own, which outlive the kernel."""
+
+    def prepare(self, arguments: Mapping[str, Any], *, progress: ProgressCallback) -> None:
+        """Find or fetch the files of model and tokenizer, and check that the workers can divide the model."""
+        from nbengine.frontend.assembly import resolve_files
+
+        resolve_files(EngineArgs.from_kwargs(arguments).create_engine_config(bound=False), progress)
 
     def start(
         self, arguments: Mapping[str, Any], *, name: str | None, session: str, progress: ProgressCallback
@@ -247,8 +256,8 @@ class NotebookSession:
 
     def close(self) -> list[AttachedEngine]:
         """Leave all engines running without this notebook, which may still come back; returns them."""
-        for leave in self.on_close:
-            leave()
+        while self.on_close:
+            self.on_close.pop()()
         self.bury()
         engines, self._engines = list(self._engines.values()), {}
         for engine in engines:

@@ -40,7 +40,7 @@ class Collector(Protocol):
         """Wait for the next output in this thread."""
 
 
-def _ignore_end(shown: bool, error: NBEngineError | None) -> None:
+def ignore_end(shown: bool, error: NBEngineError | None) -> None:
     """Nobody wants to know."""
 
 
@@ -173,7 +173,7 @@ class Generation(Stream[GenerationResult]):
         self._abort = abort
         self._ongoing = ongoing
         ongoing.add(collector.engine_request_id, foreground=foreground)
-        self.on_end: EndHandler = _ignore_end
+        self.on_end: EndHandler = ignore_end
 
     @property
     def _interval(self) -> float:

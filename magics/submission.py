@@ -15,7 +15,7 @@ from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generate_arguments import GenerateOptions, sampling_params
 from nbengine.magics.ongoing import OngoingRequests
-from nbengine.magics.result import Handle
+from nbengine.magics.result import GenerationResult, Handle
 from nbengine.magics.session import AttachedEngine
 from nbengine.magics.stream import Collector, Generation
 from nbengine.magics.view import View, view_for
@@ -88,14 +88,18 @@ class Submitter:
             self._ongoing,
             foreground=not options.background,
         )
-        prompt = prepared.prompt
         keep_answer(self._ongoing.answers, generation, client, collector.engine_request_id)
-        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        origin = Origin(client, params, cache_salt, self._ongoing, self.background.add)
-        generation.result.tree = BranchTree(generation.result, origin)
-        generation.result.is_json = options.parse_json
-        generation.result.names_ranks = len(client.engine_ranks) > 1
+        self.tell(generation.result, prepared)
         return generation
+
+    def tell(self, result: GenerationResult, prepared: PreparedRequest) -> None:
+        """Let a result know what was asked, and of whom."""
+        client, prompt = prepared.engine.client, prepared.prompt
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        origin = Origin(client, prepared.params, cache_salt, self._ongoing, self.background.add)
+        result.tree = BranchTree(result, origin)
+        result.is_json = prepared.options.parse_json
+        result.names_ranks = len(client.engine_ranks) > 1
 
     def prepare(
         self, engine: AttachedEngine, options: GenerateOptions, prompt: Any = None

@@ -24,6 +24,8 @@ from nbengine.widgets.token_cells import (
 
 EAGER_ALTERNATIVES = 5
 """So many are sent with each token; the others when somebody looks at it."""
+_KEPT_ALTERNATIVES = 5000
+"""How many a saved notebook keeps of one output."""
 Frame = dict[str, Any]
 
 
@@ -68,12 +70,14 @@ class TokensFeed:
         widget: Widget,
         *,
         footer: bool,
+        folded: bool = False,
         on_hello: Callable[[], None],
         on_rest: Callable[[], None],
     ) -> None:
         self._tree = tree
         self._widget = widget
         self._footer = footer
+        self._folded = folded
         self._on_hello = on_hello
         self._on_rest = on_rest
         self._lock = threading.Lock()
@@ -132,12 +136,15 @@ class TokensFeed:
 
     def _reset(self, *, is_news: bool) -> Frame:
         """Everything; `is_news`: the script gets it, so that what follows continues it."""
-        nodes = [self._node(branch, 0, count=is_news) for branch in self._tree]
+        most = EAGER_ALTERNATIVES if is_news else kept_alternatives(self._tree)
+        nodes = [self._node(branch, 0, most, count=is_news) for branch in self._tree]
         return {"kind": "reset", "refusal": self._tree.origin.refusal, "nodes": nodes}
 
-    def _node(self, branch: Branch, start: int, *, count: bool = True) -> Frame:
+    def _node(
+        self, branch: Branch, start: int, most: int = EAGER_ALTERNATIVES, *, count: bool = True
+    ) -> Frame:
         token_ids, entries = branch.own_token_ids, branch.own_logprobs
-        cells = token_cells(token_ids[start:], entries[start:], EAGER_ALTERNATIVES)
+        cells = token_cells(token_ids[start:], entries[start:], most)
         if count:
             self._sent[branch.id] = start + len(cells)
         return {
@@ -146,12 +153,25 @@ class TokensFeed:
             "position": branch.position or 0,
             "label": branch.label if branch.parent is None else shown_label(branch),
             "state": "failed" if branch.error else "done" if branch.done else "running",
-            "footer": branch_footer(branch.own, branch.error if branch.error else "") if self._footer else "",
+            "footer": line_below(branch, footer=self._footer, folded=self._folded),
             "error": branch.error,
             "in_text": num_in_text(branch) - (branch.position or 0) if branch.done else None,
             "start": start,
             "tokens": [_token(cell) for cell in cells],
         }
+
+
+def line_below(branch: Branch, *, footer: bool, folded: bool) -> str:
+    """The line under an answer or a branch; `folded`: the first answers are shown with theirs elsewhere."""
+    if folded and branch.parent is None:
+        return ""
+    return branch_footer(branch.own, branch.error) if footer else branch.error
+
+
+def kept_alternatives(tree: BranchTree) -> int:
+    """How many alternatives of each token a saved notebook keeps: fewer of many tokens."""
+    count = sum(len(node.own_token_ids) for node in tree)
+    return max(1, min(EAGER_ALTERNATIVES, _KEPT_ALTERNATIVES // max(1, count)))
 
 
 def shown_label(branch: Branch) -> str:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.magics.branching import Branch, BranchTree
-from nbengine.magics.render import answers_bundle, branch_footer, muted
+from nbengine.magics.render import answers_bundle, muted
 from nbengine.magics.result import GenerationResult
-from nbengine.magics.tokens_feed import EAGER_ALTERNATIVES, TokensFeed, num_in_text, shown_label
+from nbengine.magics.tokens_feed import TokensFeed, kept_alternatives, line_below, num_in_text, shown_label
 from nbengine.magics.view import DUTY, UPDATE_SECONDS, CellView
+from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.live import LiveDisplay
 from nbengine.widgets.token_cells import token_cells
 from nbengine.widgets.tokens_html import tokens_html
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 10.0
-"""A script that has not said hello so long after the answer's end will not come."""
-_ALTERNATIVES_IN_ALL = 5000
-"""How many a saved notebook keeps of one output."""
+"""A script that has not said hello while the kernel was idle for so long will not come."""
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
 
 
@@ -47,6 +46,7 @@ class TokensView:
     ) -> None:
         self.interval = UPDATE_SECONDS
         self._live = LiveDisplay(shell)
+        self._idle = IdleClock.of(shell)
         self._stream = stream
         self._footer = footer
         self._rendered: CellView | None = None
@@ -88,10 +88,8 @@ class TokensView:
         self._show(result)
         self._refresh()
         result.tree.listeners.append(self._on_branch)
-        if self._widget is not None and not self._greeted.is_set():
-            waiting = threading.Timer(GREETING_SECONDS, self._give_up)
-            waiting.daemon = True
-            waiting.start()
+        if self._widget is not None:
+            self._wait_for_greeting()
 
     def _finish_without_tokens(self, result: GenerationResult, note: str) -> None:
         if self._rendered is None and (note or self._live.shown):
@@ -117,7 +115,12 @@ class TokensView:
             return
         self._widget = TokensWidget(self._receive, folded=self._rendered is not None)
         self._feed = TokensFeed(
-            self._tree, self._widget, footer=self._footer, on_hello=self._on_hello, on_rest=self._on_rest
+            self._tree,
+            self._widget,
+            footer=self._footer,
+            folded=self._rendered is not None,
+            on_hello=self._on_hello,
+            on_rest=self._on_rest,
         )
 
     def _receive(self, content: object) -> None:
@@ -130,8 +133,17 @@ class TokensView:
             self._given_up = False
             self._refresh()
 
-    def _give_up(self) -> None:
+    def _wait_for_greeting(self) -> None:
         if not self._greeted.is_set():
+            waiting = threading.Timer(GREETING_SECONDS, self._look_for_greeting)
+            waiting.daemon = True
+            waiting.start()
+
+    def _look_for_greeting(self) -> None:
+        if self._idle.idle_seconds < GREETING_SECONDS:
+            # What the script says may wait behind the cell that runs.
+            self._wait_for_greeting()
+        elif not self._greeted.is_set():
             self._given_up = True
             self._refresh()
 
@@ -163,13 +175,13 @@ class TokensView:
 def static_bundle(tree: BranchTree, *, footer: bool, folded: bool = False) -> dict[str, str]:
     """`text/html` and `text/plain` of all answers and branches; `folded` where the answers themselves are shown above."""
     count = sum(len(node.own_token_ids) for node in tree)
-    most = max(1, min(EAGER_ALTERNATIVES, _ALTERNATIVES_IN_ALL // max(1, count)))
+    most = kept_alternatives(tree)
     several = len(tree) > 1
     html, plain = [], []
     for node in tree:
         cells = token_cells(node.own_token_ids, node.own_logprobs, most)
         heading = _heading(node) if several else ""
-        line = branch_footer(node.own, node.error) if footer else node.error
+        line = line_below(node, footer=footer, folded=folded)
         in_text = num_in_text(node) - (node.position or 0) if node.done else None
         html.append(
             muted(heading) + f'<div style="{_PROSE}">{tokens_html(cells, in_text)}</div>' + muted(line)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
+from typing import ClassVar, Protocol
+from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -18,11 +19,14 @@ _CHARACTERS_PER_SECOND = 250_000
 """Jupyter's server drops output above a megabyte a second; each update sends the whole answer again."""
 DUTY = 0.1
 """Share of the time that may go into drawing."""
+_UPDATES_PER_SECOND = 250
+"""Of all cells together: the server drops output above a thousand messages a second."""
 
 
-def pause_after(size: int, cost: float) -> float:
-    """Seconds to wait after an update of so many characters that took `cost` seconds."""
-    return max(UPDATE_SECONDS, size / _CHARACTERS_PER_SECOND, cost / DUTY)
+def pause_after(size: int, cost: float, num_views: int = 1) -> float:
+    """Seconds to wait after an update of so many characters that took `cost` seconds, where so many views update."""
+    share = max(1 / _UPDATES_PER_SECOND, size / _CHARACTERS_PER_SECOND, cost / DUTY)
+    return max(UPDATE_SECONDS, num_views * share)
 
 
 class View(Protocol):
@@ -38,7 +42,9 @@ class View(Protocol):
 
 
 class CellView:
-    """The answer as one output of the cell, replaced in place."""
+    """The answer as one output of the cell, replaced in place. Those that stream share the kernel's and the server's time."""
+
+    _streaming: ClassVar[WeakSet[CellView]] = WeakSet()
 
     def __init__(
         self,
@@ -64,10 +70,12 @@ class CellView:
         started = time.perf_counter()
         size = self._live.show(answers_bundle(result.outputs, self._format, complete=False))
         cost = time.perf_counter() - started
-        self.interval = pause_after(size, cost)
+        self._streaming.add(self)
+        self.interval = pause_after(size, cost, len(self._streaming))
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
+        self._streaming.discard(self)
         footer = joined(footer_of(result) if self._footer else "", note)
         if any(answer.text for answer in result.outputs) or footer or self._live.shown:
             self._live.show(answers_bundle(result.outputs, self._format, footer))

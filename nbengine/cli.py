@@ -14,7 +14,12 @@ from nbengine.units import size
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0, 1 for an error, 130 for an interrupt."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, further = parser.parse_known_args(arguments)
+    if options.run is _fit:
+        options.arguments = further
+    elif further:
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
     try:
         status: int = options.run(options)
     except NBEngineError as error:
@@ -38,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     fetch.add_argument("--revision", help="branch, tag or commit on the hub")
     fetch.set_defaults(run=_fetch)
+    fit = commands.add_parser("fit", help="tell whether a model fits on this machine", add_help=False)
+    fit.set_defaults(run=_fit)
     ps = commands.add_parser("ps", help="list the engines")
     ps.set_defaults(run=_ps)
     stop = commands.add_parser("stop", help="end an engine and wait until it is gone")
@@ -87,6 +94,27 @@ def _fetch(options: argparse.Namespace) -> int:
     weights_bytes = sum(os.path.getsize(path) for path in config.weights)
     print(f"{options.model}: {config.directory} ({size(weights_bytes)} of weights)")
     return 0
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from IPython.core.error import UsageError
+
+    from nbengine.config import EngineArgs
+    from nbengine.frontend.fit import fit
+    from nbengine.magics.arguments import HelpRequested
+    from nbengine.magics.engine_arguments import parse_start
+
+    try:
+        asked = parse_start(options.arguments, "fit", prog="nbengine fit")
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    report = fit(**{"model": EngineArgs.model, **asked.arguments})
+    print(report)
+    return 0 if report.fits else 1
 
 
 def _ps(options: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ import base64
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import anywidget
 import traitlets
@@ -17,6 +18,7 @@ from nbengine.errors import NBEngineError
 from nbengine.metrics.trace import RequestAdded
 from nbengine.widgets.block_lines import block_lines, token_text
 from nbengine.widgets.chrome_trace import chrome_trace
+from nbengine.widgets.comms import answer_at_once
 from nbengine.widgets.dashboard_html import static_bundle
 from nbengine.widgets.dashboard_state import DashboardState
 from nbengine.widgets.feed import EngineFeed, Subscribe
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 FRAME_INTERVAL = 0.2
 """Seconds between two frames at least."""
 BYTES_PER_SECOND = 300_000
+"""Of all dashboards of a process together: a notebook's server drops what is above a million."""
 SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
 QUIET = 2.0
@@ -44,6 +47,7 @@ FIRST_STATE_SECONDS = 1.0
 SNAPSHOT_INTERVAL = 5.0
 """Seconds between two snapshots at least."""
 SNAPSHOT_BYTES_PER_SECOND = 30_000
+"""Of all dashboards, too."""
 LOADING_SECONDS = 10.0
 """Seconds of an idle kernel after which a script that has not said anything is taken not to be there."""
 
@@ -73,6 +77,7 @@ class Dashboard(anywidget.AnyWidget):
     view = traitlets.Dict().tag(sync=True)
 
     _is_closed = True
+    _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class Dashboard(anywidget.AnyWidget):
         self._builder = FrameBuilder(self._preview)
         self._final: Mapping[str, str] | None = None
         self._is_closed = False
+        self._open.add(self)
         answer_at_once(self.comm)
         self.on_msg(self._on_message)
         self._feed = EngineFeed.listen(info, self, owner, subscribe)
@@ -110,7 +116,7 @@ class Dashboard(anywidget.AnyWidget):
     @property
     def is_closed(self) -> bool:
         """Whether what is shown does not change any more."""
-        return self._is_closed
+        return self._is_closed if self._plain is None else self._plain.is_closed
 
     def close(self) -> None:
         """Stop following the engine and show the last state for good; again does nothing."""
@@ -178,13 +184,18 @@ class Dashboard(anywidget.AnyWidget):
     def _is_watched(self) -> bool:
         return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
 
+    @property
+    def _num_watched(self) -> int:
+        """How many dashboards share the way to the browser."""
+        return sum(dashboard._is_watched for dashboard in list(self._open))
+
     def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
         if not self._throttle.is_due:
             return
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
-            self._throttle.sent(frame.size)
+            self._throttle.sent(frame.size * self._num_watched)
             self._sent_at = time.monotonic()
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
@@ -197,7 +208,8 @@ class Dashboard(anywidget.AnyWidget):
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
         self._snapshot_of = state.time
-        self._snapshot_due = now + max(SNAPSHOT_INTERVAL, frame.size / SNAPSHOT_BYTES_PER_SECOND)
+        share = self._num_watched * frame.size / SNAPSHOT_BYTES_PER_SECOND
+        self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)
 
     def _finish(self, state: DashboardState) -> None:
         """Put a picture in the widget's place."""
@@ -217,6 +229,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _end(self) -> None:
         self._is_closed = True
+        self._open.discard(self)
         super().close()
 
     # What the script says, on any thread.
@@ -279,10 +292,3 @@ def interrupt_path() -> str:
         # A kernel inside another program has no connection file.
         return ""
     return f"api/kernels/{name.removeprefix('kernel-')}" if name.startswith("kernel-") else ""
-
-
-def answer_at_once(comm: Any) -> None:
-    """Have a comm's messages taken in where the frontend sends them, not where the comm has last published: ipykernel 7.4
-    would leave them until the cell has ended."""
-    if getattr(comm, "_reply_subshell_for", None):
-        comm._reply_subshell_for = None

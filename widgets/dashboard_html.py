@@ -39,7 +39,9 @@ _NAME_LENGTH = 28
 _LEFT = 'style="text-align:left"'
 _RIGHT = 'align="right"'
 _WHOLE = 'style="text-align:left;white-space:nowrap"'
-_BAR_WIDTH = 90.0
+_SMALL = 'cellpadding="4" style="font-size:11px;line-height:1.4"'
+_LINE = '<p style="margin:4px 0">'
+_BAR_WIDTH = 60.0
 _BAR_GROUND = "rgba(138,143,152,0.3)"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 """A style that forbids line breaks in a cell would be lost where styles are."""
@@ -78,12 +80,13 @@ def pictures(state: DashboardState, *, standalone: bool) -> list[tuple[str, str]
 def header_part(state: DashboardState) -> str:
     """Model, state, figures, and the engine cores if there are several."""
     model, facts = title(state)
-    note = f'<p style="margin:4px 0">{escape(printable(state.note))}</p>' if state.note else ""
-    names = "".join(f"<th {_LEFT}>{_unbroken(name)}</th>" for name, _ in header(state))
-    values = "".join(_cell(value, _LEFT) for _, value in header(state))
+    note = f"{_LINE}{escape(printable(state.note))}</p>" if state.note else ""
+    figures = f"{_NO_BREAK}· ".join(
+        f"{_unbroken(name)}{_NO_BREAK}<b>{_unbroken(value)}</b>" for name, value in header(state)
+    )
     return (
-        f'<p style="margin:4px 0"><b>{escape(model)}</b> · {escape(facts)} · <b>{escape(printable(state.state))}</b></p>'
-        f"{note}<table><thead><tr>{names}</tr></thead><tbody><tr>{values}</tr></tbody></table>{_ranks(state)}"
+        f"{_LINE}<b>{escape(model)}</b> · {escape(facts)} · <b>{escape(printable(state.state))}</b></p>"
+        f"{note}{_LINE}{figures}</p>{_ranks(state)}"
     )
 
 
@@ -91,14 +94,14 @@ def requests_part(state: DashboardState) -> str:
     """The table of requests."""
     rows, num_more = request_rows(state, MAX_REQUESTS)
     if not rows:
-        return '<p style="margin:4px 0">no requests yet</p>'
+        return f"{_LINE}no requests yet</p>"
     several = len(state.mirrors) > 1
     names = ["#", "request", "state", "progress", "prompt", "output", "first token", "time", "preempted"]
-    head = "".join(f"<th {_LEFT}>{_unbroken(name)}</th>" for name in (["rank"] if several else []) + names)
+    head = "".join(f"<th {_LEFT}>{name}</th>" for name in (["rank"] if several else []) + names)
     body = "".join(_row(row, several=several) for row in rows)
-    more = f'<p style="margin:4px 0">… and {num_more:,} more</p>' if num_more > 0 else ""
-    own = '<p style="margin:4px 0">● of this notebook</p>' if any(row.is_own for row in rows) else ""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    more = f"{_LINE}… and {num_more:,} more</p>" if num_more > 0 else ""
+    own = f"{_LINE}● of this notebook</p>" if any(row.is_own for row in rows) else ""
+    table = f"<table {_SMALL}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div style="overflow-x:auto">{table}</div>{more}{own}'
 
 
@@ -129,9 +132,10 @@ def _ranks(state: DashboardState) -> str:
         for engine in engines[:MAX_TABLE_RANKS]
     )
     num_more = len(engines) - MAX_TABLE_RANKS
-    more = f'<p style="margin:4px 0">… and {num_more:,} more</p>' if num_more > 0 else ""
+    more = f"{_LINE}… and {num_more:,} more</p>" if num_more > 0 else ""
     head = "".join(f"<th {_RIGHT}>{_unbroken(name)}</th>" for name in names)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
+    table = f"<table {_SMALL}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div style="overflow-x:auto">{table}</div>{more}'
 
 
 def _cells(values: Sequence[str]) -> str:

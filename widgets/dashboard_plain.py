@@ -42,10 +42,14 @@ class PlainDashboard:
         self._header = ipywidgets.HTML(f"<p><b>{name}</b> · no state yet</p>")
         self._pictures = ipywidgets.HTML()
         self._requests = ipywidgets.HTML()
-        self._pause = ipywidgets.ToggleButton(value=False, description="Pause", tooltip="Hold the picture")
+        self._pause = ipywidgets.ToggleButton(
+            description="Pause", tooltip="Hold the picture", layout=_layout("90px")
+        )
         self._rank = ipywidgets.Dropdown(options=[("all ranks", _ALL)], value=_ALL, layout=_layout("130px"))
         self._choice = ipywidgets.Dropdown(options=[], layout=_layout("340px"))
-        self._button = ipywidgets.Button(description="Abort", button_style="warning", disabled=True)
+        self._button = ipywidgets.Button(
+            description="Abort", button_style="warning", disabled=True, layout=_layout("90px")
+        )
         self._answer = ipywidgets.HTML()
         self._button.on_click(self._on_click)
         self._rank.layout.display = "none"

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nbengine.client.trace_mirror import StepView, TraceMirror
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 
-DECODE, PREFILL, RECOMPUTE = 0, 1, 2
-"""What a request does in a step; as in a frame's entries."""
 _LOOK_BACK = 2
 """How many times the grid's length is gone through, to know what was lost before it."""
 
@@ -19,7 +18,7 @@ class StepRow:
 
     number: int
     kinds: tuple[int | None, ...]
-    """By column; None: it had no part in the step."""
+    """By column, `DECODE`, `PROMPT` or `RECOMPUTED`; None: it had no part in the step."""
     hits: tuple[int, ...]
     """Where it was admitted with a part of its prompt found in the prefix cache."""
     preempted: tuple[int, ...]
@@ -71,7 +70,7 @@ class _Track:
     preempted: list[int] = field(default_factory=list)
     finished: int | None = None
     is_recomputing: bool = False
-    """Since it was resumed after a preemption, until it decodes."""
+    """Its last admission was after a preemption."""
 
     def row(self, number: int, num_columns: int) -> StepRow:
         """What lies in the grid."""
@@ -95,11 +94,10 @@ def _take(tracks: dict[int, _Track], places: dict[int, int], step: StepView, col
             track.is_recomputing = number in step.resumed
             if step.num_computed[place]:
                 track.hits.append(column)
-        if number in step.prefills:
-            track.kinds[column] = RECOMPUTE if track.is_recomputing else PREFILL
-        else:
+        if number not in step.prefills:
             track.kinds[column] = DECODE
-            track.is_recomputing = False
+        else:
+            track.kinds[column] = RECOMPUTED if track.is_recomputing else PROMPT
     for number in step.finished:
         if number in tracks:
             tracks[number].finished = column

@@ -9,7 +9,7 @@ from nbengine.client.process_usage import printable
 from nbengine.client.trace_mirror import TraceMirror
 from nbengine.widgets.dashboard_figures import mirrors
 from nbengine.widgets.dashboard_state import DashboardState
-from nbengine.widgets.dashboard_steps import DECODE, PREFILL, RECOMPUTE, StepGrid, StepRow, grid_of, summary
+from nbengine.widgets.dashboard_steps import StepGrid, StepRow, grid_of, summary
 from nbengine.widgets.dashboard_svg_parts import (
     CROSS,
     DIAMOND,
@@ -22,6 +22,7 @@ from nbengine.widgets.dashboard_svg_parts import (
     legend,
 )
 from nbengine.widgets.palette import ROLES, request_color
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.svg import LINE, Drawing, Rect
 
 MAX_STEPS = (200, 120, 60, 30)
@@ -33,8 +34,8 @@ _LEFT = 152.0
 _ROW = 15.0
 _BAR = 11.0
 _WIDEST = 12.0
-_COLORS = {PREFILL: ROLES["prefill"], DECODE: ROLES["decode"], RECOMPUTE: ROLES["recompute"]}
-_HEIGHTS = {PREFILL: _BAR, DECODE: _BAR / 2, RECOMPUTE: _BAR}
+_COLORS = {PROMPT: ROLES["prefill"], DECODE: ROLES["decode"], RECOMPUTED: ROLES["recompute"]}
+_HEIGHTS = {PROMPT: _BAR, DECODE: _BAR / 2, RECOMPUTED: _BAR}
 
 
 def draw_steps(state: DashboardState, *, standalone: bool) -> str:
@@ -94,7 +95,7 @@ class _Timeline:
         drawing.bar(Rect(PAD, y + 1, 9, 9), request_color(number), opacity=1)
         drawing.text(PAD + 15, y + 10, f"#{number} {name}", width=_LEFT - PAD - 23)
         middle = y + _BAR / 2
-        for kind in (PREFILL, RECOMPUTE, DECODE):
+        for kind in (PROMPT, RECOMPUTED, DECODE):
             self._bars(row, kind, middle)
         drawing.marks(
             ((self._x(column), middle) for column in row.preempted), CROSS, ROLES["preempted"], filled=False

@@ -22,8 +22,9 @@ from nbengine.widgets.dashboard_figures import (
 )
 from nbengine.widgets.dashboard_loads import budget_title, loads_of
 from nbengine.widgets.dashboard_state import DashboardState
-from nbengine.widgets.dashboard_steps import DECODE, PREFILL, RECOMPUTE, StepRow, grid_of, last_steps
+from nbengine.widgets.dashboard_steps import StepRow, grid_of, last_steps
 from nbengine.widgets.dashboard_steps import summary as steps_summary
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 
 WIDTH = 100
 MIN_WIDTH = 40
@@ -38,7 +39,7 @@ _TABLE = 79
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CACHED, _FREE = "░", "·"
-_KINDS = {PREFILL: "█", DECODE: "▄", RECOMPUTE: "▓", None: " "}
+_KINDS = {PROMPT: "█", DECODE: "▄", RECOMPUTED: "▓", None: " "}
 _HIT, _PREEMPTED, _ENDED = "◆", "×", "╷"
 
 
@@ -180,7 +181,7 @@ def _steps(mirror: TraceMirror, prefix: str, width: int, max_rows: int) -> list[
     if grid.num_more:
         lines.append(f"  … and {grid.num_more:,} more")
     kinds = (
-        f"{_KINDS[PREFILL]} prefill  {_KINDS[DECODE]} decode  {_KINDS[RECOMPUTE]} again, after a preemption"
+        f"{_KINDS[PROMPT]} prefill  {_KINDS[DECODE]} decode  {_KINDS[RECOMPUTED]} again, after a preemption"
     )
     marks = f"{_HIT} prefix hit  {_PREEMPTED} preempted  {_ENDED} ended"
     return [*lines, f"  {kinds}  {marks}"] if grid.rows else lines

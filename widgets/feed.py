@@ -154,10 +154,13 @@ class EngineFeed:
                 self._wake.clear()
                 self._look_around()
                 continue
+            self._state.is_disconnected = False
             with self._subscribe(self._info) as source:
-                while not self._closed and self._has_followers():
+                while not self._closed and not self._state.is_disconnected and self._has_followers():
                     self._take(source)
                     self._look_around()
+            if self._state.is_disconnected:
+                self._wake.wait(ALIVE_INTERVAL)
 
     def _has_followers(self) -> bool:
         with self._lock:
@@ -188,7 +191,9 @@ class EngineFeed:
         if now - self._published_at >= (PUBLISH_INTERVAL if self._state.changed else IDLE_INTERVAL):
             self._published_at = now
             with self._lock:
-                self._tell()
+                # Before anything has come there is nothing to say.
+                if self._state.has_stats:
+                    self._tell()
 
     def _reason_of_end(self, now: float) -> str | None:
         with self._lock:

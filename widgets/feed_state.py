@@ -14,7 +14,7 @@ from nbengine.config import ParallelConfig
 from nbengine.errors import WireError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.metrics.trace import TraceBatch, TraceSnapshot
+from nbengine.metrics.trace import TraceBatch, TraceMessage, TraceSnapshot
 from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
 from nbengine.widgets.ownership import WAITING, Owner, own_requests
 from nbengine.widgets.rates import RateMeter
@@ -49,7 +49,8 @@ class FeedState:
         self._has_news = True
         self._rates = Rates()
         self._ended_because: str | None = None
-        self._ended_at = 0.0
+        self.is_disconnected = False
+        """Whether only another subscription goes on from where the mirrors are."""
 
     @property
     def ended(self) -> bool:
@@ -62,6 +63,11 @@ class FeedState:
         rates = self._rates
         moves = (rates.tokens_in_per_second, rates.tokens_out_per_second, rates.inter_token_latency)
         return self._has_news or any(moves)
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether anything has been heard of the engine cores."""
+        return bool(self._stats.engines)
 
     @property
     def is_known(self) -> bool:
@@ -89,14 +95,7 @@ class FeedState:
             mirror = self._mirrors.get(rank)
             if mirror is None:
                 mirror = self._mirrors[rank] = TraceMirror(rank)
-            try:
-                mirror.apply(message)
-            except WireError as error:
-                # It goes on with the next snapshot, which a new mirror waits for.
-                logger.warning(
-                    "dropped what engine core %d of %s has published: %s", rank, self._info.name, error
-                )
-                del self._mirrors[rank]
+            self._apply(mirror, message)
         else:
             return
         self._has_news = True
@@ -138,6 +137,16 @@ class FeedState:
             own_requests={} if self.ended else own_requests(self._owners, requests, WAITING.requests()),
             note=self._note(),
         )
+
+    def _apply(self, mirror: TraceMirror, message: TraceMessage) -> None:
+        try:
+            is_next = mirror.apply(message)
+        except WireError as error:
+            logger.warning("what engine %s has published makes no sense: %s", self._info.name, error)
+            is_next = False
+        if not is_next:
+            self._mirrors[mirror.engine_index] = TraceMirror(mirror.engine_index)
+            self.is_disconnected = True
 
     def _take_stats(self, stats: EngineStats) -> None:
         self._clock_lead = 0.0 if self._info.is_here else time.time() - stats.timestamp

@@ -106,7 +106,8 @@ class FitReport:
             parts.append(table(self._requests(), ["REQUESTS OF", "AT ONCE"]))
         if len(self.tensor_parallel) > 1:
             header = ["--tp", "WEIGHTS A WORKER", "KV A TOKEN A WORKER", "BLOCKS", ""]
-            parts.append(table([_size_row(each, self.block_size) for each in self.tensor_parallel], header))
+            rows = [_size_row(each, self.block_size, self.problem) for each in self.tensor_parallel]
+            parts.append(table(rows, header))
         return "\n\n".join(plain for plain, _ in parts), "".join(html for _, html in parts)
 
     def _figures(self) -> list[list[str]]:
@@ -136,8 +137,11 @@ class FitReport:
         return self.tables()[1]
 
 
-def _size_row(each: TensorParallelFit, block_size: int) -> list[str]:
-    outcome = f"{count(each.num_blocks * block_size, 'token')} of KV cache" if each.fits else each.problem
+def _size_row(each: TensorParallelFit, block_size: int, said: str) -> list[str]:
+    """A row of the table; `said` is the problem that stands above it already."""
+    outcome = "does not fit" if each.problem == said else each.problem
+    if each.fits:
+        outcome = f"{count(each.num_blocks * block_size, 'token')} of KV cache"
     weights = size(each.weights_bytes) if each.weights_bytes else ""
     kv = size(each.kv_bytes_per_token) if each.kv_bytes_per_token else ""
     return [str(each.tensor_parallel_size), weights, kv, f"{each.num_blocks:,}" if each.fits else "", outcome]

@@ -18,7 +18,7 @@ frame, `{"kind": "hello"}`, when it is mounted and when a frame's `seq` is not t
             "blocks": null | {"buffer": 0, "full": true}}],    # index into the buffers
  "requests": [{"rank", "number", "id", "client", "state", "num_prompt_tokens", "num_cached_tokens", "num_computed_tokens",
                "num_output_tokens", "max_total_tokens", "num_preemptions", "added_at", "first_token_at", "ended_at",
-               "finish_reason", "own", "foreground", "preview"}],     # all that the table has: at most 200
+               "finish_reason", "own", "foreground", "preview"}],     # all that the table has: at most 200, of which 40 have ended
  "waves": {"reset": true, "spans": [{"start", "end", "rank", "running", "steps", "dummy_steps", "wave", "num_requests"}]}}
 ```
 STEP is `[step, time, seconds, num_running, num_waiting, num_free_blocks, num_cached_blocks, entries, preempted, finished]`:
@@ -71,6 +71,8 @@ from nbengine.widgets.step_frames import StepEncoder
 
 MOST_REQUESTS = 200
 """Rows of the table."""
+MOST_ENDED = 40
+"""Of them those of requests that have ended."""
 MOST_TEXT = 200
 """Characters of an id, a name or a preview."""
 FRAME_BYTES = 60_000
@@ -234,7 +236,8 @@ class FrameBuilder:
     def _requests(self, state: DashboardState) -> list[dict[str, object]]:
         rows = []
         known, self._rows = self._rows, {}
-        for rank, view in state.requests(MOST_REQUESTS):
+        unfinished = sum(len(mirror.requests) for mirror in state.mirrors.values())
+        for rank, view in state.requests(min(MOST_REQUESTS, unfinished + MOST_ENDED)):
             added = view.added
             key = (rank, added.number)
             entry = known.get(key)

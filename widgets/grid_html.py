@@ -103,6 +103,12 @@ class GridHtml:
         return f'<th scope="row" style="{_ROW_HEAD};{place}">{_labels(self._layout.row_names, values)}</th>'
 
 
+def side_by_side(parts: Sequence[str]) -> str:
+    """Pieces of HTML in boxes beside each other, as far as there is room."""
+    boxes = "".join(f'<div style="{_CELL}">{part}</div>' for part in parts)
+    return f'<div style="{_ROW};margin-bottom:0.3em">{boxes}</div>'
+
+
 def _labels(names: Sequence[str], values: Sequence[str]) -> str:
     return "".join(
         f'<div style="{_PROSE}"><span style="{_MUTED}">{escape(name)}</span> '

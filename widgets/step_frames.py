@@ -38,7 +38,10 @@ class StepEncoder:
 
     def __init__(self) -> None:
         self._last: StepView | None = None
-        self._last_is_plain = False
+        """The last one that was sent."""
+        self._before: StepView | None = None
+        """The same, where the next one is connected with it."""
+        self._is_plain = False
         """Whether each of its requests computed a token and no more."""
         self._source: tuple[int, int] | None = None
         self._open: list[_Sent] = []
@@ -50,15 +53,15 @@ class StepEncoder:
         """What is new in a mirror, up to about so many bytes; the rest comes with the next call."""
         source = (mirror.incarnation, mirror.num_snapshots)
         lost = self._source is not None and source != self._source
-        if lost:
-            self._open.clear()
         self._source = source
+        new, is_connected = self._new_steps(mirror)
+        lost = lost or not is_connected
+        if lost:
+            self._last, self._before = self._last if is_connected else None, None
+            self._open.clear()
+            self._recomputing.clear()
         items = self._completed(mirror)
         size = _STEP_BYTES * len(items)
-        new, is_connected = self._new_steps(mirror)
-        if lost or not is_connected:
-            self._cut()
-        lost = lost or not is_connected
         count = 0
         for view in new:
             if count and size > max_bytes:
@@ -94,14 +97,9 @@ class StepEncoder:
         self._open = still_open
         return items
 
-    def _cut(self) -> None:
-        self._last = None
-        self._open.clear()
-        self._recomputing.clear()
-
     def _item(self, view: StepView) -> tuple[StepItem, int]:
         entries = self._entries(view)
-        self._last = view
+        self._last = self._before = view
         self._open.append(_Sent(view, view.seconds is not None, len(view.finished)))
         preempted, finished = list(view.preempted), list(view.finished)
         item: StepItem = [
@@ -121,13 +119,10 @@ class StepEncoder:
 
     def _entries(self, view: StepView) -> list[int] | None:
         """What each request did; None if that is what it did in the step before, and a decode."""
-        last = self._last
-        shares = (
-            last is not None and view.numbers is last.numbers and view.num_tokens is last.num_tokens
-        ) and self._last_is_plain
-        is_plain = not view.prefills and not view.admitted and (shares or set(view.num_tokens) <= {1})
-        self._last_is_plain = is_plain
-        if is_plain and last is not None and (shares or list(view.numbers) == list(last.numbers)):
+        before = self._before
+        shares = self._is_plain and before is not None and _is_same(view, before)
+        self._is_plain = not view.prefills and not view.admitted and (shares or set(view.num_tokens) <= {1})
+        if self._is_plain and before is not None and (shares or list(view.numbers) == list(before.numbers)):
             self._recomputing.clear()
             return None
         self._recomputing.update(view.resumed)
@@ -141,6 +136,10 @@ class StepEncoder:
                 kind = RECOMPUTED if number in self._recomputing else PROMPT
             entries += (number, tokens, kind, computed if number in admitted else -1)
         return entries
+
+
+def _is_same(view: StepView, before: StepView) -> bool:
+    return view.numbers is before.numbers and view.num_tokens is before.num_tokens
 
 
 def _seconds(view: StepView) -> float | None:

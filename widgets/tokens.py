@@ -25,24 +25,23 @@ The script sends `{"kind": "hello"}` when it is mounted and when a node's `start
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
+from nbengine.widgets.comms import answer_at_once
+from nbengine.widgets.scripts import bundled, stylesheet
+
 Frame = dict[str, Any]
-
-
-@functools.cache
-def _static(name: str) -> str:
-    return (Path(__file__).parent / "static" / "tokens" / name).read_text(encoding="utf-8")
 
 
 class TokensWidget(anywidget.AnyWidget):
     """The widget; `receive` gets what the script sends, on whatever thread the kernel handles it."""
+
+    _esm = bundled("tokens")
+    _css = stylesheet("tokens")
 
     snapshot = traitlets.Dict().tag(sync=True)
     active = traitlets.Int(0).tag(sync=True)
@@ -51,12 +50,8 @@ class TokensWidget(anywidget.AnyWidget):
     """Only a line that unfolds it is shown."""
 
     def __init__(self, receive: Callable[[object], None], *, folded: bool) -> None:
-        self._esm = _static("index.js")
-        self._css = _static("tokens.css")
         super().__init__(folded=folded)
-        # ipykernel 7.4 sends a comm's messages to where it was last published from: behind the cell that is running.
-        if getattr(self.comm, "_reply_subshell_for", None):
-            self.comm._reply_subshell_for = None
+        answer_at_once(self.comm)
         self.on_msg(lambda _widget, content, _buffers: receive(content))
 
     def mime_bundle(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def _worker_logs(engine_log: Path) -> dict[int, Path]:
 
 
 def follow_log(path: Path, info: ConnectionInfo | None) -> Iterator[str]:
-    """Yield what is appended to a log from now on, until the engine has ended."""
+    """Yield what is appended to a log from now on, every `FOLLOW_INTERVAL` seconds, until the engine has ended."""
     with path.open(errors="replace") as file:
         file.seek(0, 2)
         while True:
@@ -71,5 +71,4 @@ def follow_log(path: Path, info: ConnectionInfo | None) -> Iterator[str]:
                 yield text
             elif not alive:
                 return
-            else:
-                time.sleep(FOLLOW_INTERVAL)
+            time.sleep(FOLLOW_INTERVAL)

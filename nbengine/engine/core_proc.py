@@ -204,9 +204,9 @@ class EngineCoreProc(EngineCore):
         events = self.kv_events.take_batch(time.time())
         if events is not None:
             self.output_queue.put(events)
-        if self.trace.has_events and (at_rest or time.monotonic() >= self._trace_due):
+        if at_rest or (self.trace.has_events and time.monotonic() >= self._trace_due):
             self._trace_due = time.monotonic() + TRACE_INTERVAL
-            batch = self.trace.take_batch(time.time(), stats)
+            batch = self.trace.take_batch(time.time(), stats, even_if_empty=at_rest)
             if batch is not None:
                 self.output_queue.put(batch)
 

@@ -95,7 +95,7 @@ class BlocksCached(msgspec.Struct, array_like=True, tag=True, gc=False):
 
     block_ids: list[int]
     token_ids: list[int]
-    """`block_size` a block."""
+    """`block_size` a block; -1 for a token that was given as an embedding."""
 
 
 class BlocksUncached(msgspec.Struct, array_like=True, tag=True, gc=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, compress
 
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import (
@@ -73,9 +73,14 @@ class TraceStream:
             # Whoever comes back has lost what happens from now on.
             self._seq += 1
 
-    def take_batch(self, now: float, stats: SchedulerStats) -> TraceBatch | None:
-        """The events since the batch before, if there are any; `now` is `time.time()`, `stats` the present state."""
-        if not self._events:
+    def take_batch(
+        self, now: float, stats: SchedulerStats, *, even_if_empty: bool = False
+    ) -> TraceBatch | None:
+        """The events since the batch before; None if there are none, or nobody wants them.
+
+        `now` is `time.time()`, `stats` the present state, which with `even_if_empty` is reason enough.
+        """
+        if not self._events and not (even_if_empty and self._scheduler.observer is not None):
             return None
         events, self._events = self._events, []
         self._seq += 1
@@ -113,13 +118,13 @@ class TraceStream:
         )
 
     def _cached_blocks(self) -> BlocksCached:
-        scheduler, tokens, size = self._scheduler, self._tokens, self._block_size
+        scheduler, tokens = self._scheduler, self._tokens
         block_ids = list(scheduler.kv_cache_manager.block_pool.cached_blocks().values())
         findable = set(block_ids)
         for request in scheduler.running:
             for index, block_id in enumerate(request.block_ids[: request.num_cached_blocks]):
                 if block_id in findable and block_id not in tokens:
-                    tokens[block_id] = request.all_token_ids[index * size : (index + 1) * size]
+                    tokens[block_id] = self._block_tokens(request, index)
         known = [block_id for block_id in block_ids if block_id in tokens]
         unknown = [block_id for block_id in block_ids if block_id not in tokens]
         return BlocksCached(known + unknown, list(chain.from_iterable(tokens[block] for block in known)))
@@ -148,11 +153,12 @@ class TraceStream:
             return
         requests = self._scheduler.requests
         admits = bool(plan.scheduled_new_reqs or cached.resumed_req_ids)
-        new_blocks: list[tuple[int, list[int]]] = []
-        if any(cached.new_block_ids):
-            pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
-            # Copied, as all lists of the plan are: they belong to whoever executes it.
-            new_blocks = [(requests[name].number, blocks.copy()) for name, blocks in pairs if blocks]
+        names, blocks = cached.req_ids, cached.new_block_ids
+        # Copied, as all lists of the plan are: they belong to whoever executes it.
+        new_blocks = [
+            (requests[names[index]].number, list(blocks[index] or ()))
+            for index in compress(range(len(blocks)), blocks)
+        ]
         now = self._clock()
         continues = not admits and cached.req_ids == self._last_ids
         if continues and plan.total_num_scheduled_tokens == len(cached.req_ids):
@@ -163,8 +169,8 @@ class TraceStream:
                 starts = dict(zip(cached.req_ids, computed, strict=True))
                 starts.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
                 computed = [starts[name] for name in counts]
-                names = cached.resumed_req_ids.union(new.req_id for new in plan.scheduled_new_reqs)
-                admitted = [requests[name].number for name in counts if name in names]
+                newcomers = cached.resumed_req_ids.union(new.req_id for new in plan.scheduled_new_reqs)
+                admitted = [requests[name].number for name in counts if name in newcomers]
                 new_blocks += [
                     (requests[new.req_id].number, new.block_ids.copy()) for new in plan.scheduled_new_reqs
                 ]
@@ -216,16 +222,23 @@ class TraceStream:
 
     def stored(self, request: Request, start: int, end: int) -> None:
         """See `CacheObserver`."""
-        size = self._block_size
-        block_ids, token_ids = request.block_ids[start:end], request.all_token_ids[start * size : end * size]
-        for index, block_id in enumerate(block_ids):
-            self._tokens[block_id] = token_ids[index * size : (index + 1) * size]
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksCached):
-            last.block_ids += block_ids
-            last.token_ids += token_ids
-        else:
-            self._events.append(BlocksCached(block_ids, token_ids))
+        event = self._events[-1] if self._events else None
+        if not isinstance(event, BlocksCached):
+            event = BlocksCached([], [])
+            self._events.append(event)
+        for index in range(start, end):
+            block_id = request.block_ids[index]
+            self._tokens[block_id] = tokens = self._block_tokens(request, index)
+            event.block_ids.append(block_id)
+            event.token_ids += tokens
+
+    def _block_tokens(self, request: Request, index: int) -> list[int]:
+        start = index * self._block_size
+        token_ids = request.all_token_ids[start : start + self._block_size]
+        if request.prompt_embeds is not None:
+            num_unknown = min(max(request.num_prompt_tokens - start, 0), self._block_size)
+            token_ids[:num_unknown] = [-1] * num_unknown
+        return token_ids
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
         """See `CacheObserver`."""

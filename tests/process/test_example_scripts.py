@@ -104,6 +104,19 @@ def check_priority_scheduling(lines: list[str]) -> None:
     assert priorities[1:] == sorted(priorities[1:])
 
 
+def check_inside_the_scheduler(lines: list[str]) -> None:
+    assert lines[0].startswith("random-tiny · engine ")
+    (loads,) = (line for line in lines if line.startswith("requests, last "))
+    assert int(re.search(r"preempted (\d+)×", loads)[1]) > 0
+    (blocks,) = (line for line in lines if line.startswith("KV 40 blocks of 16 tokens: "))
+    held, shared = map(int, re.search(r"(\d+) held \((\d+) shared\)", blocks).groups())
+    assert held > shared > 0
+    timeline = "\n".join(line for line in lines if re.match(r"  \w #\d+ question-", line))
+    assert "◆" in timeline, "a prefix hit"
+    assert "×" in timeline, "a preemption"
+    assert any(re.match(r" +19 ● question-19", line) for line in lines)
+
+
 def check_prompt_embeddings(lines: list[str]) -> None:
     assert [line.endswith("True") for line in lines if "the same as from its tokens" in line] == [True, True]
     assert "Paris" in lines[0]

@@ -67,12 +67,14 @@ def delta_of(
 class HandDrivenClient:
     """Takes branches, and answers when `write` is called."""
 
+    name = "hand-driven"
     engine_ranks = [0]
 
     def __init__(self) -> None:
         self.requests: list[tuple[Any, SamplingParams, int | None, list[int]]] = []
         self.collectors: list[RequestOutputCollector] = []
         self.aborted: list[str] = []
+        self.read: list[str] = []
         self.refusal: Exception | None = None
 
     def submit(
@@ -82,7 +84,9 @@ class HandDrivenClient:
         *,
         data_parallel_rank: int | None = None,
         written: Sequence[int] = (),
+        transcript: str | None = None,
     ) -> RequestOutputCollector:
+        assert transcript == "the prompt"
         if self.refusal is not None:
             raise self.refusal
         self.requests.append((prompt, sampling_params, data_parallel_rank, list(written)))
@@ -98,6 +102,10 @@ class HandDrivenClient:
 
     def abort_soon(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    def read_transcripts(self, request_ids: Sequence[str]) -> None:
+        """What has been shown need not be kept."""
+        self.read += request_ids
 
 
 def tree_of(

@@ -148,8 +148,8 @@ class DashboardPage:
         content, buffers = frame
         texts = [base64.b64encode(buffer).decode() for buffer in buffers]
         self.page.evaluate(
-            "async ([content, buffers, model]) => { models[model].deliver(content, buffers); await settled(); }",
-            [content, texts, model],
+            "async (text) => { const [at, ...rest] = JSON.parse(text); models[at].deliver(...rest); await settled(); }",
+            json.dumps([model, content, texts]),
         )
 
     def settle(self) -> None:

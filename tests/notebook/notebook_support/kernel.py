@@ -71,6 +71,8 @@ class Kernel:
         self.manager.start_kernel(env=environment)
         self.cells: dict[str, Cell] = {}
         self.displays: dict[str, list[dict[str, Any]]] = {}
+        self.comm_messages: Callable[[dict[str, Any]], None] = lambda message: None
+        """What is done with widgets' messages."""
         self.client = self._connect()
         self.run("%load_ext nbengine")
 
@@ -96,6 +98,8 @@ class Kernel:
                 message = self.client.get_iopub_msg(timeout=min(remaining, 0.2))
             except Empty:
                 continue
+            if message["msg_type"].startswith("comm_"):
+                self.comm_messages(message)
             cell = self.cells.get(message["parent_header"].get("msg_id", ""))
             if cell is None:
                 continue

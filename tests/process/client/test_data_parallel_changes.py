@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from process_support.engine_under_test import wait_for
+from process_support.trace_follower import TraceFollower
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nbengine.client.stats_subscriber import StatsSubscriber
@@ -196,10 +198,16 @@ async def test_scaling_under_streams_loses_and_repeats_nothing(start_async: Star
             count += 1
         return count
 
+    subscriber = StatsSubscriber(llm.connection, trace=True)
+    trace = TraceFollower(subscriber)
     streams = [asyncio.create_task(stream(first)) for first in range(64)]
     await until(lambda: in_flight(llm) == 64, "all streams")
     assert await llm.scale(4, PATIENCE) == 4
     await until(lambda: usable(llm) == [0, 1, 2, 3], "four ranks")
+    # A rank that has come is told what is wanted, too.
+    follow = functools.partial(asyncio.to_thread, trace.read_until)
+    await follow(lambda: trace.mirrors.keys() == {0, 1, 2, 3}, "the trace of four ranks")
+    await follow(lambda: all(mirror.finished for mirror in trace.mirrors.values()), "requests on all ranks")
     before = (await llm.stats()).engines
     await asyncio.sleep(0.2)
     assert await llm.scale(1, PATIENCE) == 1
@@ -214,6 +222,8 @@ async def test_scaling_under_streams_loses_and_repeats_nothing(start_async: Star
         llm.submit(tokens(1), data_parallel_rank=1)
     assert await llm.scale(2, PATIENCE) == 2
     assert await collect(llm, 3, rank=1) == counted_from(3)
+    await follow(lambda: trace.mirrors[1].incarnation == 1 and trace.mirrors[1].finished, "the new rank 1")
+    subscriber.close()
 
 
 async def test_a_scaling_that_cannot_be_is_an_error(start_async: StartAsync) -> None:
@@ -246,11 +256,13 @@ async def test_a_follower_of_the_prefix_caches_goes_on_with_a_rank_that_was_star
 ) -> None:
     llm = start_async(data_parallel_size=2, block_size=4)
     mirrors = {rank: KVCacheMirror() for rank in range(2)}
-    with StatsSubscriber(llm.connection, kv_events=True) as subscriber:
+    with StatsSubscriber(llm.connection, kv_events=True, trace=True) as subscriber:
+        trace = TraceFollower(subscriber)
 
         def follow_until(condition: Callable[[], object]) -> None:
             def step() -> object:
                 message = subscriber.poll(0.05)
+                trace.take(message)
                 if isinstance(message, KVCacheSnapshot | KVEventBatch):
                     assert mirrors[message.engine_index].apply(message)
                 return condition()
@@ -262,11 +274,24 @@ async def test_a_follower_of_the_prefix_caches_goes_on_with_a_rank_that_was_star
         # 20 tokens fill 5 blocks, but the last is not computed.
         await asyncio.to_thread(follow_until, lambda: len(mirrors[1].blocks) == 10)
         assert len(mirrors[0].blocks) == 5
+        await asyncio.to_thread(
+            follow_until, lambda: [len(trace.mirrors[rank].finished) for rank in range(2)] == [1, 2]
+        )
         os.kill(pid_of(llm, 1), signal.SIGKILL)
-        await asyncio.to_thread(follow_until, lambda: mirrors[1].incarnation == 1)
+        await asyncio.to_thread(
+            follow_until, lambda: mirrors[1].incarnation == trace.mirrors[1].incarnation == 1
+        )
         assert not mirrors[1].blocks
+        restarted = trace.mirrors[1]
+        assert (len(restarted.finished), len(restarted.steps)) == (0, 0)
+        assert not restarted.blocks.cached.any()
         await until(lambda: usable(llm) == [0, 1], "the rank's return")
         for rank in (0, 1):
             await collect(llm, 200, rank=rank)
         await asyncio.to_thread(follow_until, lambda: [len(m.blocks) for m in mirrors.values()] == [10, 5])
+        await asyncio.to_thread(
+            follow_until,
+            lambda: [len(trace.mirrors[rank].finished) for rank in range(2)] == [2, 1],
+        )
+        assert list(restarted.finished) == [0]
         assert subscriber.num_losses == 0

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 from process_support.engine_under_test import EngineUnderTest, wait_for
+from process_support.trace_follower import TraceFollower
 
 from nbengine import LLM, AsyncLLM, SamplingParams
 from nbengine.client.connection import ConnectionInfo, connection_file
@@ -62,6 +63,12 @@ def test_requests_and_statistics_stream_over_tcp(start_networked: StartEngine) -
     assert client.tokens("r") == [4, 5, 6, 7, 8, 9, 10, 11]
     idle = client.read_stats(subscriber, lambda s: not s.engines_running and s.engines[0].step_counter > 0)
     assert idle.engines[0].num_free_blocks == 64
+    with StatsSubscriber(engine.info, trace=True) as follower:
+        trace = TraceFollower(follower)
+        mirror = trace.begin()
+        client.add("followed", [1, 2, 3])
+        trace.read_until(lambda: mirror.finished and not mirror.requests, "the end of a request")
+    assert [view.num_output_tokens for view in mirror.finished.values()] == [8]
     client.leave()
 
 

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig
+from nbengine.engine import core_proc
 from nbengine.engine.core_proc import EngineCoreProc, EngineShutdownState
 from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, ThreadFailed, Wakeup
 from nbengine.errors import EngineDeadError, NBEngineError
@@ -19,10 +20,12 @@ from nbengine.ipc.control_messages import (
     EngineReady,
     Progress,
     ShutdownEngine,
+    WantEvents,
 )
 from nbengine.ipc.handshake import ControlDecoder
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityRequest
 from nbengine.ipc.sockets import make_socket
+from nbengine.metrics.trace import RequestAdded, RequestFinished, TraceBatch, TraceSnapshot
 from nbengine.sampling_params import SamplingParams
 from tests.process.process_support.fake_executor import FakeExecutor
 
@@ -213,6 +216,69 @@ def test_an_idle_engine_forgets_eager_aborts_and_publishes_its_state(rig: Rig) -
     assert queued[0][0] == COORDINATOR_INDEX
     assert queued[0][1].scheduler_stats.num_free_blocks == 32
     assert [batch.utility_output.result for client, batch in queued if client == 1] == ["pong"]
+
+
+def trace_of(rig: Rig) -> list[TraceBatch | TraceSnapshot]:
+    """What has been queued under the trace's topic."""
+    found = []
+    while not rig.core.output_queue.empty():
+        item = rig.core.output_queue.get()
+        if isinstance(item, TraceBatch | TraceSnapshot):
+            found.append(item)
+    return found
+
+
+def test_the_trace_gathers_while_the_core_is_busy_and_is_complete_when_it_rests(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(core_proc.time, "monotonic", lambda: now[0])
+    core, interval = rig.core, core_proc.TRACE_INTERVAL
+    core.input_queue.put(WantEvents("trace", True))
+    rig.add("a", max_tokens=6)
+    core._process_input_queue()
+    snapshot, at_rest = trace_of(rig)
+    assert isinstance(snapshot, TraceSnapshot)
+    assert (at_rest.seq, at_rest.events) == (1, [])
+    assert (snapshot.seq, snapshot.requests, snapshot.stats.num_waiting_reqs) == (0, [], 0)
+    seqs = []
+    for elapsed in (0.0, 0.5, 0.4, 0.2, 0.0, 0.1):
+        now[0] += elapsed * interval
+        core._process_engine_step()
+        seqs.append([message.seq for message in trace_of(rig)])
+    assert seqs == [[], [], [], [2], [], []]
+    core.input_queue.put(Wakeup())
+    core.input_queue.put(UtilityRequest(1, 5, "ping", []))
+    rig.add("b")
+    while core.has_work():
+        core._process_engine_step()
+    core._process_input_queue()
+    last, *rest = trace_of(rig)
+    assert isinstance(last, TraceBatch)
+    assert any(isinstance(event, RequestFinished) for event in last.events)
+    assert (last.stats.num_free_blocks, last.stats.num_running_reqs) == (32, 0)
+    assert [message.seq for message in (last, *rest)] == list(range(3, 4 + len(rest)))
+
+
+def test_a_snapshot_comes_after_all_that_it_has_in_it_and_the_end_of_a_core_is_published(rig: Rig) -> None:
+    core = rig.core
+    core.input_queue.put(WantEvents("trace", True))
+    rig.add("a", max_tokens=30)
+    core.input_queue.put(WantEvents("trace", True))
+    core._process_input_queue()
+    first, _, added, second = trace_of(rig)
+    assert (first.seq, added.seq, second.seq) == (0, 2, 2)
+    assert [type(event) for event in added.events] == [RequestAdded]
+    assert isinstance(second, TraceSnapshot)
+    assert [request.added.request_id for request in second.requests] == ["a"]
+    core._process_engine_step()
+    core.input_queue.put(ShutdownEngine())
+    core.run_busy_loop()
+    ends = [event for batch in trace_of(rig) for event in batch.events if isinstance(event, RequestFinished)]
+    assert [event.reason for event in ends] == ["abort"]
+    core.input_queue.put(WantEvents("trace", False))
+    core._handle(core.input_queue.get())
+    assert core.scheduler.observer is None
 
 
 def test_a_utility_that_breaks_is_answered_and_logged(rig: Rig, caplog) -> None:

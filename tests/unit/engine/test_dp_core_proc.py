@@ -14,10 +14,17 @@ from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConf
 from nbengine.engine.dp_core_proc import DPEngineCoreProc
 from nbengine.engine.waves import WAVE_AGREEMENT_STEPS
 from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, StartWave
-from nbengine.ipc.control_messages import ChangeGroup, CoreToHost, EngineHandshakeMetadata, GroupChanged
+from nbengine.ipc.control_messages import (
+    ChangeGroup,
+    CoreToHost,
+    EngineHandshakeMetadata,
+    GroupChanged,
+    WantEvents,
+)
 from nbengine.ipc.handshake import ControlDecoder
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from nbengine.ipc.sockets import make_socket
+from nbengine.metrics.trace import RequestFinished, StepDone, TraceBatch
 from nbengine.sampling_params import SamplingParams
 from tests.process.process_support.fake_executor import AsyncFakeExecutor, FakeExecutor
 
@@ -161,6 +168,23 @@ def test_statistics_say_where_in_the_wave_the_core_is(make_rig) -> None:
     rig.run(lambda: not rig.core.waves.running)
     stats = rig.core.stats()
     assert (stats.current_wave, stats.step_counter, stats.engines_running) == (1, 0, False)
+
+
+def test_the_trace_of_what_ends_in_a_wave_is_published_before_the_wave_ends(make_rig) -> None:
+    rig = make_rig(2)
+    rig.executor.others = lambda _: False
+    rig.core.input_queue.put(WantEvents("trace", True))
+    rig.add("a", 3)
+    rig.run(lambda: rig.executor.calls.count("dummy") == 4)
+    assert rig.core.waves.running
+    assert not rig.core.trace.has_events
+    events = []
+    while not rig.core.output_queue.empty():
+        item = rig.core.output_queue.get()
+        events += item.events if isinstance(item, TraceBatch) else []
+    assert [type(event) for event in events].count(StepDone) == 3
+    assert isinstance(events[-1], RequestFinished | StepDone)
+    assert any(isinstance(event, RequestFinished) for event in events)
 
 
 def test_a_newcomer_joins_with_the_wave_of_the_others(make_rig) -> None:

@@ -244,6 +244,11 @@ class FakeBackend:
         self.clients: dict[str, FakeClient] = {}
         self.attached: list[str] = []
         self.on_start: Callable[[], None] = lambda: None
+        self.started: list[dict[str, Any]] = []
+        self.on_prepare: Callable[[], None] = lambda: None
+
+    def prepare(self, arguments: Mapping[str, Any], *, progress: Callable[[Progress], None]) -> None:
+        self.on_prepare()
 
     def start(
         self,
@@ -255,6 +260,7 @@ class FakeBackend:
     ) -> FakeClient:
         for stage in ("fetch", "load", "profile", "kv", "ready"):
             progress(Progress(stage, detail=f"{stage} detail", seconds=0.1))
+        self.started.append(dict(arguments))
         self.on_start()
         config = EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
         client = FakeClient(name or arguments["model"], config, session)

@@ -95,7 +95,7 @@ def test_all_of_a_comparison_and_branches_are_answers_of_their_own(
 ) -> None:
     said(shell, "%%generate --temperature 0,0.7\nhi", capsys)
     assert engine.labels == ["hi", "hi"]
-    assert engine.read == [(None, ["random-tiny-1", "random-tiny-2"])]
+    assert engine.read == [(None, ["random-tiny-1"]), (None, ["random-tiny-2"])]
     said(shell, "%generate -o answer hi", capsys)
     shell.user_ns["answer"].branch(1, 7).result(5)
     listing = said(shell, "%engine recover -l", capsys).splitlines()[1:]

@@ -60,7 +60,7 @@ class TraceHistories(SchedulerHistories):
 
 TestTraceHistories = TraceHistories.TestCase
 TestTraceHistories.settings = settings(
-    max_examples=4000 if THOROUGH else 100,
+    max_examples=4000 if THOROUGH else 60,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -86,10 +86,10 @@ def random_limits(rng: random.Random, mode: dict) -> Limits:
 @pytest.mark.parametrize("mode", MODES)
 def test_mirrors_agree_over_long_histories(mode: str) -> None:
     rng = random.Random(mode)
-    for _ in range(40 if THOROUGH else 4):
+    for _ in range(40 if THOROUGH else 3):
         sim = TracedSimulation(random_limits(rng, MODES[mode]))
         first = None
-        for number in range(400):
+        for number in range(300):
             if number in (3, 100, 250):
                 mirror = sim.subscribe()
                 first = first or mirror

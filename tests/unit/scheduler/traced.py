@@ -62,13 +62,18 @@ class TracedSimulation(Simulation):
         self.reasons: dict[int, str] = {}
         self.contents: dict[bytes, list[int]] = {}
         """Tokens by hash."""
-        self._numbers: dict[str, int] = {}
+        self._unheard_of: set[bytes] = set()
+        """Blocks that nobody held when the recording began: nobody can tell their tokens."""
         self._highest: dict[int, int] = {}
         """Tokens of each request that have ever been computed."""
 
     # Following.
 
     def subscribe(self) -> TraceMirror:
+        if self.scheduler.observer is None:
+            held = self._held()
+            cached = self.scheduler.kv_cache_manager.block_pool.cached_blocks()
+            self._unheard_of = {block_hash for block_hash, block in cached.items() if block not in held}
         self.stream.record(True)
         mirror = TraceMirror(0)
         self.mirrors.append(mirror)
@@ -77,6 +82,8 @@ class TracedSimulation(Simulation):
                 other.apply(over_the_wire(message))
         for other in self.mirrors:
             self.compare(other)
+        blocks, held = mirror.blocks, sorted(self._held())
+        assert (blocks.token_ids[held][blocks.cached[held]] >= 0).all()
         return mirror
 
     def unsubscribe_all(self) -> None:
@@ -148,6 +155,9 @@ class TracedSimulation(Simulation):
                 self.reasons[names[name]] = str(item.finish_reason)
         return got
 
+    def _held(self) -> set[int]:
+        return {block for request in self.scheduler.running for block in request.block_ids}
+
     def _gauges(self) -> tuple[int, int, int, int]:
         pool = self.scheduler.kv_cache_manager.block_pool
         return (
@@ -203,11 +213,10 @@ class TracedSimulation(Simulation):
 
     def _compare_tokens(self, mirror: TraceMirror) -> None:
         cached = self.scheduler.kv_cache_manager.block_pool.cached_blocks()
-        held = {block for request in self.scheduler.running for block in request.block_ids}
         for block_hash, block_id in cached.items():
             row = mirror.blocks.token_ids[block_id].tolist()
             is_unknown = row == [-1] * self.limits.block_size
-            assert row == self.contents[block_hash] or (is_unknown and block_id not in held)
+            assert row == self.contents[block_hash] or (is_unknown and block_hash in self._unheard_of)
         uncached = set(range(self.limits.num_blocks)) - set(cached.values())
         assert (mirror.blocks.token_ids[sorted(uncached)] == -1).all()
 
@@ -263,5 +272,5 @@ def compare_request(view: RequestView, request: Request) -> None:
         request.num_prompt_tokens,
         request.max_total_tokens,
     )
-    assert added.prompt_token_ids == request.prompt_token_ids[:64]
+    assert added.prompt_token_ids == (request.prompt_token_ids[:64] if request.prompt_embeds is None else [])
     assert added.priority == request.priority

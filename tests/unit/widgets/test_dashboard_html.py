@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from nbengine.client.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.widgets.dashboard_blocks import cells_of
+from nbengine.widgets.dashboard_figures import header
 from nbengine.widgets.dashboard_html import MAX_TABLE_RANKS, page, pictures, static_bundle
 from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
-from nbengine.widgets.dashboard_steps import DECODE, PREFILL, RECOMPUTE, grid_of
+from nbengine.widgets.dashboard_steps import grid_of
 from nbengine.widgets.dashboard_svg_blocks import PITCHES, geometry, levels
 from nbengine.widgets.dashboard_svg_parts import PAD, WIDTH
 from nbengine.widgets.dashboard_svg_steps import MAX_LENGTH, MAX_STEPS
 from nbengine.widgets.dashboard_text import MIN_WIDTH, cells, text_dashboard
 from nbengine.widgets.palette import REQUESTS, ROLES, request_color
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.wave_timeline import RankSpan, Span, WaveTimeline
 from tests.unit.widgets.dashboards import LABEL, START, SmallEngine, busy_engine, state_of, vast_mirror
 from tests.unit.widgets.pictures import SVG, Stroke, strokes_in, texts_fit
@@ -105,7 +107,7 @@ def cells_by_color(root: ElementTree.Element, pitch: int) -> Counter[str]:
 def test_the_page_has_only_what_untrusted_notebooks_show(state: DashboardState) -> None:
     html = Page(page(state))
     assert set(html.tags) <= {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td", "img", "span"}
-    assert html.attributes <= {"style", "align", "alt", "src"}
+    assert html.attributes <= {"style", "align", "cellpadding", "alt", "src"}
     assert list(html.images) == ["scheduler", "KV blocks", "step timeline"]
     for svg in html.images.values():
         root = ElementTree.fromstring(svg)
@@ -116,11 +118,9 @@ def test_the_page_has_only_what_untrusted_notebooks_show(state: DashboardState) 
 
 def test_the_header_says_what_the_state_says(state: DashboardState) -> None:
     html = Page(page(state))
-    names, values = html.rows[:2]
-    assert (
-        dict(zip(names, values, strict=True))["KV use"]
-        == f"{100 * state.stats.engines[0].kv_cache_usage:.3g} %"
-    )
+    figures = " · ".join(f"{name} {value}" for name, value in header(state))
+    assert f"KV use {100 * state.stats.engines[0].kv_cache_usage:.3g} %" in figures
+    assert figures in html.text
     assert html.text.startswith("random-tiny · engine demo · 1 engine core · cpu · float32 · running")
     assert "DP 2" in Page(page(replace(state, label=replace(LABEL, topology="DP 2 × TP 2")))).text
     assert "the engine has ended" in Page(page(replace(state, note="the engine has ended"))).text
@@ -196,6 +196,12 @@ def test_many_blocks_share_cells_and_their_heights_add_up(state: DashboardState)
         for stroke in strokes
     )
     assert drawn == pytest.approx(heights)
+    feet = {
+        round((stroke.y + stroke.thickness / 2) % pitch, 1)
+        for strokes in held_strokes(root).values()
+        for stroke in strokes
+    }
+    assert max(feet) - min(feet) <= 0.2, "all stand on the feet of their cells"
     assert heights / 8 / len(cells.total) == pytest.approx(0.6, abs=0.03), "60 of 100 blocks are held"
     text = "".join(root.itertext())
     assert "60,035 held (20,042 shared), 20,099 cached and free, 19,866 free" in text
@@ -229,12 +235,19 @@ def test_the_timeline_has_a_bar_for_each_part_of_a_request(
         kinds = Counter(kind for kind in row.kinds if kind is not None)
         assert drawn == {
             ROLES[name]: kinds[kind]
-            for name, kind in (("prefill", PREFILL), ("decode", DECODE), ("recompute", RECOMPUTE))
+            for name, kind in (("prefill", PROMPT), ("decode", DECODE), ("recompute", RECOMPUTED))
             if kinds[kind]
         }
         swatch = group.find(f"{SVG}rect")
         assert swatch is not None
         assert swatch.get("fill") == request_color(row.number)
+        if row.finished is not None:
+            ends = [
+                path.get("d") or ""
+                for path in group.iter(f"{SVG}path")
+                if path.get("stroke") == "currentColor"
+            ]
+            assert float(ends[0][1:].split()[0]) == pytest.approx(152 + (row.finished + 1) * width, abs=0.06)
         for path in group.iter(f"{SVG}path"):
             if not path.get("stroke-dasharray"):
                 paint = path.get("fill") if path.get("fill") != "none" else path.get("stroke")
@@ -260,6 +273,11 @@ def test_the_scheduler_has_a_bar_a_step_split_by_prefill_and_decode(
     ):
         heights = [round(stroke.length / scale) for stroke in groups[role]]
         assert heights == [count for count in tokens if count]
+    foot = groups["decode"][0].y
+    assert {stroke.y for stroke in groups["decode"]} == {foot}
+    upon = [step.num_decode_tokens for step in steps if step.num_prefill_tokens]
+    assert [round((foot - stroke.y) / scale) for stroke in groups["prefill"]] == upon
+    assert sum(upon) > 0
     text = "".join(root.itertext())
     assert "budget 24" in text
     assert f"preempted {engine.mirror.stats.num_preemptions}×" in text

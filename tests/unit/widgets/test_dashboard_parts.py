@@ -25,8 +25,9 @@ from nbengine.widgets.dashboard_figures import (
 )
 from nbengine.widgets.dashboard_loads import SECONDS, loads_of
 from nbengine.widgets.dashboard_state import Rates
-from nbengine.widgets.dashboard_steps import DECODE, PREFILL, RECOMPUTE, grid_of
+from nbengine.widgets.dashboard_steps import grid_of
 from nbengine.widgets.palette import REQUESTS
+from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
 from tests.unit.widgets.dashboards import START, SmallEngine, busy_engine, state_of, vast_mirror
 
 
@@ -86,7 +87,7 @@ def test_the_line_about_blocks_says_how_many_there_are_of_each_kind() -> None:
 
 def rows_of(mirror: TraceMirror, steps: int = 100, rows: int = 20) -> dict[int, str]:
     """By number: P, D, R a column, "h", "x" and "|" after it for hits, preemptions and the end."""
-    letters = {None: ".", PREFILL: "P", DECODE: "D", RECOMPUTE: "R"}
+    letters = {None: ".", PROMPT: "P", DECODE: "D", RECOMPUTED: "R"}
     text = {}
     for row in grid_of(mirror, steps, rows).rows:
         columns = [letters[kind] for kind in row.kinds]

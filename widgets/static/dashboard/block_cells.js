@@ -5,7 +5,7 @@ import { holderNumber, isCached, references } from "./store.js";
 import { css } from "./theme.js";
 import { clamp } from "./view.js";
 
-const LARGEST = 20;
+const LARGEST = 26;
 const SMALLEST = 4; // of a cell that is one block
 const BIN = 9;
 const COUNTED = 12; // cells from this size on have the number of references written into them

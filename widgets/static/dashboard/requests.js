@@ -32,6 +32,8 @@ class Bar {
 
 class Row {
   constructor(table, request) {
+    this.isSeen = true;
+    this.wasLive = false;
     this.swatch = element("i", { class: "nbe-swatch" });
     this.number = element("b", {});
     this.name = element("span", { class: "nbe-id" });
@@ -64,8 +66,13 @@ class Row {
     this.swatch.style.background = REQUESTS[request.number % REQUESTS.length];
   }
 
+  // A row that is not in sight is not touched as long as only its numbers change.
   update(request, table) {
+    const before = this.request;
     this.request = request;
+    const isSame = before?.state === request.state && before.own === request.own && this.wasLive === table.isLive;
+    if (isSame && !this.isSeen && !table.aborts.status(request)) return;
+    this.wasLive = table.isLive;
     const isFinished = request.state === "finished";
     setText(this.number, `#${request.number}`);
     setText(this.name, request.id);
@@ -87,7 +94,7 @@ class Row {
     const { num_prompt_tokens: prompt, num_cached_tokens: hit, num_output_tokens: output } = request;
     const cached = Math.max(0, Math.min(hit, prompt));
     const computed = Math.min(prompt, request.num_computed_tokens);
-    const found = cached ? `, ${integer(cached)} reused` : "";
+    const found = cached ? `, ${integer(cached)} hit` : "";
     this.prompt.set(Math.min(cached, computed), Math.max(0, computed - cached), prompt, `${integer(computed)} / ${integer(prompt)}${found}`);
     const most = Math.max(0, request.max_total_tokens - prompt);
     this.output.set(output, 0, most, `${integer(output)} / ${integer(most)}`);
@@ -131,6 +138,23 @@ export class Requests {
     const { node, body } = panel("requests", "Requests", this.now);
     body.append(scroller, this.empty);
     this.node = node;
+    this.byNode = new WeakMap();
+    this.observer = new IntersectionObserver((entries) => this.seen(entries), { root: scroller, rootMargin: "60px" });
+  }
+
+  seen(entries) {
+    for (const entry of entries) {
+      const row = this.byNode.get(entry.target);
+      row.isSeen = entry.isIntersecting;
+    }
+    this.app.loop.invalidate(this);
+  }
+
+  add(request) {
+    const row = new Row(this, request);
+    this.rows.set(this.aborts.key(request), row);
+    this.byNode.set(row.node, row);
+    this.observer.observe(row.node);
   }
 
   get isLive() {
@@ -147,7 +171,7 @@ export class Requests {
     for (const request of requests) {
       const key = this.aborts.key(request);
       wanted.add(key);
-      if (!this.rows.has(key)) this.rows.set(key, new Row(this, request));
+      if (!this.rows.has(key)) this.add(request);
       const row = this.rows.get(key);
       row.update(request, { aborts: this.aborts, isLive: this.isLive, now: this.time });
       this.put(row.node, before);
@@ -155,6 +179,7 @@ export class Requests {
     }
     for (const [key, row] of this.rows) {
       if (wanted.has(key)) continue;
+      this.observer.unobserve(row.node);
       row.node.remove();
       this.rows.delete(key);
     }
@@ -163,10 +188,16 @@ export class Requests {
     setText(this.now, ["running", "waiting", "preempted"].map((state) => `${integer(counted(state))} ${state}`).join(" · "));
   }
 
-  // Put a row behind another one; a button in it keeps the focus.
+  // Put a row behind another one. Where the row that is there belongs further down, that is the one that moves.
   put(node, before) {
     const next = before ? before.nextSibling : this.body.firstChild;
     if (next === node) return;
+    if (next && next.nextSibling === node) this.move(next, null);
+    else this.move(node, next);
+  }
+
+  // A button in a row keeps the focus.
+  move(node, next) {
     const focused = node.contains(document.activeElement) ? document.activeElement : null;
     this.body.insertBefore(node, next);
     focused?.focus({ preventScroll: true });
@@ -174,5 +205,6 @@ export class Requests {
 
   destroy() {
     this.aborts.destroy();
+    this.observer.disconnect();
   }
 }

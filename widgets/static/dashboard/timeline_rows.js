@@ -244,7 +244,7 @@ export class Painter {
       context.fillRect(GUTTER - 9, top + inset, 4, Math.max(1, bottom - top - 2 * inset));
       if (row % every || y < AXIS || y + Math.max(rows.height, 11) > this.height) return;
       context.fillStyle = theme.text;
-      context.fillText(`#${number}`, GUTTER - 14, y + Math.max(rows.height, every > 1 ? 8 : 0) / 2 + 0.5, GUTTER - 16);
+      context.fillText(`#${number}`, GUTTER - 14, y + Math.max(rows.height, every > 1 ? 8 : 0) / 2 + 0.5);
     });
   }
 

@@ -1,0 +1,170 @@
+"""The dashboard's script in a browser: frames a second while scrubbing, and its heap over many minutes of frames.
+
+10,000 steps of 64 requests and 100,000 KV blocks, drawn by Chromium without a GPU; frames go on coming at 5 Hz while one
+scrubs. A processor that is four times slower is Chromium's own emulation. The heap is what is left after a collection, each
+minute of frames at 2,000 tokens/s in 64 streams, fed as fast as it takes them.
+
+python benchmarks/bench_dashboard_script.py [--json PATH] [--minutes 10]
+"""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import parser, report
+from playwright.sync_api import CDPSession
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+from dashboard_frames import FakeEngine
+from dashboard_page import DashboardPage, browser
+
+STEPS_PER_FRAME = 6
+FRAMES_PER_MINUTE = 300
+SCRUB_SECONDS = 5
+SCRUB = """async (seconds) => {
+    const slider = document.querySelector(".nbe-slider");
+    const times = [];
+    const [low, high] = [Number(slider.min), Number(slider.max)];
+    const end = performance.now() + 1000 * seconds;
+    let last = await new Promise(requestAnimationFrame);
+    for (let frame = 0; last < end; frame += 1) {
+        const share = 0.5 + 0.45 * Math.sin(frame / 20);
+        slider.value = String(Math.round(low + share * (high - low)));
+        slider.dispatchEvent(new Event("input"));
+        const now = await new Promise(requestAnimationFrame);
+        times.push(now - last);
+        last = now;
+    }
+    return times;
+}"""
+FEED = """(texts) => {
+    let next = 0;
+    window.feeding = setInterval(() => {
+        const [content, buffers] = texts[next % texts.length];
+        models[0].deliver({ ...content, seq: (window.seq += 1) }, buffers);
+        next += 1;
+    }, 200);
+}"""
+
+
+def busy_engine(steps: int) -> FakeEngine:
+    """64 requests at any time, in 100,000 blocks."""
+    engine = FakeEngine(num_blocks=100_000, budget=2048, seqs=64)
+    keep_busy(engine, steps)
+    return engine
+
+
+def keep_busy(engine: FakeEngine, steps: int) -> None:
+    """Make steps, a new request for each that has ended."""
+    rank = engine.ranks[0]
+    for _ in range(steps):
+        while len(rank.waiting) + len(rank.running) < 64:
+            rank.add(
+                engine.random.choice((100, 300, 900)),
+                engine.random.randrange(50, 400),
+                engine.random.choice((-1, 0, 1)),
+            )
+        rank.step()
+
+
+def scrubbing(page: DashboardPage, session: CDPSession, engine: FakeEngine) -> list[dict[str, Any]]:
+    """Frames a second at two zooms, here and on a slower processor."""
+    page.deliver(engine.frame(reset=True))
+    page.page.evaluate("(seq) => { window.seq = seq; }", engine.seq)
+    frames = []
+    for _ in range(20):
+        keep_busy(engine, STEPS_PER_FRAME)
+        content, buffers = engine.frame()
+        frames.append([content, [base64.b64encode(buffer).decode() for buffer in buffers]])
+    page.page.evaluate(FEED, frames)
+    rows = []
+    for slowdown in (1, 4):
+        session.send("Emulation.setCPUThrottlingRate", {"rate": slowdown})
+        for label, clicks in (("Show all steps", 1), ("Zoom in", 6)):
+            for _ in range(clicks):
+                page.page.get_by_label(label).click()
+            before = main_thread_seconds(session)
+            times = page.page.evaluate(SCRUB, SCRUB_SECONDS)
+            used = main_thread_seconds(session) - before
+            rows.append(
+                {
+                    "what": f"scrubbing, {'10,000 steps' if clicks == 1 else '900 steps'} in sight",
+                    "processor": f"{slowdown} times slower" if slowdown > 1 else "this one",
+                    "frames a second": 1000 / statistics.fmean(times),
+                    "95 % of frames within ms": sorted(times)[int(len(times) * 0.95)],
+                    "main thread's CPU ms a frame": 1000 * used / len(times),
+                }
+            )
+    session.send("Emulation.setCPUThrottlingRate", {"rate": 1})
+    page.page.evaluate("clearInterval(feeding)")
+    page.page.get_by_label("Go on live").click()
+    return rows
+
+
+def main_thread_seconds(session: CDPSession) -> float:
+    """CPU time of the page's main thread, which what else runs on the machine does not change."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
+
+
+def heap_bytes(session: CDPSession) -> int:
+    """What is in use after a collection, array buffers included."""
+    session.send("HeapProfiler.collectGarbage")
+    usage = session.send("Runtime.getHeapUsage")
+    return int(usage["usedSize"] + usage.get("backingStorageSize", 0))
+
+
+def heap(page: DashboardPage, session: CDPSession, engine: FakeEngine, minutes: int) -> list[dict[str, Any]]:
+    """The heap after each minute of frames, and how long a frame takes to be delivered and painted."""
+    page.deliver(engine.frame(reset=True))
+    rows = []
+    for minute in range(1, minutes + 1):
+        seconds = 0.0
+        for _ in range(FRAMES_PER_MINUTE):
+            keep_busy(engine, STEPS_PER_FRAME)
+            frame = engine.frame()
+            start = time.perf_counter()
+            page.deliver(frame)
+            seconds += time.perf_counter() - start
+        rows.append(
+            {
+                "what": f"minute {minute} of frames",
+                "heap MiB": heap_bytes(session) / 2**20,
+                "ms a frame": 1000 * seconds / FRAMES_PER_MINUTE,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--minutes", type=int, default=10, help="of frames for the heap")
+    options = arguments.parse_args()
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("chromium is not installed")
+    engine = busy_engine(10_200)
+    with tempfile.TemporaryDirectory() as directory, browser(chromium, Path(directory)) as started:
+        page = DashboardPage(started.new_page(), as_bundle=True)
+        page.mount()
+        session = page.page.context.new_cdp_session(page.page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        rows = scrubbing(page, session, engine)
+        rows += heap(page, session, engine, options.minutes)
+        failures = page.failures()
+    if failures:
+        sys.exit("\n".join(failures))
+    report("dashboard_script", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Tab completion of the magics' lines: commands, flags, and the values that these take."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.config.model import DEVICES, DTYPES, LOAD_FORMATS
+from nbengine.config.parallel import DATA_PARALLEL_BACKENDS, EXECUTOR_BACKENDS
+from nbengine.config.scheduler import POLICIES
+from nbengine.magics.arguments import MagicParser, split_prompt
+from nbengine.magics.chat_arguments import chat_parser
+from nbengine.magics.conversation import Conversations
+from nbengine.magics.dashboard_arguments import dashboard_parser
+from nbengine.magics.engine import EngineMagics
+from nbengine.magics.generate_arguments import generate_parser
+from nbengine.magics.session import NotebookSession, live_engines
+from nbengine.models.files import list_aliases
+
+_LINE = re.compile(r"\s*(?:[\w.\[\]'\", ]+=\s*)?(?P<sign>%%?)(?P<magic>\w+)\s")
+CHOICES: Mapping[str, Iterable[str | None]] = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "load_format": LOAD_FORMATS,
+    "scheduling_policy": POLICIES,
+    "distributed_executor_backend": EXECUTOR_BACKENDS,
+    "data_parallel_backend": DATA_PARALLEL_BACKENDS,
+}
+"""What flags take whose parsers leave the checking to the engine's configuration."""
+_OF_THIS_NOTEBOOK = ("stop", "detach", "restart", "load", "config", "status")
+"""Commands of `%engine` that are about attached engines; others are also about those that merely run."""
+
+Matcher = Callable[[CompletionContext], SimpleMatcherResult]
+
+
+class Completion:
+    """Completes the lines of the magics in `shell`; `parsers` has those that only take flags, by name."""
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        session: NotebookSession,
+        conversations: Conversations,
+        engine: EngineMagics,
+    ) -> None:
+        self.parsers: dict[str, Callable[[], MagicParser]] = {
+            "generate": generate_parser,
+            "chat": chat_parser,
+            "dashboard": dashboard_parser,
+        }
+        self._shell = shell
+        self._session = session
+        self._conversations = conversations
+        self._engine = engine
+        self._matcher = self._make_matcher()
+
+    def install(self) -> None:
+        """Take part in the shell's completion."""
+        self._shell.Completer.custom_matchers.append(self._matcher)
+
+    def uninstall(self) -> None:
+        """Take part no more."""
+        self._shell.Completer.custom_matchers.remove(self._matcher)
+
+    def complete(self, text: str) -> tuple[str, list[str]]:
+        """What may follow a cell's text up to the cursor: the end of it that is replaced, and what by."""
+        before, _, line = text.rpartition("\n")
+        match = _LINE.match(line)
+        if match is None or (match["sign"] == "%%" and before.strip()):
+            return "", []
+        rest = line[match.end() :]
+        fragment = re.split(r"\s", rest)[-1]
+        words = rest[: len(rest) - len(fragment)].split()
+        if match["magic"] == "engine" and match["sign"] == "%":
+            fragment, candidates = self._of_engine(words, fragment)
+        elif match["magic"] in self.parsers:
+            parser = self.parsers[match["magic"]]()
+            is_line = match["sign"] == "%"
+            if is_line and not parser.positionals and _has_prompt(rest[: len(rest) - len(fragment)], parser):
+                return "", []
+            fragment, candidates = self._of_flags(
+                parser, words, fragment, match["magic"], offers_flags=not is_line
+            )
+        else:
+            return "", []
+        return fragment, [word for word in candidates if word.startswith(fragment)]
+
+    def _make_matcher(self) -> Matcher:
+        @context_matcher(identifier="nbengine", priority=100)  # type: ignore[untyped-decorator]
+        def matcher(context: CompletionContext) -> SimpleMatcherResult:
+            lines = context.full_text.split("\n")[: context.cursor_line + 1]
+            lines[-1] = lines[-1][: context.cursor_position]
+            fragment, words = self.complete("\n".join(lines))
+            if not words:
+                return {"completions": []}
+            completions = [SimpleCompletion(text=word, type="magic") for word in words]
+            return {"completions": completions, "matched_fragment": fragment, "suppress": True}
+
+        made: Matcher = matcher
+        return made
+
+    def _of_engine(self, words: list[str], fragment: str) -> tuple[str, list[str]]:
+        commands = self._engine.command_names
+        if not words or words == ["help"]:
+            return fragment, commands
+        parser = self._engine.parser_of(words[0])
+        if parser is None:
+            return fragment, []
+        return self._of_flags(parser, words[1:], fragment, words[0], offers_flags=True)
+
+    def _of_flags(
+        self, parser: MagicParser, words: list[str], fragment: str, command: str, *, offers_flags: bool
+    ) -> tuple[str, list[str]]:
+        """Completions for a word behind others that `parser` reads: a flag, a flag's value, or a word of its own."""
+        flag, has_equals, value = fragment.partition("=")
+        if has_equals and parser.takes_value(flag):
+            return self._values(parser.action_of(flag), value, command)
+        last = words[-1] if words else ""
+        if parser.takes_value(last) and not (parser.value_is_optional(last) and fragment.startswith("-")):
+            return self._values(parser.action_of(last), fragment, command)
+        if fragment.startswith("-"):
+            return fragment, parser.flags
+        own = parser.positionals
+        taken = _num_positionals(words, parser)
+        found = self._values(own[taken], fragment, command)[1] if taken < len(own) else []
+        return fragment, found or (parser.flags if offers_flags and not fragment else [])
+
+    def _values(self, action: argparse.Action | None, fragment: str, command: str) -> tuple[str, list[str]]:
+        if action is None:
+            return fragment, []
+        if action.choices is not None:
+            return fragment, list(map(str, action.choices))
+        if action.dest in CHOICES:
+            return fragment, [choice for choice in CHOICES[action.dest] if choice is not None]
+        if action.dest == "engine":
+            return fragment.rpartition(",")[2], [engine.name for engine in self._session.engines]
+        if action.dest == "name":
+            return fragment, self._names(command)
+        if action.dest == "model":
+            return fragment, list(model_names(fragment))
+        if action.dest in ("json", "each"):
+            return fragment, self._variables(action.dest)
+        return fragment, []
+
+    def _names(self, command: str) -> list[str]:
+        if command == "chat":
+            return self._conversations.names
+        if command in _OF_THIS_NOTEBOOK:
+            return [engine.name for engine in self._session.engines]
+        return [info.name for info in live_engines()] if command != "start" else []
+
+    def _variables(self, purpose: str) -> list[str]:
+        """The notebook's variables that can be a schema, or that have several values."""
+        fits = _is_schema if purpose == "json" else _has_several
+        own = self._shell.user_ns.items()
+        hidden = self._shell.user_ns_hidden
+        return sorted(
+            name for name, value in own if not name.startswith("_") and name not in hidden and fits(value)
+        )
+
+
+def model_names(fragment: str) -> Iterable[str]:
+    """What may be meant by the beginning of a model's name: aliases, models in the hub's cache, files and directories."""
+    yield from list_aliases()
+    yield from sorted(_cached_models())
+    yield from sorted(_paths(fragment))
+
+
+def _cached_models() -> Iterable[str]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for directory in Path(HF_HUB_CACHE).glob("models--*--*"):
+        yield directory.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def _paths(fragment: str) -> Iterable[str]:
+    start = fragment.rpartition("/")[0]
+    directory = Path(f"{start}/" if fragment.startswith("/") else start or ".").expanduser()
+    try:
+        entries = list(directory.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        name = fragment[: len(fragment) - len(fragment.rpartition("/")[2])] + entry.name
+        if entry.suffix.lower() == ".gguf" or (entry.is_dir() and (entry / "config.json").is_file()):
+            yield name
+        elif "/" in fragment and entry.is_dir():
+            yield f"{name}/"
+
+
+def _has_prompt(typed: str, parser: MagicParser) -> bool:
+    """Whether the prompt of a line magic has begun, in which nothing is completed."""
+    try:
+        return bool(split_prompt(typed, parser)[1])
+    except UsageError:
+        return True  # an open quotation mark
+
+
+def _num_positionals(words: list[str], parser: MagicParser) -> int:
+    number = 0
+    for before, word in zip(["", *words], words, strict=False):
+        number += not word.startswith("-") and not parser.takes_value(before)
+    return number
+
+
+def _is_schema(value: object) -> bool:
+    return isinstance(value, dict) or hasattr(value, "model_json_schema")
+
+
+def _has_several(value: object) -> bool:
+    return isinstance(value, dict | list | tuple) or hasattr(value, "iterrows")

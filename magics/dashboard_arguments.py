@@ -1,0 +1,57 @@
+"""Command lines of `%dashboard`."""
+
+from __future__ import annotations
+
+import argparse
+
+from nbengine.magics.arguments import MagicParser
+
+HEIGHTS = (200, 4000)
+"""Pixels."""
+
+
+def dashboard_parser() -> MagicParser:
+    """Parser of the flags."""
+    parser = MagicParser(
+        "%dashboard",
+        "Show what an engine does, live: requests, scheduler, KV blocks, steps. A terminal gets it as text.",
+    )
+    parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
+    parser.add_argument(
+        "--plain", action="store_true", help="of core ipywidgets alone, for where scripts do not load"
+    )
+    parser.add_argument("--text", action="store_true", help="as it is now, in plain text")
+    parser.add_argument(
+        "--watch", type=_interval, metavar="S", help="as text, anew every S seconds until an interrupt"
+    )
+    parser.add_argument(
+        "--height", type=_height, default=0, metavar="PX", help="pixels (default: as its content)"
+    )
+    parser.add_argument("-o", dest="out", type=_name, metavar="NAME", help="keep the widget in this variable")
+    parser.add_argument(
+        "--close", action="store_true", help="end this notebook's dashboards, of the engine or all"
+    )
+    return parser
+
+
+def _height(text: str) -> int:
+    low, high = HEIGHTS
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of pixels from {low} to {high}")
+    return int(text)
+
+
+def _interval(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
+def _name(text: str) -> str:
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name of a variable")
+    return text

@@ -1,0 +1,76 @@
+"""A conversation in a real kernel with a real engine, Tab completion and help as frontends ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from notebook_support.kernel import Cell, Kernel
+
+StartKernel = Callable[[], Kernel]
+
+
+def run_cell(kernel: Kernel, code: str, cell_id: str) -> Cell:
+    """Run a cell as frontends do that say which cell it is."""
+    client = kernel.client
+    content = {
+        "code": code,
+        "silent": False,
+        "store_history": True,
+        "user_expressions": {},
+        "allow_stdin": False,
+        "stop_on_error": True,
+    }
+    message = client.session.msg("execute_request", content, metadata={"cellId": cell_id})
+    client.shell_channel.send(message)
+    cell = Cell(message["header"]["msg_id"])
+    kernel.cells[cell.message_id] = cell
+    assert kernel.finish(cell).status == "ok", cell.outputs
+    return cell
+
+
+def completions(kernel: Kernel, text: str) -> list[str]:
+    reply = kernel.client.complete(text, len(text), reply=True, timeout=30)["content"]
+    assert reply["cursor_end"] == len(text)
+    return [text[: reply["cursor_start"]] + match for match in reply["matches"]]
+
+
+def test_a_conversation_is_edited_by_running_its_cells_again(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+    assert completions(kernel, "%engine start random-t") == [
+        "%engine start random-tiny",
+        "%engine start random-tiny-moe",
+    ]
+    assert completions(kernel, "%%generate --temp") == ["%%generate --temperature"]
+    assert completions(kernel, "%%chat --undo") == ["%%chat --undo"]
+    kernel.run("%engine start random-tiny --num-blocks 256 --name box")
+    assert completions(kernel, "%engine stop ") == ["%engine stop box"]
+    reply = kernel.client.execute("%%chat?", reply=True, timeout=30)["content"]
+    (page,) = reply["payload"]
+    assert "--undo [N]" in page["data"]["text/plain"]
+
+    flags = "--temperature 0 --max-tokens 24 -o talk"
+    run_cell(kernel, f"%%chat {flags}\n  said {{x}} first, at some length\n", "a")
+    second = run_cell(kernel, f"%%chat {flags}\nsecond\n", "b")
+    assert "prompt tokens reused" in second.text
+    run_cell(kernel, f"%%chat {flags}\nthird\n", "c")
+    again = run_cell(kernel, f"%%chat {flags}\nedited\n", "b")
+    assert "1 later turn dropped" in again.text
+    users = "[turn.user for turn in talk.turns]"
+    assert kernel.value(users) == ["  said {x} first, at some length", "edited"]
+    answers = kernel.value("[message['content'] for message in talk.to_openai()][1::2]")
+    assert all(answers)
+
+    kernel.run("%engine load random-tiny --seed 1", deadline=60)
+    after = run_cell(kernel, f"%%chat {flags}\nafter\n", "d")
+    assert "24 tokens" in after.text
+    assert kernel.value(users)[-2:] == ["edited", "after"]
+    too_long = kernel.run_any("%%chat\n" + "long " * 500)
+    assert "tokens long, and the context of engine 'box' holds 2,048" in too_long.text
+    assert len(too_long.outputs) == 1
+
+    followed = kernel.start("%engine logs -f")
+    kernel.wait_for_text(followed, "ready: engine core 0: 256 blocks")
+    kernel.interrupt()
+    kernel.finish(followed)
+    assert (followed.status, "not followed any more" in followed.text) == ("ok", True)
+    kernel.run("%engine stop")

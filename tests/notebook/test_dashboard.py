@@ -1,0 +1,164 @@
+"""A dashboard of a real engine in a real kernel: its messages while cells run, and the end of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from notebook_support.kernel import DEADLINE, Cell, Kernel
+from notebook_support.paced import start_line
+
+from tests.unit.widgets.frame_decoder import FrameDecoder, unpacked
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+COMPARE = """
+import time
+from nbengine.widgets.feed import EngineFeed
+
+class Notes:
+    follows = True
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_state(self, state):
+        (mirror,) = state.mirrors.values()
+        running = sum(view.state == "running" for view in mirror.requests.values())
+        blocks = mirror.blocks
+        self.seen[mirror.stats.step_counter] = (blocks.num_free_blocks, blocks.num_cached_blocks, running)
+
+notes = Notes()
+feed = EngineFeed.listen(llm.connection, notes)
+feed.wait_until_known(10)
+told = {}
+end = time.monotonic() + 1.2
+while time.monotonic() < end:
+    stats = llm.stats_blocking().engines[0]
+    told[stats.step_counter] = (stats.num_free_blocks, stats.num_cached_blocks, stats.num_running_reqs)
+feed.leave(notes)
+compared = [(told[step], notes.seen[step]) for step in told.keys() & notes.seen.keys()]
+"""
+
+
+class Browser:
+    """The frontend's end of a widget: what it is sent, and what it sends."""
+
+    def __init__(self, kernel: Kernel, model_id: str) -> None:
+        self.kernel = kernel
+        self.model_id = model_id
+        self.decoder = FrameDecoder()
+        self.answers: list[dict[str, Any]] = []
+        self.closed = False
+        kernel.comm_messages = self._take
+
+    def say(self, **content: object) -> None:
+        data = {"method": "custom", "content": content}
+        client = self.kernel.client
+        client.shell_channel.send(client.session.msg("comm_msg", {"comm_id": self.model_id, "data": data}))
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        self.kernel.pump(condition, "message of the dashboard")
+
+    def row(self, request_id: str) -> dict[str, Any] | None:
+        """What the table says of a request."""
+        rows = self.decoder.frame.get("requests", [])
+        return next((row for row in rows if row["id"].startswith(request_id)), None)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        content = message["content"]
+        if content.get("comm_id") != self.model_id:
+            return
+        if message["msg_type"] == "comm_close":
+            self.closed = True
+        elif content["data"].get("method") == "custom":
+            said = content["data"]["content"]
+            if said["kind"] == "frame":
+                self.decoder.take(said, [bytes(buffer) for buffer in message["buffers"]])
+            else:
+                self.answers.append(said)
+
+
+def running_row(browser: Browser) -> dict[str, Any] | None:
+    rows = browser.decoder.frame.get("requests", [])
+    return next((row for row in rows if row["state"] == "running" and row["num_output_tokens"] > 5), None)
+
+
+def test_a_dashboard_in_a_kernel(kernel: Kernel) -> None:
+    kernel.run(start_line(tokens_per_second=150, max_model_len=4096) + " -o llm")
+    shown = kernel.run("%dashboard -o board")
+    (output,) = shown.outputs
+    assert set(output["data"]) >= {VIEW, "text/html", "text/plain"}
+    browser = Browser(kernel, output["data"][VIEW]["model_id"])
+
+    # While a cell is busy: frames come, and Abort ends its request alone.
+    cell = kernel.start("%%generate --raw --max-tokens 3000 -o answer\n<img src=x onerror=alert(1)>")
+    browser.say(kind="hello")
+    browser.wait_for(lambda: running_row(browser) is not None)
+    row = running_row(browser)
+    assert (row["own"], row["foreground"], row["preview"]) == (True, True, "<img src=x onerror=alert(1)>")
+    browser.say(kind="abort", rank=0, number=row["number"])
+    kernel.finish(cell)
+    assert cell.status == "ok"
+    assert kernel.value("answer.finish_reason") == "abort"
+    assert len(kernel.value("answer.text")) >= 5
+    browser.wait_for(lambda: bool(browser.answers))
+    assert browser.answers == [{"kind": "aborted", "rank": 0, "number": row["number"], "error": None}]
+
+    # The requests of another notebook are seen, and left alone; so are the children that nobody aborts.
+    foreign = "from nbengine import AsyncLLM, SamplingParams\nother = AsyncLLM.attach(llm.name)\n"
+    kernel.run(
+        foreign + "kept = other.submit('x', SamplingParams(max_tokens=250, ignore_eos=True), 'foreign')"
+    )
+    kernel.run("%%generate -a --raw -n 2 --max-tokens 200 -o pair\nHello")
+    browser.wait_for(
+        lambda: len([r for r in browser.decoder.frame["requests"] if r["state"] == "running"]) == 3
+    )
+    children = [r for r in browser.decoder.frame["requests"] if r["id"].startswith(("0_", "1_"))]
+    assert [child["own"] for child in children] == [True, True]
+    browser.say(kind="abort", rank=0, number=children[0]["number"])
+    kernel.run("result = pair.result()")
+    reasons = kernel.value("[completion.finish_reason for completion in result.outputs]")
+    assert sorted(reasons) == ["abort", "length"]
+
+    theirs = browser.row("foreign")
+    assert theirs is not None
+    assert theirs["own"] is False
+
+    compare(kernel, browser)
+    end(kernel, browser, shown)
+
+
+def compare(kernel: Kernel, browser: Browser) -> None:
+    """The block map says at each step what `stats()` says."""
+    kernel.run(
+        "busy = [llm.submit('word ' * 30 * (i + 1), SamplingParams(max_tokens=150)) for i in range(4)]"
+    )
+    kernel.run(COMPARE)
+    compared = kernel.value("compared")
+    assert len(compared) > 3
+    assert all(told == seen for told, seen in compared)
+    assert len({told for told, _ in compared}) > 1
+    kernel.run("while llm.stats_blocking().engines[0].num_running_reqs: time.sleep(0.01)")
+    browser.say(kind="alive")
+    browser.wait_for(lambda: browser.decoder.frame["ranks"][0]["num_running"] == 0)
+    free, cached = kernel.value(
+        "(lambda s: (s.num_free_blocks, s.num_cached_blocks))(llm.stats_blocking().engines[0])"
+    )
+    words = [unpacked(word) for word in browser.decoder.ranks[0].words]
+    assert sum(references == 0 for references, _, _ in words) == free
+    assert sum(is_cached for _, is_cached, _ in words) == cached
+
+
+def end(kernel: Kernel, browser: Browser, shown: Cell) -> None:
+    """The engine's end puts a picture in the widget's place before the cell has ended, and leaves no thread."""
+    kernel.run("%engine stop")
+    assert browser.closed
+    (output,) = shown.outputs
+    assert VIEW not in output["data"]
+    assert "the engine was s" in output["data"]["text/plain"]
+    assert "<img" not in output["data"]["text/html"].replace('<img alt="', "")
+    threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nbengine-feed')]"
+    end = time.monotonic() + DEADLINE
+    while kernel.value(threads):
+        assert time.monotonic() < end

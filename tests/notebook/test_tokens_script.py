@@ -1,0 +1,250 @@
+"""The script that shows tokens, in a page without a notebook: what a person sees, clicks and types."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from answers import Word, token_id, tree_of
+from dashboard_page import DARK, LIGHT, browser
+from playwright.sync_api import Browser, expect
+from tokens_page import TokensPage
+
+from nbengine.errors import EngineDeadError
+from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
+
+CHROMIUM = shutil.which("chromium") or ""
+HOSTILE = "<img src=x onerror='document.title=\"hurt\"'>"
+WORDS: list[Word] = [
+    ("The", 0.9, {"A": 0.05, "In": 0.02}),
+    (" capital", 0.97, {" city": 0.02}),
+    (" is", 0.8, {",": 0.1, "\n": 0.05}),
+    (" Paris", 0.55, {" Lyon": 0.2, " located": 0.1, HOSTILE: 0.05, " the": 0.01, " in": 0.005}),
+    ("\n", 0.3, {" ": 0.3, "\n\n": 0.2}),
+    ("", 0.4, {}),
+    ("🙂", 0.7, {"x": 0.1}),
+    ("</span><b>bold</b>", 0.05, {'"': 0.04}),
+    (" \u202eturned\x07", 0.5, {}),
+    ("<|end|>", 0.88, {" and": 0.1}),
+]
+TEXT = "".join(word[0] for word in WORDS[:-1])
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)")
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests."""
+    with browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as started:
+        yield started
+
+
+@pytest.fixture
+def widget(chromium: Browser) -> Iterator[TokensPage]:
+    """A page of its own, on which no script may fail."""
+    page = TokensPage(chromium.new_page())
+    yield page
+    failures = page.failures()
+    page.page.close()
+    assert failures == []
+
+
+def test_tokens_are_shaded_marked_and_never_html(widget: TokensPage) -> None:
+    tree, _ = tree_of(WORDS, text=TEXT)
+    widget.mount(tree)
+    assert widget.greetings == 1
+    page = widget.page
+    expect(page.locator(".nbt-token")).to_have_count(len(WORDS))
+    shades = [widget.token(index).get_attribute("data-shade") for index in range(5)]
+    assert shades == [None, None, "1", "4", "7"]
+    marks = [widget.token(index).get_attribute("data-mark") for index in range(4, 9)]
+    assert marks == ["⏎", "◌", None, None, "⟨U+202E⟩⟨U+0007⟩"]
+    assert widget.token(7).text_content() == "</span><b>bold</b>"
+    assert widget.token(8).text_content() == " turned"
+    assert page.locator(".nbt-outside").all_text_contents() == ["<|end|>"]
+    expect(page.locator(".nbt-tabs")).to_be_hidden()
+    assert "10 tokens" in page.inner_text(".nbt-footer")
+    widget.token(3).hover()
+    expect(page.locator(".nbt-row")).to_have_count(5)
+    widget.exchange()
+    rows = page.locator(".nbt-row")
+    assert rows.locator(".nbt-label").all_text_contents() == [
+        "·Paris",
+        "·Lyon",
+        "·located",
+        HOSTILE.replace(" ", "·"),
+        "·the",
+        "·in",
+    ]
+    assert rows.locator(".nbt-share").all_text_contents() == [
+        "55 %",
+        "20 %",
+        "10 %",
+        "5.0 %",
+        "1.0 %",
+        "0.50 %",
+    ]
+    assert rows.first.get_attribute("aria-current") == "true"
+    assert page.title() == "test"
+    assert page.locator(".nbt img, .nbt b").count() == 0
+    page.mouse.move(5, 400)
+    expect(page.locator(".nbt-popover")).to_be_hidden()
+
+
+def test_a_click_on_an_alternative_branches_into_a_tab_that_streams_and_can_be_stopped(
+    widget: TokensPage,
+) -> None:
+    tree, client = tree_of(WORDS, text=TEXT)
+    widget.mount(tree)
+    widget.choose(token=3, alternative=0)
+    assert client.requests[0][3] == [token_id(text) for text in ("The", " capital", " is", " Lyon")]
+    page = widget.page
+    tabs = page.get_by_role("tab")
+    expect(tabs).to_have_text(["1", "2 ↳ ·Lyon"])
+    expect(tabs.nth(1)).to_have_attribute("aria-selected", "true")
+    expect(page.get_by_role("tabpanel")).to_have_attribute("aria-busy", "true")
+    assert page.locator(".nbt-token").all_text_contents() == ["The", " capital", " is", " Lyon"]
+    client.write([(",", 0.5, {"!": 0.2})], text="The capital is Lyon,", cached=3)
+    widget.wait_for(".nbt-text", "Lyon,")
+    expect(page.locator(".nbt-chosen")).to_have_text(" Lyon")
+    page.get_by_role("button", name="Stop").click()
+    widget.exchange()
+    assert client.aborted == ["branch-1"]
+    assert tree[1].result(5).finish_reason == "abort"
+    widget.wait_for(".nbt-footer", "ended early")
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    assert "3 of 7 prompt tokens reused" in page.inner_text(".nbt-footer")
+    tabs.first.click()
+    expect(page.locator(".nbt-forked")).to_have_text(" Paris")
+    assert page.locator(".nbt-token").count() == len(WORDS)
+    page.mouse.move(5, 400)
+    page.evaluate("document.activeElement.blur()")
+    for _ in range(100):
+        page.wait_for_timeout(20)
+        widget.exchange()
+        if widget.rests:
+            break
+    assert widget.rests == 1
+
+
+def test_everything_can_be_done_with_the_keyboard(widget: TokensPage) -> None:
+    tree, client = tree_of(WORDS, text=TEXT)
+    widget.mount(tree)
+    page = widget.page
+    page.keyboard.press("Tab")
+    for key in ("ArrowRight", "ArrowRight", "End", "Home", "ArrowRight", "ArrowLeft", "ArrowRight"):
+        page.keyboard.press(key)
+    expect(widget.token(1)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(widget.token(7)).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    expect(widget.token(1)).to_be_focused()
+    assert page.locator(".nbt-token[tabindex='0']").count() == 1
+    page.keyboard.press("Enter")
+    expect(page.locator(".nbt-popover button")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator(".nbt-popover")).to_be_hidden()
+    expect(widget.token(1)).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    widget.exchange()
+    assert client.requests[0][3][-1] == token_id("\n")
+    expect(page.get_by_role("tab")).to_have_count(2)
+    page.get_by_role("tab").nth(1).focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab").first).to_be_focused()
+    expect(page.get_by_role("tab").first).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("End")
+    expect(page.get_by_role("tab").nth(1)).to_be_focused()
+    assert client.aborted == []
+    tree[1].cancel()
+    tree[1].result(5)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "theme"), [(800, 300, DARK), (1280, 240, LIGHT), (320, 240, LIGHT)]
+)
+def test_alternatives_stay_inside_the_page(
+    chromium: Browser, width: int, height: int, theme: dict[str, str]
+) -> None:
+    many = {f" alternative number {number}": 0.02 for number in range(20)}
+    tree, _ = tree_of([(f"word {number} ", 0.5, many) for number in range(40)])
+    widget = TokensPage(chromium.new_page(), width=width, height=height, theme=theme)
+    widget.mount(tree)
+    for index in (0, 39, 20, 9):
+        widget.token(index).click()
+        widget.exchange()
+        expect(widget.page.locator(".nbt-row")).to_have_count(21)
+        box = widget.page.locator(".nbt-popover").bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["y"] >= 0
+        assert box["x"] + box["width"] <= width
+        assert box["y"] + box["height"] <= height
+        token = widget.token(index).bounding_box()
+        assert token is not None
+        assert (
+            box["y"] >= token["y"] + token["height"] / 2
+            or box["y"] + box["height"] <= token["y"] + token["height"] / 2
+        )
+        widget.page.keyboard.press("Escape")
+    assert widget.page.evaluate("document.documentElement.scrollWidth") <= width
+    widget.page.close()
+
+
+def test_what_is_not_possible_is_said(widget: TokensPage) -> None:
+    tree, client = tree_of(WORDS, text=TEXT)
+    widget.mount(tree)
+    client.refusal = EngineDeadError("the engine has <b>ended</b>", "log")
+    widget.choose(token=3, alternative=0)
+    notice = widget.page.get_by_role("alert")
+    expect(notice).to_have_text("EngineDeadError: the engine has <b>ended</b>")
+    client.refusal = None
+    widget.choose(token=3, alternative=0)
+    expect(notice).to_have_text("")
+    client.collectors[0].put_error(EngineDeadError("gone", ""))
+    widget.wait_for(".nbt-footer", "EngineDeadError: gone")
+    expect(widget.page.get_by_role("tab").nth(1)).to_have_attribute("data-state", "failed")
+
+
+def test_an_answer_that_follows_a_grammar_does_not_branch(widget: TokensPage) -> None:
+    grammar = SamplingParams(logprobs=3, structured_outputs=StructuredOutputsParams(regex="x+"))
+    tree, _ = tree_of(WORDS, params=grammar)
+    widget.mount(tree)
+    widget.token(3).click()
+    expect(widget.page.locator(".nbt-hint")).to_contain_text("follows a grammar")
+    assert widget.page.locator(".nbt-popover button").count() == 0
+
+
+def test_a_saved_state_is_shown_without_a_kernel_and_folded_tokens_unfold(widget: TokensPage) -> None:
+    tree, _ = tree_of(WORDS, text=TEXT)
+    widget.mount(tree)
+    widget.push(tree)
+    snapshot = widget.snapshot
+    widget.page.evaluate(
+        "cleanups[0](); models.length = 0; document.getElementById('cells').replaceChildren()"
+    )
+    widget.mount(None, folded=True, snapshot=snapshot)
+    fold = widget.page.get_by_role("button", name="Tokens and their probabilities")
+    expect(fold).to_have_attribute("aria-expanded", "false")
+    expect(widget.page.locator(".nbt-text")).to_be_hidden()
+    fold.click()
+    expect(widget.page.locator(".nbt-token")).to_have_count(len(WORDS))
+    widget.token(3).click()
+    expect(widget.page.locator(".nbt-row")).to_have_count(5)
+
+
+def test_a_gap_is_filled_and_a_long_answer_is_drawn_piece_by_piece(widget: TokensPage) -> None:
+    tree, _ = tree_of([("word ", 0.5, {"other ": 0.2})] * 3000, None)
+    widget.mount(tree)
+    expect(widget.page.locator(".nbt-token")).to_have_count(3000)
+    first = widget.page.locator(".nbt-token").first.element_handle()
+    widget.send({"kind": "node", "id": 0, "parent": None, "position": 0, "start": 3002, "tokens": []})
+    widget.exchange()
+    assert widget.greetings == 2
+    expect(widget.page.locator(".nbt-token")).to_have_count(3000)
+    assert first is not None
+    assert not first.evaluate("(element) => element.isConnected")

@@ -1,0 +1,66 @@
+"""What `nbengine.fit` foretells is what a start reports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+import nbengine
+from nbengine import LLM
+
+AMPLE = 12 << 30
+"""Bytes that are free where the default KV cache has its greatest size, whatever else runs."""
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("random-tiny", {"tensor_parallel_size": 2, "max_num_seqs": 8}),
+        ("smollm2-135m", {}),
+    ],
+)
+def test_a_start_reports_what_was_foretold(model: str, arguments: dict[str, Any]) -> None:
+    foretold = nbengine.fit(model, **arguments)
+    ample = psutil.virtual_memory().available > AMPLE
+    with LLM(model, **arguments) as llm:
+        ready = llm.llm_engine.ready
+    assert foretold.fits, foretold.problem
+    assert (foretold.weights_bytes, foretold.dtype) == (ready.weights_bytes, ready.dtype)
+    assert (foretold.block_size, foretold.max_model_len) == (ready.block_size, ready.max_model_len)
+    # With less memory the size follows what is free at that moment, which other processes change.
+    tolerance = 0.0 if ample or arguments else 0.1
+    assert foretold.num_blocks == pytest.approx(ready.num_blocks, rel=tolerance)
+    assert foretold.page_bytes * ready.num_blocks == ready.kv_cache_bytes
+
+
+def test_what_does_not_fit_is_refused_by_the_start_with_the_same_reason() -> None:
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": 100_000, "max_model_len": 1024}
+    foretold = nbengine.fit("random-tiny", **arguments)
+    assert not foretold.fits
+    assert "max_model_len=1024 needs 64 KV blocks" in foretold.problem
+    assert foretold.advice.startswith("--max-model-len 192")
+    with pytest.raises(nbengine.EngineStartError) as refused:
+        LLM("random-tiny", multiprocess=False, **arguments)
+    assert foretold.problem in str(refused.value)
+
+
+def test_the_shell_says_it_too_and_nothing_has_torch() -> None:
+    code = "import sys; from nbengine.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "fit", "--tp", "3", "random-tiny"],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith(
+        "random-tiny does not fit, because tensor_parallel_size must be 1, 2 or 4 for this model"
+    )
+    assert "; try --tp 1 or --tp 2 or --tp 4\n" in done.stdout
+    assert done.stdout.endswith("False\n")

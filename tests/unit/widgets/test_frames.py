@@ -1,0 +1,391 @@
+"""Whatever an engine does, a script that has got all frames knows what the mirror knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbengine.client.trace_mirror import BlockMap, TraceMirror
+from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
+from nbengine.metrics.trace import BlocksCached, RequestAdded, RequestTrace, TraceSnapshot
+from nbengine.widgets.dashboard_state import DashboardState, Rates
+from nbengine.widgets.frames import FRAME_BYTES, RESET_BYTES, Frame, FrameBuilder
+from nbengine.widgets.step_frames import MOST_LAG
+from nbengine.widgets.wave_timeline import RankSpan, Span, WaveTimeline
+from tests.unit.widgets.dashboards import START, SmallEngine, busy_engine, state_of, vast_mirror
+from tests.unit.widgets.frame_decoder import FrameDecoder, unpacked
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Reader:
+    """A builder and its reader."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.builder = FrameBuilder(lambda added: f"prompt {added.number}", self.clock)
+        self.decoder = FrameDecoder()
+        self.frames: list[Frame] = []
+
+    def take(self, state: DashboardState, **options: bool) -> Frame | None:
+        frame = self.builder.build(state, **options)
+        if frame is not None:
+            self.frames.append(frame)
+            self.decoder.take(frame.content, frame.buffers)
+        return frame
+
+    def take_all(self, state: DashboardState) -> None:
+        """Everything that there is to tell."""
+        while self.take(state) is not None:
+            assert len(self.frames) < 5000
+
+
+def lose(engine: SmallEngine) -> None:
+    """Let the mirror miss some messages and start again from a snapshot."""
+    mirror = engine.mirror
+    requests = [
+        RequestTrace(
+            view.added,
+            view.state == "running",
+            view.num_computed_tokens,
+            view.num_output_tokens,
+            view.num_cached_tokens,
+            view.num_preemptions,
+            list(view.block_ids),
+        )
+        for view in mirror.requests.values()
+    ]
+    cached = np.flatnonzero(mirror.blocks.cached).tolist()
+    size = mirror.blocks.block_size
+    mirror.apply(
+        TraceSnapshot(
+            mirror.engine_index,
+            (mirror.seq or 0) + 3,
+            engine.time,
+            size,
+            mirror.max_num_batched_tokens,
+            mirror.max_num_seqs,
+            requests,
+            BlocksCached(cached, [0] * (size * len(cached))),
+            mirror.stats,
+        )
+    )
+
+
+def kinds_of(mirror: TraceMirror) -> list[list[tuple[int, int, int, int]]]:
+    """The entries of all steps, from their beginning."""
+    lost_work: set[int] = set()
+    steps = []
+    for step in mirror.steps:
+        lost_work |= set(step.resumed)
+        entries = []
+        for at, number in enumerate(step.numbers):
+            if number not in step.prefills:
+                lost_work.discard(number)
+            kind = 0 if number not in step.prefills else 2 if number in lost_work else 1
+            hit = step.num_computed[at] if number in step.admitted else -1
+            entries.append((number, step.num_tokens[at], kind, hit))
+        steps.append(entries)
+    return steps
+
+
+def assert_same(decoder: FrameDecoder, mirror: TraceMirror, *, kinds: bool = True) -> None:
+    """The reader of frames knows what the mirror knows."""
+    known = decoder.ranks[mirror.engine_index]
+    blocks = mirror.blocks
+    assert [unpacked(word) for word in known.words] == [
+        (min(int(blocks.ref_counts[b]), 4095), bool(blocks.cached[b]), int(blocks.holder[b]) % (2**19))
+        if blocks.holder[b] >= 0
+        else (min(int(blocks.ref_counts[b]), 4095), bool(blocks.cached[b]), 2**19 - 1)
+        for b in range(blocks.num_blocks)
+    ]
+    assert [step.step for step in known.steps] == [step.step for step in mirror.steps]
+    for decoded, step in zip(known.steps, mirror.steps, strict=True):
+        assert decoded.time == pytest.approx(step.time, abs=1e-4)
+        assert decoded.seconds == (None if step.seconds is None else pytest.approx(step.seconds, abs=1e-6))
+        assert decoded.figures == (
+            step.num_running,
+            step.num_waiting,
+            step.num_free_blocks,
+            step.num_cached_blocks,
+        )
+        assert decoded.preempted == list(step.preempted)
+        assert decoded.finished == list(step.finished)
+    if kinds:
+        assert [step.entries for step in known.steps] == kinds_of(mirror)
+    rows = {(row["rank"], row["number"]): row for row in decoder.frame["requests"]}
+    for number, view in mirror.requests.items():
+        row = rows[mirror.engine_index, number]
+        assert (row["state"], row["num_output_tokens"]) == (view.state, view.num_output_tokens)
+        assert row["num_computed_tokens"] == view.num_computed_tokens
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 25), st.integers(-1, 2)),
+    st.tuples(st.just("run"), st.integers(1, 12)),
+    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("frame")),
+    st.tuples(st.just("hello")),
+)
+
+
+def play(engine: SmallEngine, reader: Reader, actions: Sequence[tuple]) -> None:
+    for name, *values in actions:
+        if name == "add":
+            prompt, max_tokens, group = values
+            engine.add(prompt, max_tokens, group=group)
+        elif name == "run":
+            engine.run(values[0])
+        elif name == "abort":
+            engine.abort(values[0])
+        elif name == "lose":
+            lose(engine)
+        elif name == "frame":
+            reader.take(state_of(engine))
+        else:
+            reader.builder.reset()
+            reader.take(state_of(engine))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ACTIONS, max_size=60))
+def test_all_frames_of_any_history_tell_what_the_mirror_knows(actions: list[tuple]) -> None:
+    engine, reader = SmallEngine(num_blocks=30), Reader()
+    play(engine, reader, actions)
+    reader.take_all(state_of(engine))
+    assert_same(reader.decoder, engine.mirror)
+    assert all(not rank.cuts for rank in reader.decoder.ranks.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.one_of(ACTIONS, st.tuples(st.just("lose"))), max_size=50))
+def test_after_a_loss_the_reader_is_told_and_goes_on(actions: list[tuple]) -> None:
+    engine, reader = SmallEngine(num_blocks=30), Reader()
+    reader.take(state_of(engine))
+    engine.add(20, 40)
+    engine.run(3)
+    reader.take_all(state_of(engine))
+    lose(engine)
+    play(engine, reader, actions)
+    reader.take_all(state_of(engine))
+    assert_same(reader.decoder, engine.mirror, kinds=False)
+    if not any(name == "hello" for name, *_ in actions):
+        assert reader.decoder.ranks[0].cuts
+
+
+def test_several_ranks_are_told_apart_and_may_leave() -> None:
+    engines = [busy_engine(rank, seed=rank) for rank in range(3)]
+    reader = Reader()
+    reader.take_all(state_of(*engines))
+    for engine in engines:
+        assert_same(reader.decoder, engine.mirror)
+    engines[1].run(5)
+    reader.take_all(state_of(*engines[:2]))
+    assert sorted(reader.decoder.ranks) == [0, 1]
+    assert_same(reader.decoder, engines[1].mirror)
+
+
+def test_a_restarted_engine_core_begins_anew() -> None:
+    engine, reader = busy_engine(), Reader()
+    reader.take_all(state_of(engine))
+    again = SmallEngine(num_blocks=30)
+    again.add(10, 5)
+    again.run(3)
+    again.mirror.incarnation, again.mirror.num_snapshots = 1, 2
+    reader.take_all(state_of(again))
+    rank = reader.decoder.ranks[0]
+    assert len(rank.words) == 30
+    assert len(rank.cuts) == 1
+    assert [step.step for step in rank.steps[rank.cuts[0] :]] == [1, 2, 3]
+
+
+def test_nothing_new_is_no_frame() -> None:
+    engine, reader = busy_engine(), Reader()
+    state = state_of(engine)
+    reader.take_all(state)
+    assert reader.take(state) is None
+    assert reader.take(state, force=True) is not None
+    assert reader.frames[-1].buffers == []
+    assert reader.take(replace(state, note="lost")) is not None
+    assert reader.take(replace(state, note="lost", rates=Rates(1.0))) is not None
+    reader.builder.reset()
+    assert reader.take(state) is not None
+    assert reader.decoder.frame["reset"] is True
+    assert_same(reader.decoder, engine.mirror)
+
+
+def test_many_changes_come_as_a_full_map_and_few_as_pairs() -> None:
+    mirror = TraceMirror(0)
+    mirror.num_snapshots, mirror.blocks = 1, BlockMap(1000, 16)
+    mirror.stats = SchedulerStats(0, num_blocks=1000)
+    state = replace(state_of(), mirrors={0: mirror}, stats=EngineStats([mirror.stats]))
+    reader = Reader()
+    reader.take(state)
+    sizes = []
+    for changed in (1, 499, 500):
+        mirror.version += 1
+        mirror.blocks.ref_counts[:changed] += 1
+        mirror.blocks.version[:changed] = mirror.version
+        frame = reader.take(state)
+        sizes.append(len(frame.buffers[0]))
+    assert sizes == [8, 8 * 499, 4 * 1000]
+    assert reader.decoder.full_maps == 2
+    assert [unpacked(word)[0] for word in reader.decoder.ranks[0].words] == [3] + [2] * 498 + [1] + [0] * 500
+
+
+def test_words_hold_any_count_and_any_number() -> None:
+    mirror = vast_mirror(num_blocks=64)
+    blocks = mirror.blocks
+    blocks.ref_counts[:3] = (4094, 4095, 100_000)
+    blocks.holder[:4] = (2**19 - 2, 2**19 - 1, 2**19 + 5, -1)
+    blocks.cached[:2] = (True, False)
+    mirror.num_snapshots = 1
+    reader = Reader()
+    reader.take(replace(state_of(), mirrors={0: mirror}, stats=EngineStats([mirror.stats])))
+    words = [unpacked(word) for word in reader.decoder.ranks[0].words]
+    assert [word[0] for word in words[:3]] == [4094, 4095, 4095]
+    assert [word[1] for word in words[:2]] == [True, False]
+    assert [word[2] for word in words[:4]] == [2**19 - 2, 0, 6, 2**19 - 1]
+
+
+def test_a_frame_carries_no_more_than_its_budget_and_the_rest_follows_in_order() -> None:
+    mirror = vast_mirror(num_blocks=1000)
+    mirror.num_snapshots = 1
+    state = replace(state_of(), mirrors={0: mirror}, stats=EngineStats([mirror.stats]))
+    reader = Reader()
+    reader.take_all(state)
+    assert len(reader.frames) > 3
+    lengths = [len(json.dumps(frame.content)) + sum(map(len, frame.buffers)) for frame in reader.frames]
+    assert lengths[0] < 1.2 * RESET_BYTES
+    assert max(lengths[1:]) < 1.2 * (FRAME_BYTES + 256 * 500)
+    for frame, length in zip(reader.frames, lengths, strict=True):
+        assert 0.6 * length < frame.size < 1.6 * length
+    assert [step.step for step in reader.decoder.ranks[0].steps] == list(range(400))
+    assert not reader.decoder.ranks[0].cuts
+
+
+def test_a_reader_that_falls_far_behind_is_brought_level_and_told() -> None:
+    engine, reader = SmallEngine(), Reader()
+    reader.take_all(state_of(engine))
+    engine.add(4, 10_000)
+    for _ in range(3000):
+        engine.step()
+    assert engine.mirror.steps[-1].time - engine.mirror.steps[0].time > MOST_LAG
+    reader.take_all(state_of(engine))
+    rank = reader.decoder.ranks[0]
+    assert rank.cuts == [0]
+    assert rank.steps[-1].step == engine.mirror.steps[-1].step
+    assert MOST_LAG / 3 < rank.steps[-1].time - rank.steps[0].time <= MOST_LAG / 2
+
+
+def test_what_is_learnt_of_a_step_later_follows_it() -> None:
+    engine, reader = SmallEngine(), Reader()
+    engine.add(5, 3)
+    engine.run(1)
+    step = engine.mirror.steps[-1]
+    seconds, step.seconds = step.seconds, None
+    reader.take(state_of(engine))
+    assert reader.decoder.ranks[0].steps[-1].seconds is None
+    step.seconds = seconds
+    reader.take(state_of(engine))
+    assert reader.decoder.ranks[0].steps[-1].seconds == pytest.approx(seconds, abs=1e-6)
+    engine.abort(0)
+    engine.add(5, 3)
+    engine.run(1)
+    reader.take_all(state_of(engine))
+    assert_same(reader.decoder, engine.mirror)
+    assert reader.decoder.ranks[0].steps[0].finished == [0]
+
+
+def wave_state(count: int, last: float = 0.1) -> DashboardState:
+    ranks = {0: RankSpan(2.0, 0.0, 0, True, 1), 1: RankSpan(0.0, 3.0, 0, True, 0)}
+    spans = [Span(0.1 * index, 0.1 * index + 0.1, ranks) for index in range(count)]
+    spans[-1] = replace(spans[-1], end=0.1 * (count - 1) + last)
+    return state_of(busy_engine(), waves=WaveTimeline("demo", True, tuple(spans), START))
+
+
+def test_wave_spans_come_once_when_they_are_settled() -> None:
+    reader = Reader()
+    state = wave_state(5)
+    reader.take_all(state)
+    assert reader.decoder.spans == []
+    reader.clock.now += 1.1
+    reader.take_all(state)
+    assert len(reader.decoder.spans) == 10
+    assert reader.decoder.spans[0] == {
+        "start": START,
+        "end": pytest.approx(START + 0.1, abs=1e-3),
+        "rank": 0,
+        "running": True,
+        "steps": 2.0,
+        "dummy_steps": 0.0,
+        "wave": 0,
+        "num_requests": 1,
+    }
+    reader.take_all(wave_state(8))
+    assert len(reader.decoder.spans) == 10
+    reader.take_all(replace(wave_state(8), state="ended"))
+    starts = [span["start"] for span in reader.decoder.spans if span["rank"] == 1]
+    assert len(starts) == len(set(starts)) == 8
+    reader.builder.reset()
+    reader.take(wave_state(8))
+    assert len(reader.decoder.spans) == 10
+
+
+def test_a_dead_rank_is_not_alive_and_unknown_figures_are_null() -> None:
+    engine = busy_engine()
+    worker = WorkerStats(0, 5, 6, 0.25)
+    stats = EngineStats([replace_stats(engine.mirror.stats, workers=[worker]), SchedulerStats(1)])
+    reader = Reader()
+    reader.take(replace(state_of(engine), stats=stats, rates=Rates()))
+    first, second = reader.decoder.frame["ranks"]
+    assert (first["alive"], second["alive"]) == (True, False)
+    assert first["workers"] == [{"rank": 0, "memory_bytes": 5, "num_steps": 6, "step_seconds": 0.25}]
+    assert second["block_size"] is second["max_num_seqs"] is second["blocks"] is None
+    assert set(reader.decoder.frame["rates"].values()) == {None}
+
+
+def replace_stats(stats: SchedulerStats, **changes: object) -> SchedulerStats:
+    return SchedulerStats(**{**{name: getattr(stats, name) for name in stats.__struct_fields__}, **changes})
+
+
+def test_texts_are_cut_and_own_requests_marked() -> None:
+    hostile = "</script><img src=x onerror=alert(1)>\u202e" + "x" * 5000
+    engine = SmallEngine()
+    engine.add(5, 3, name=hostile)
+    engine.add(5, 3, name="mine")
+    engine.run(1)
+    reader = Reader()
+    reader.take(state_of(engine, own={"mine": True}))
+    first, second = reader.decoder.frame["requests"]
+    assert first["id"] == hostile[:199] + "…"
+    assert (first["own"], first["foreground"]) == (False, False)
+    assert (second["own"], second["foreground"]) == (True, True)
+    assert second["preview"] == "prompt 1"
+
+
+def test_a_number_that_is_given_again_is_another_request() -> None:
+    reader = Reader()
+    engine = SmallEngine()
+    engine.add(5, 3, name="first")
+    engine.run(1)
+    reader.take(state_of(engine))
+    view = engine.mirror.requests[0]
+    added = view.added
+    view.added = RequestAdded(0, "second", 1, added.time, 5, 8, added.prompt_token_ids)
+    reader.take(state_of(engine))
+    assert reader.decoder.frame["requests"][0]["id"] == "second"

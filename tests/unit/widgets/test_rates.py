@@ -1,0 +1,92 @@
+"""Rates, against sums over all that has happened."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
+from nbengine.widgets import rates as rates_module
+from nbengine.widgets.rates import RateMeter
+from tests.unit.widgets.dashboards import START, SmallEngine
+
+
+def gaps_of(engine: SmallEngine) -> list[float]:
+    """Every time between two tokens of a request, from the steps alone."""
+    last: dict[int, float] = {}
+    gaps = []
+    for step in engine.mirror.steps:
+        done = step.time + (step.seconds or 0.0)
+        for number in step.numbers:
+            if number in last and number not in step.prefills:
+                gaps.append(done - last[number])
+            last[number] = done
+    return gaps
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=15)
+)
+def test_figures_are_those_of_all_steps_and_requests(history: list[tuple[int, int, int]]) -> None:
+    engine, meter = SmallEngine(num_blocks=40), RateMeter()
+    meter.take({0: engine.mirror})
+    for prompt, max_tokens, steps in history:
+        engine.add(prompt, max_tokens)
+        engine.run(steps)
+        meter.take({0: engine.mirror})
+    now = START + 4.0
+    assert engine.time < now
+    rates = meter.rates(EngineStats(), now)
+    steps = list(engine.mirror.steps)
+    assert rates.tokens_in_per_second == pytest.approx(sum(s.num_prefill_tokens for s in steps) / 4)
+    assert rates.tokens_out_per_second == pytest.approx(sum(s.num_sampled for s in steps) / 4)
+    views = [*engine.mirror.requests.values(), *engine.mirror.finished.values()]
+    firsts = [v.first_token_at - v.added.time for v in views if v.first_token_at is not None]
+    assert rates.time_to_first_token == (pytest.approx(statistics.median_low(firsts)) if firsts else None)
+    gaps = gaps_of(engine)
+    assert rates.inter_token_latency == (pytest.approx(statistics.median_low(gaps)) if gaps else None)
+
+
+def test_nothing_is_known_before_anything_was_followed() -> None:
+    engine, meter = SmallEngine(), RateMeter()
+    assert meter.rates(EngineStats(), START).tokens_out_per_second is None
+    meter.take({0: engine.mirror})
+    assert meter.rates(EngineStats(), START + 0.1).tokens_out_per_second is None
+    rates = meter.rates(EngineStats([SchedulerStats(0)]), START + 1.0)
+    assert (rates.tokens_out_per_second, rates.tokens_in_per_second) == (0, 0)
+    assert (rates.time_to_first_token, rates.inter_token_latency, rates.memory_bytes) == (None, None, None)
+
+
+def test_what_lies_back_too_far_counts_no_more() -> None:
+    engine, meter = SmallEngine(), RateMeter()
+    meter.take({0: engine.mirror})
+    engine.add(10, 5)
+    engine.run(5)
+    meter.take({0: engine.mirror})
+    late = engine.time + rates_module.WINDOW
+    rates = meter.rates(EngineStats(), late)
+    assert (rates.tokens_out_per_second, rates.inter_token_latency) == (0, None)
+    assert rates.time_to_first_token is not None
+    late += rates_module.FIRST_TOKEN_WINDOW
+    assert meter.rates(EngineStats(), late).time_to_first_token is None
+
+
+def test_ranks_are_added_up_and_those_that_left_forgotten() -> None:
+    engines = [SmallEngine(rank=rank) for rank in range(2)]
+    meter, mirrors = RateMeter(), {rank: engine.mirror for rank, engine in enumerate(engines)}
+    meter.take(mirrors)
+    for engine in engines:
+        engine.add(10, 5)
+        engine.run(5)
+    meter.take(mirrors)
+    workers = [WorkerStats(0, 100), WorkerStats(1, 200)]
+    stats = EngineStats([SchedulerStats(0, workers=workers), SchedulerStats(1, workers=workers[:1])])
+    rates = meter.rates(stats, START + 2)
+    assert rates.tokens_out_per_second == pytest.approx(5.0)
+    assert rates.memory_bytes == 400
+    meter.take({0: engines[0].mirror})
+    assert meter.rates(stats, START + 2).tokens_out_per_second == pytest.approx(2.5)
