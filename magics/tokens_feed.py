@@ -207,8 +207,7 @@ def _text(token_id: int, entry: dict[int, Logprob]) -> str:
 def _token(cell: TokenCell) -> list[Any]:
     return [
         cell.token_id,
-        cell.text,
-        cell.mark,
+        cell.pieces,
         shade(cell.probability),
         percent(cell.probability),
         cell.rank,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +22,44 @@ CLIENT_LEFT = "the client that had asked left the engine"
 ALL_ABORTED = "the engine ended all requests"
 
 
+_Key = tuple[str, int]
+
+
 @dataclass(frozen=True)
 class TranscriptLimits:
     """Most records and bytes, of one session and of all together."""
 
-    session_records: int = 200
+    session_records: int = 1000
     session_bytes: int = 4 << 20
-    records: int = 2000
+    records: int = 4000
     bytes: int = 32 << 20
+
+
+class _Shelf:
+    """Records by group and index, the oldest first, and what they come to."""
+
+    def __init__(self) -> None:
+        self.records: dict[_Key, TranscriptRecord] = {}
+        self.num_bytes = 0
+        self.num_read = 0
+
+    def add(self, record: TranscriptRecord) -> None:
+        self.records[_key(record)] = record
+        self.num_bytes += cost_of(record)
+        self.num_read += record.was_read
+
+    def remove(self, record: TranscriptRecord) -> None:
+        del self.records[_key(record)]
+        self.num_bytes -= cost_of(record)
+        self.num_read -= record.was_read
+
+    def has_room(self, cost: int, max_records: int, max_bytes: int) -> bool:
+        return len(self.records) < max_records and self.num_bytes + cost <= max_bytes
+
+    def victim(self) -> TranscriptRecord:
+        """The oldest that has been read, else the oldest."""
+        records = self.records.values()
+        return next(record for record in records if record.was_read or not self.num_read)
 
 
 class TranscriptStore:
@@ -41,79 +70,64 @@ class TranscriptStore:
 
     def __init__(self, limits: TranscriptLimits | None = None) -> None:
         self._limits = limits or TranscriptLimits()
-        self._records: dict[tuple[str, int], TranscriptRecord] = {}
-        """By group and index, oldest first."""
-        self._num_records: Counter[str] = Counter()
-        self._num_bytes: Counter[str] = Counter()
-        self._total_bytes = 0
+        self._all = _Shelf()
+        self._by_session: dict[str, _Shelf] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._all.records)
 
     @property
     def num_bytes(self) -> int:
         """What the records count for."""
-        return self._total_bytes
+        return self._all.num_bytes
 
     def add(self, record: TranscriptRecord) -> None:
         """Keep a record, at the expense of others if need be; one that exceeds the limits alone is not kept."""
         limits, session, cost = self._limits, record.mark.session, cost_of(record)
-        self._drop(_key(record))
+        former = self._all.records.get(_key(record))
+        if former is not None:
+            self._drop(former)
         if cost > min(limits.session_bytes, limits.bytes):
             logger.warning("the output of request %s is too large to be kept", record.mark.group)
             return
-        while (
-            self._num_records[session] >= limits.session_records
-            or self._num_bytes[session] + cost > limits.session_bytes
-        ):
-            self._drop(self._victim(self.of(session)))
-        while len(self._records) >= limits.records or self._total_bytes + cost > limits.bytes:
-            self._drop(self._victim(self._records.values()))
-        self._records[_key(record)] = record
-        self._num_records[session] += 1
-        self._num_bytes[session] += cost
-        self._total_bytes += cost
+        shelf = self._by_session.get(session)
+        while shelf is not None and not shelf.has_room(cost, limits.session_records, limits.session_bytes):
+            self._drop(shelf.victim())
+        while not self._all.has_room(cost, limits.records, limits.bytes):
+            self._drop(self._all.victim())
+        for shelf in (self._all, self._by_session.setdefault(session, _Shelf())):
+            shelf.add(record)
 
     def of(self, session: str) -> list[TranscriptRecord]:
         """The records of a session, in the order in which the requests ended."""
-        return [record for record in self._records.values() if record.mark.session == session]
+        shelf = self._by_session.get(session)
+        return [] if shelf is None else list(shelf.records.values())
 
     def mark_read(self, session: str, groups: Collection[str]) -> None:
         """Somebody has seen these requests; unknown ones are ignored."""
         for record in self.of(session):
-            if record.mark.group in groups:
+            if record.mark.group in groups and not record.was_read:
                 record.was_read = True
+                for shelf in (self._all, self._by_session[session]):
+                    shelf.num_read += 1
 
     def forget(self, session: str, groups: Collection[str] | None) -> int:
         """Drop these requests of a session, all of them if None; returns how many records there were."""
         found = [record for record in self.of(session) if groups is None or record.mark.group in groups]
         for record in found:
-            self._drop(_key(record))
+            self._drop(record)
         return len(found)
 
     def unread(self) -> dict[str, int]:
         """How many records nobody has read, by session; sessions without such are there with 0."""
-        counts = dict.fromkeys(self._num_records, 0)
-        for record in self._records.values():
-            counts[record.mark.session] += not record.was_read
-        return counts
+        return {name: len(shelf.records) - shelf.num_read for name, shelf in self._by_session.items()}
 
-    @staticmethod
-    def _victim(records: Iterable[TranscriptRecord]) -> tuple[str, int]:
-        """The oldest that has been read, else the oldest."""
-        candidates = list(records)
-        return _key(next((record for record in candidates if record.was_read), candidates[0]))
-
-    def _drop(self, key: tuple[str, int]) -> None:
-        record = self._records.pop(key, None)
-        if record is None:
-            return
-        session, cost = record.mark.session, cost_of(record)
-        self._total_bytes -= cost
-        self._num_bytes[session] -= cost
-        self._num_records[session] -= 1
-        if not self._num_records[session]:
-            del self._num_records[session], self._num_bytes[session]
+    def _drop(self, record: TranscriptRecord) -> None:
+        session = record.mark.session
+        for shelf in (self._all, self._by_session[session]):
+            shelf.remove(record)
+        if not self._by_session[session].records:
+            del self._by_session[session]
 
 
 class TranscriptKeeper:
@@ -205,7 +219,7 @@ def cost_of(record: TranscriptRecord) -> int:
     return RECORD_OVERHEAD + len(record.tokens) + sum(len(text.encode(errors="replace")) for text in texts)
 
 
-def _key(record: TranscriptRecord) -> tuple[str, int]:
+def _key(record: TranscriptRecord) -> _Key:
     return record.mark.group, record.mark.index
 
 

@@ -72,7 +72,7 @@ OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(["add", "add", "add", "read", "forget", "forget all"]),
         st.sampled_from("AB"),
-        st.integers(0, 9),
+        st.integers(0, 5),
         st.integers(0, 1),
         st.integers(0, 600),
     ),
@@ -83,7 +83,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS)
 def test_the_store_keeps_to_its_limits_and_gives_up_what_was_read_before_the_oldest(operations) -> None:
     limits = TranscriptLimits(
-        session_records=4, session_bytes=4 * RECORD_OVERHEAD, records=6, bytes=6 * RECORD_OVERHEAD
+        session_records=3, session_bytes=4 * RECORD_OVERHEAD, records=4, bytes=6 * RECORD_OVERHEAD
     )
     store, reference = TranscriptStore(limits), Reference(limits)
     for kind, session, number, index, num_tokens in operations:
@@ -116,6 +116,17 @@ def test_a_session_sees_and_changes_only_its_own() -> None:
     assert store.unread() == {"mine": 0, "yours": 1}
     assert store.forget("mine", None) == 1
     assert groups_of(store, "yours") == ["yours-1"]
+
+
+def test_what_was_read_goes_first_and_then_the_oldest() -> None:
+    store = TranscriptStore(TranscriptLimits(session_records=3))
+    for number in (1, 2, 3):
+        store.add(make_record("s", f"r{number}"))
+    store.mark_read("s", ["r2", "r3"])
+    for number, left in ((4, ["r1", "r3", "r4"]), (5, ["r1", "r4", "r5"]), (6, ["r4", "r5", "r6"])):
+        store.add(make_record("s", f"r{number}"))
+        assert groups_of(store, "s") == left
+    assert store.unread() == {"s": 3}
 
 
 def test_one_too_large_is_not_kept_and_pushes_nobody_out(caplog: pytest.LogCaptureFixture) -> None:

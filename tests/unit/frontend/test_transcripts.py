@@ -15,6 +15,7 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError, WireError
 from nbengine.frontend.continuation import continued
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.frontend.parallel_sampling import make_children
 from nbengine.frontend.transcripts import (
     Transcripts,
     completion_of,
@@ -189,6 +190,19 @@ def test_a_mark_has_a_bounded_prompt_that_can_be_sent() -> None:
     msgspec.msgpack.encode(mark(request, "s", "half a \ud83d pair"))
     with pytest.raises(InvalidTypeError, match=r"transcript.*7"):
         mark(request, "s", 7)
+
+
+def test_each_completion_has_a_mark_of_its_own() -> None:
+    request = EngineCoreRequest("7-abcd", [1], SamplingParams(n=3))
+    request.transcript = mark(request, "s", "why?")
+    marks = [child.transcript for child in make_children(request, SamplingParams(n=3))]
+    assert [made and (made.index, made.group, made.num_completions) for made in marks] == [
+        (0, "7-abcd", 3),
+        (1, "7-abcd", 3),
+        (2, "7-abcd", 3),
+    ]
+    request.transcript = None
+    assert [child.transcript for child in make_children(request, SamplingParams(n=2))] == [None, None]
 
 
 class NoEngine(Transcripts):

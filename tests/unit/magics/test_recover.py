@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -88,6 +89,34 @@ def test_the_latest_answer_is_shown_again_word_for_word(
     assert shell.user_ns["_"] is again
     assert "> the first\nHello world\n" in said(shell, "%engine recover 2", capsys)
     assert "> the first" in said(shell, "%engine recover random-tiny-1", capsys)
+
+
+def test_all_of_a_comparison_and_branches_are_answers_of_their_own(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    said(shell, "%%generate --temperature 0,0.7\nhi", capsys)
+    assert engine.labels == ["hi", "hi"]
+    assert engine.read == [(None, ["random-tiny-1"]), (None, ["random-tiny-2"])]
+    said(shell, "%generate -o answer hi", capsys)
+    shell.user_ns["answer"].branch(1, 7).result(5)
+    listing = said(shell, "%engine recover -l", capsys).splitlines()[1:]
+    assert [line.split()[-1] for line in listing] == [f"random-tiny-{number}" for number in (4, 3, 2, 1)]
+    assert engine.labels[2:] == ["hi", "hi"]
+    assert "Hello world" in said(shell, "%engine recover 4", capsys)
+
+
+def test_of_a_comparison_in_which_some_fail_only_the_others_count_as_seen(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    engine.words = None
+    said(shell, "%%generate -a --temperature 0,0.7\nhi", capsys)
+    engine.emit("so far", index=0)
+    engine.collectors[0].put_error(RequestLostError(1, "engine core 1 ended"))
+    engine.emit("whole", "stop", index=1)
+    shell.user_ns["_"].result(5)
+    assert engine.read == [(None, ["random-tiny-2"])]
+    listing = said(shell, "%engine recover -l", capsys)
+    assert "failed: RequestLostError: engine core 1 ended" in listing
 
 
 def test_what_an_engine_has_kept_and_nobody_has_seen_comes_first_and_once(
@@ -215,8 +244,8 @@ def test_a_restarted_kernel_joins_its_engine_by_itself(
     shell: InteractiveShell, backend: FakeBackend, engine: FakeClient, capsys: Capture
 ) -> None:
     engine.kept[None] = [kept("9-a", "from before")]
-    session = shell.magics_manager.registry["EngineMagics"]._session
-    session.close()
+    # What a killed kernel leaves: the mark in the engine's directory, and nothing else.
+    shell.magics_manager.registry["EngineMagics"]._session._engines.clear()
     answer = said(shell, "%engine recover", capsys)
     assert backend.attached == ["random-tiny"]
     assert "from before" in answer
@@ -302,6 +331,28 @@ async def test_one_that_runs_in_the_background_streams_on_until_its_end(
 def _finish_when_shown(display: RecordingPublisher, engine: FakeClient) -> None:
     display.wait_for("still being written")
     engine.emit(" upon a time", "stop")
+
+
+def test_an_interrupted_answer_has_been_seen_and_a_running_one_of_another_notebook_is_shown_as_it_is(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.words = None
+    submit = engine.submit
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        collector = submit(*args, **options)
+        monkeypatch.setattr(collector, "get_blocking", lambda *_, **__: interrupt())
+        return collector
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    engine.submit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        shell.run_cell("%%generate\nhi\n").raise_error()
+    assert engine.read == [(None, ["random-tiny-1"])]
+    engine.kept["other"] = [kept("9-a", "so far", reason=None, cause="")]
+    assert "so far" in said(shell, "%engine recover --session other", capsys)
 
 
 def test_an_interrupt_ends_the_showing_and_not_the_generation(

@@ -123,3 +123,12 @@ def test_a_step_without_an_outcome_has_no_length() -> None:
     spans = [event for event in events_of(engine) if event["name"] == "step"]
     assert spans[0]["dur"] == pytest.approx(engine.mirror.steps[0].seconds * 1e6, abs=0.2)
     assert spans[1]["dur"] == 0
+
+
+def test_steps_in_flight_together_do_not_overlap_on_a_request() -> None:
+    engine = SmallEngine()
+    engine.add(5, 9)
+    engine.run(2)
+    first, second = engine.mirror.steps
+    first.seconds = second.time - first.time + 0.5
+    check_rules([event for event in events_of(engine) if event["tid"] == 1])
