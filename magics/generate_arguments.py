@@ -47,7 +47,7 @@ element. All combinations run at once, into one grid, whatever their number up t
 _EPILOG = """\
 The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
 .logprobs (with --logprobs) .outputs (all answers, with -n; the others are the first one's)
-.value (with --json: the parsed JSON)
+.value (with --json: the parsed JSON) .branch(position, token) goes on from another token, .tree has all such branches
 A comparison in _ : comparison[2], comparison[{"temperature": 0}], .results .settings .errors .rows() .to_frame()
 %config NBEngine.temperature = 0.7 changes a default. An interrupt keeps what has been written so far.
 
@@ -193,7 +193,12 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     )
     add("--diff", action="store_true", help="show what differs from this cell's previous answer")
     add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
-    add("--logprobs", metavar="K", type=number(int), help="log probabilities, with the K likeliest tokens")
+    add(
+        "--logprobs",
+        metavar="K",
+        type=number(int),
+        help="shade tokens by probability, with the K likeliest in their place: a click on one goes on from it",
+    )
     return parser
 
 

@@ -13,6 +13,7 @@ PART = "◌"
 """Stands for a token that ends within a character; the token that completes it has the whole character."""
 _MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·"}
 _TURNING = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+_JOINERS = "\u200c\u200d"
 _HIDDEN = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs")
 """Categories of characters that cannot be seen, or that turn the direction of the text around them."""
 
@@ -26,14 +27,16 @@ class Alternative:
     probability: float
 
 
+Piece = tuple[str, str]
+"""What a part of a token is shown as, and its text: a mark where the text could not be seen, else nothing and the text."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenCell:
-    """One token of an answer. `mark` is shown before `text` where the text alone could not be seen, and is not part of
-    it; `probability` is None where it is not known."""
+    """One token of an answer; `probability` is None where it is not known."""
 
     token_id: int
-    text: str
-    mark: str
+    pieces: tuple[Piece, ...]
     probability: float | None
     rank: int | None
     alternatives: tuple[Alternative, ...]
@@ -62,7 +65,7 @@ def label_of(token_id: int, text: str | None) -> str:
         return f"token {token_id}"
     if not text:
         return f"{PART} token {token_id}, part of a character"
-    return "".join(_MARKS.get(character) or _visible(character) for character in text)
+    return "".join(map(_mark, text))
 
 
 def percent(probability: float | None) -> str:
@@ -83,26 +86,28 @@ def shade(probability: float | None) -> int:
 
 def _cell(token_id: int, entry: dict[int, Logprob], most: int) -> TokenCell:
     own = entry.get(token_id, Logprob(math.nan))
-    text = own.decoded_token
     probability = None if math.isnan(own.logprob) else math.exp(own.logprob)
-    shown = "".join(character for character in text or "" if not _is_dangerous(character))
-    alternatives = alternatives_of(entry, most)
-    return TokenCell(token_id, shown, _mark(token_id, text), probability, own.rank, alternatives)
+    pieces = _pieces(token_id, own.decoded_token)
+    return TokenCell(token_id, pieces, probability, own.rank, alternatives_of(entry, most))
 
 
-def _mark(token_id: int, text: str | None) -> str:
-    if text is None:
-        return f"⟨{token_id}⟩"
+def _pieces(token_id: int, text: str | None) -> tuple[Piece, ...]:
     if not text:
-        return PART
-    if text.isspace():
+        return ((f"⟨{token_id}⟩" if text is None else PART, ""),)
+    if text == " ":
         # A single space between words is seen well enough.
-        return (
-            "" if text == " " else "".join(_MARKS.get(character) or _visible(character) for character in text)
-        )
-    if "\n" in text:
-        return _MARKS["\n"]
-    return "" if text.isprintable() else "".join(_visible(c) for c in text if not c.isprintable())
+        return (("", " "),)
+    # What joins emoji or letters must stay between them.
+    plain = "" if text.isspace() or not text.strip(_JOINERS) else " " + _JOINERS
+    pieces: list[Piece] = []
+    for character in text:
+        if character not in plain and (mark := _mark(character)) != character:
+            pieces.append((mark, "" if _is_dangerous(character) else character))
+        elif pieces and not pieces[-1][0]:
+            pieces[-1] = ("", pieces[-1][1] + character)
+        else:
+            pieces.append(("", character))
+    return tuple(pieces)
 
 
 def _is_dangerous(character: str) -> bool:
@@ -112,7 +117,8 @@ def _is_dangerous(character: str) -> bool:
     return unicodedata.category(character) == "Cc" or character in _TURNING
 
 
-def _visible(character: str) -> str:
-    if unicodedata.category(character) in _HIDDEN:
-        return f"⟨U+{ord(character):04X}⟩"
-    return character
+def _mark(character: str) -> str:
+    """What stands for a character that cannot be seen; one that can is its own."""
+    if character in _MARKS:
+        return _MARKS[character]
+    return f"⟨U+{ord(character):04X}⟩" if unicodedata.category(character) in _HIDDEN else character

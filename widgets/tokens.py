@@ -11,7 +11,7 @@ The kernel's side sends custom messages:
 {"kind": "select", "node"}                                            # a branch that was asked for is there already
 {"kind": "notice", "node", "text"}                                    # what was asked for is not possible
 NODE = {"id", "parent", "position", "label", "state", "footer", "error", "in_text", "start", "tokens": [TOKEN, ...]}
-TOKEN = [token id, text, mark, shade, probability in words, rank, [ALTERNATIVE, ...]]
+TOKEN = [token id, [[mark, text], ...], shade, probability in words, rank, [ALTERNATIVE, ...]]
 ALTERNATIVE = [token id, label, probability in words, probability]
 ```
 A node's tokens are those it does not share with its parent, from number `start` on, counted from the first that it does not

@@ -10,7 +10,9 @@ from nbengine.widgets.token_cells import Alternative, TokenCell, percent, shade
 SHADE = "#e8590c"
 """The less probable a token was, the more of this colour is behind it. Half transparent, it suits light and dark."""
 _NEGLIGIBLE = 0.001
-_MARK = '<span style="opacity:.5;user-select:none">{}</span>'
+_MARK = '<span style="opacity:.5;user-select:none{}">{}</span>{}'
+_OVER = ";position:absolute"
+"""White space that has a mark keeps its width."""
 
 
 def tokens_html(cells: Sequence[TokenCell], num_in_text: int | None = None) -> str:
@@ -46,5 +48,8 @@ def _token_html(cell: TokenCell, *, outside: bool) -> str:
         styles.append("opacity:.5")
     style = f' style="{";".join(styles)}"' if styles else ""
     title = escape(tooltip(cell)).replace("\n", "&#10;")
-    mark = _MARK.format(escape(cell.mark)) if cell.mark else ""
-    return f'<span title="{title}"{style}>{mark}{escape(cell.text)}</span>'
+    shown = "".join(
+        _MARK.format(_OVER if text else "", escape(mark), escape(text)) if mark else escape(text)
+        for mark, text in cell.pieces
+    )
+    return f'<span title="{title}"{style}>{shown}</span>'

@@ -45,7 +45,7 @@ class TraceStream:
         self._seq = 0
         self._events: list[TraceEvent] = []
         self._tokens: dict[int, list[int]] = {}
-        """Of blocks that can be found, as far as it has heard of them."""
+        """By block: what it could be found by last, as far as that has been heard."""
         self._last_ids: list[str] | None = None
         """The requests of the latest step, if another one can go on from it."""
         self._first_known_step = 0
@@ -193,17 +193,15 @@ class TraceStream:
         self._events.append(event)
         is_unknown = plan.step < self._first_known_step
         if is_unknown or plan.scheduled_spec_decode_tokens:
-            before = [self._before(name, plan.step) for name in counts]
+            before = [self._before(name) for name in counts]
             self._unsettled = event, before
             if is_unknown:
                 event.numbers = [-1 if each is None else each[0].number for each in before]
 
-    def _before(self, request_id: str, step: int) -> _Before | None:
+    def _before(self, request_id: str) -> _Before | None:
+        # An id may have been used again: its new owner will be found to have got nothing.
         request = self._scheduler.requests.get(request_id)
-        # An id may have been used again: what was planned before is not for its successor.
-        if request is None or step < request.first_step:
-            return None
-        return request, request.num_tokens, request.num_computed_tokens
+        return None if request is None else (request, request.num_tokens, request.num_computed_tokens)
 
     def settled(self) -> None:
         """See `SchedulerObserver`."""
@@ -246,7 +244,6 @@ class TraceStream:
 
     def replaced(self, block_id: int) -> None:
         """See `CacheObserver`."""
-        self._tokens.pop(block_id, None)
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksUncached):
             last.block_ids.append(block_id)
@@ -255,7 +252,6 @@ class TraceStream:
 
     def cleared(self) -> None:
         """See `CacheObserver`."""
-        self._tokens.clear()
         self._events.append(CacheCleared())
 
 

@@ -143,7 +143,7 @@ def freeze(page: DashboardPage) -> None:
 
 
 def tile(page: DashboardPage, label: str) -> str:
-    return page.page.locator(".nbe-tile", has_text=label).locator("dd").inner_text()
+    return page.page.locator(".nbe-tile", has_text=label).locator(".nbe-value").inner_text()
 
 
 def test_the_header_says_what_was_published_and_a_dash_for_what_was_not(open_page: OpenPage) -> None:
@@ -207,6 +207,8 @@ def test_blocks_have_the_colours_of_who_holds_them(open_page: OpenPage) -> None:
 
     assert_look("#ffffff")
     assert look(6)[3] == 0
+    assert hover(page, BLOCKS, *cell(page, 5)).startswith("block 5: 4,095 or more references, cached")
+    page.page.mouse.move(0, 0)
     # Digits in the middle of those that are shared, and of no others.
     x, y = cell(page, 4)
     inside = {page.pixel(BLOCKS, x + dx, y + 8) for dx in range(4, 13)}
@@ -483,6 +485,39 @@ def test_ten_thousand_steps_are_kept_and_told_right(open_page: OpenPage) -> None
         assert sorted(entries) == sorted(expected)
         assert (preempted, finished) == (item[8] or [], item[9] or [])
     assert any(item[8] for item in told[-10_000:])
+
+
+def test_what_comes_late_is_put_in_its_place(open_page: OpenPage) -> None:
+    page = open_page()
+    steps = [
+        step(1, [0, 16, 2, -1, 7, 1, 0, -1]),
+        # Preempted and admitted again in one step, with the same number of tokens.
+        step(2, [0, 16, 2, 0], preempted=[0]),
+        step(3, [0, 16, 2, -1], preempted=[5]),
+        [1, None, 0.5, [7]],
+        [1, None, None, [7, 8]],
+        [9, None, 0.5, [3]],
+    ]
+    found = page.page.evaluate(
+        """async (items) => {
+            const { History } = await import("/static/dashboard/history.js");
+            const history = new History();
+            for (const item of items) history.take(item);
+            return [0, 1, 2].map((ordinal) => {
+                const events = [];
+                history.visitEvents(ordinal, ordinal + 1, (_, number, kind) => events.push([number, kind]));
+                const first = history.entriesAt(ordinal).find((entry) => entry.number === 0);
+                return [events, first.tokens, first.hit, Math.round(100 * history.at("seconds", ordinal))];
+            });
+        }""",
+        steps,
+    )
+    preempted, finished = 0, 1
+    assert found == [
+        [[[7, finished], [8, finished]], 16, -1, 50],
+        [[[0, preempted]], 16, 0, 1],
+        [[[5, preempted]], 16, -1, 1],
+    ]
 
 
 def is_same(steps: list[list[Any]], index: int) -> bool:
@@ -797,7 +832,7 @@ OVERFLOWING = """() => {
         if (node.scrollWidth > node.clientWidth + 1 && node.clientWidth && !node.matches("input, select"))
             found.push(["cut", node.className]);
     }
-    const leaves = [...document.querySelectorAll(".nbe-header dt, .nbe-header dd, h3, .nbe-now, .nbe-legend > span, "
+    const leaves = [...document.querySelectorAll(".nbe-tile > *, h3, .nbe-now, .nbe-legend > span, "
         + ".nbe-tools > *, canvas, .nbe-title > *, .nbe-table th")].filter((n) => n.offsetWidth);
     const boxes = leaves.map((n) => [n, n.getBoundingClientRect()]);
     for (const [a, p] of boxes) for (const [b, q] of boxes) {

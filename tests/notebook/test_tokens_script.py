@@ -58,8 +58,9 @@ def test_tokens_are_shaded_marked_and_never_html(widget: TokensPage) -> None:
     expect(page.locator(".nbt-token")).to_have_count(len(WORDS))
     shades = [widget.token(index).get_attribute("data-shade") for index in range(5)]
     assert shades == [None, None, "1", "4", "7"]
-    marks = [widget.token(index).get_attribute("data-mark") for index in range(4, 9)]
-    assert marks == ["⏎", "◌", None, None, "⟨U+202E⟩⟨U+0007⟩"]
+    marks = page.locator(".nbt-mark")
+    assert [mark.get_attribute("data-mark") for mark in marks.all()] == ["⏎", "◌", "⟨U+202E⟩", "⟨U+0007⟩"]
+    assert marks.all_text_contents() == ["\n", "", "", ""]
     assert widget.token(7).text_content() == "</span><b>bold</b>"
     assert widget.token(8).text_content() == " turned"
     assert page.locator(".nbt-outside").all_text_contents() == ["<|end|>"]
@@ -120,12 +121,15 @@ def test_a_click_on_an_alternative_branches_into_a_tab_that_streams_and_can_be_s
     assert page.locator(".nbt-token").count() == len(WORDS)
     page.mouse.move(5, 400)
     page.evaluate("document.activeElement.blur()")
-    for _ in range(100):
-        page.wait_for_timeout(20)
-        widget.exchange()
-        if widget.rests:
-            break
+    page.wait_for_function("models[0].sent.some((message) => message.kind === 'rest')")
+    widget.exchange()
     assert widget.rests == 1
+    # One that was begun elsewhere is marked where it branches off, and the tab that is open stays open.
+    tree.branch(1, " city").cancel()
+    widget.exchange()
+    expect(page.locator(".nbt-forked")).to_have_text([" capital", " Paris"])
+    expect(tabs.first).to_have_attribute("aria-selected", "true")
+    tree[2].result(5)
 
 
 def test_everything_can_be_done_with_the_keyboard(widget: TokensPage) -> None:

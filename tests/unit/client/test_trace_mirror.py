@@ -129,13 +129,16 @@ def test_old_messages_change_nothing() -> None:
 
 
 def test_an_engine_core_that_was_started_again_begins_anew() -> None:
-    mirror = begun(added(0), admit(0, 0, [3]), RequestFinished(0, 30.0, "stop"), added(1))
+    under_way = admit(1, 1, [4])
+    mirror = begun(added(0), admit(0, 0, [3]), RequestFinished(0, 30.0, "stop"), added(1), under_way)
     assert not mirror.apply(batch(2, incarnation=1))
     assert mirror.apply(snapshot(0, incarnation=1))
     assert (mirror.incarnation, len(mirror.requests), len(mirror.finished), len(mirror.steps)) == (1, 0, 0, 0)
     assert mirror.blocks.holder.tolist() == [-1] * 16
-    assert mirror.apply(batch(1, added(0), incarnation=1))
-    assert list(mirror.requests) == [0]
+    # Its step 1 is another one.
+    done = StepDone(1, 40.0, [1, 1], [0, 5])
+    assert mirror.apply(batch(1, added(0), added(5), done, incarnation=1))
+    assert [view.num_output_tokens for view in mirror.requests.values()] == [1, 1]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
-from nbengine.frontend.continuation import Continuation
+from nbengine.frontend.continuation import Continuation, continued
 from nbengine.frontend.input_processor import InputProcessor
 from nbengine.frontend.output_collector import RequestOutputCollector
 from nbengine.frontend.output_processor import OutputProcessor
@@ -26,10 +26,11 @@ class Answer:
     def __init__(self, tokenizer: Tokenizer, written: list[int], **params: Any) -> None:
         whole = SamplingParams(output_kind=RequestOutputKind.DELTA, **params)
         whole.eos_token_id = EOS
-        request = EngineCoreRequest("r-1", [1, 2, *written], whole.clone(), external_req_id="r")
+        request = EngineCoreRequest("r-1", [1, 2], whole, external_req_id="r")
+        continuation = continued(request, written)
         self.queue = RequestOutputCollector(RequestOutputKind.DELTA, "r", "r-1")
         self.processor = OutputProcessor(tokenizer)
-        self.sent = self.processor.add_request(request, None, self.queue, Continuation(written, whole))
+        self.sent = self.processor.add_request(request, None, self.queue, continuation)
 
     def emit(
         self,
@@ -112,6 +113,15 @@ def test_what_is_written_may_be_the_end(
 def test_an_end_token_that_does_not_count_is_no_end(byte_level: Tokenizer, params: dict[str, Any]) -> None:
     answer = Answer(byte_level, [*byte_level.encode("fox").ids, EOS], max_tokens=100, **params)
     assert len(answer.sent) == 1
+
+
+def test_a_stop_string_that_came_too_early_to_count_does_not_count_later(byte_level: Tokenizer) -> None:
+    written = byte_level.encode("a. fox").ids
+    answer = Answer(byte_level, written, max_tokens=100, min_tokens=len(written) + 1, stop=["."])
+    assert len(answer.sent) == 1
+    part = answer.emit(byte_level.encode("s").ids)
+    assert part is not None
+    assert (part.outputs[0].text, part.finished) == ("a. foxs", False)
 
 
 def test_the_first_new_token_has_the_text_of_the_character_it_completes(byte_level: Tokenizer) -> None:

@@ -10,7 +10,8 @@ import pytest
 from answers import PROMPT, HandDrivenClient, Word, delta_of, token_id, tree_of
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.magics.branching import Branch, BranchTree, Origin
+from nbengine.magics.branch import Branch
+from nbengine.magics.branching import BranchTree, Origin
 from nbengine.magics.result import GenerationResult
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -248,6 +249,11 @@ def test_the_same_branch_is_found_again_where_it_would_say_the_same() -> None:
     assert tree.existing(tree[0], 3, token_id(" Lyon")) is lyon
     assert tree.existing(lyon, 3, token_id(" Nice")) is None
     assert tree.existing(tree[0], 2, token_id(" Lyon")) is None
+    nice = tree.branch(3, " Nice")
+    assert tree.existing(tree[0], 3, token_id(" Nice")) is nice
+    nice.cancel()
+    nice.result(5)
+    assert tree.existing(tree[0], 3, token_id(" Nice")) is None
     varied, client = tree_of(WORDS, params=SamplingParams(temperature=1.0, logprobs=3))
     finish(client, varied.branch(3, " Lyon"), [], "The city is Lyon")
     assert varied.existing(varied[0], 3, token_id(" Lyon")) is None

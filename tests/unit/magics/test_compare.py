@@ -19,8 +19,13 @@ from nbengine.errors import (
     RequestError,
 )
 from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
 from nbengine.magics.compare_result import ComparisonHandle, ComparisonResult
+from nbengine.magics.compare_view import GridState, GridTerminalView
+from nbengine.magics.config import NBEngine
 from nbengine.magics.extension import Extension
+from nbengine.magics.result import GenerationResult
+from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import SamplingParams
 from tests.unit.magics.conftest import FakeBackend, FakeClient
 
@@ -325,3 +330,58 @@ def test_defaults_that_pandas_would_need_are_not_imported(
 ) -> None:
     run(shell, "%%generate --each w=a,b\n{w}\n").rows()
     assert "pandas" not in sys.modules
+
+
+def test_where_every_stream_fails_the_cell_fails_with_the_first_error(
+    shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    engine.words = None
+    original: Submit = engine.submit
+
+    def submit(prompt: Any, params: SamplingParams, **rest: Any) -> RequestOutputCollector:
+        collector = original(prompt, params, **rest)
+        collector.put_error(RequestError(f"refused {collector.request_id}"))
+        return collector
+
+    monkeypatch.setattr(engine, "submit", submit)
+    outcome = shell.run_cell("%%generate --seed 1,2\nhi\n")
+    assert isinstance(outcome.error_in_exec, UsageError)
+    assert capsys.readouterr().err == "UsageError: refused random-tiny-1\n"
+    assert [answer.finish_reason for answer in shell.user_ns["_"]] == ["error", "error"]
+
+
+def absorb(result: GenerationResult, text: str, finish_reason: str | None = None) -> None:
+    completion = CompletionOutput(0, text, [1], finish_reason=finish_reason)
+    result.absorb(RequestOutput("r", None, [1], [completion], finish_reason is not None))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_prints_what_is_complete_in_order_and_meanwhile_how_far_it_is(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    plan = parse_request("--seed 1,2,3", "hi\n", NBEngine(), {})
+    assert isinstance(plan, ComparisonPlan)
+    results = [GenerationResult(str(index), "hi") for index in range(3)]
+    comparison = ComparisonResult(plan.axes, [c.settings for c in plan.combinations], results)
+    view = GridTerminalView(GridState(plan, [SamplingParams(max_tokens=9)] * 3, comparison))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+
+    def printed() -> str:
+        lines = capsys.readouterr().out.replace("\x1b[2K", "").split("\r")
+        return "".join(line for line in lines if not line.startswith("\x1b[2m["))
+
+    absorb(results[1], "second", "stop")
+    absorb(results[0], "fir")
+    view.update([0, 1])
+    out = capsys.readouterr().out
+    assert ("1 of 3 answers · 1 running · 2 tokens" in out) is is_terminal
+    assert "second" not in out
+    absorb(results[0], "st", "stop")
+    view.update([0])
+    assert printed() == "── seed 1 ──\nfirst\n[2 tokens]\n\n── seed 2 ──\nsecond\n[1 token]\n\n"
+    results[2].abort()
+    view.finish("note")
+    rest = printed()
+    assert rest.startswith("── seed 3 ──\n")
+    assert "first" not in rest
+    assert "note" in rest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -174,29 +173,37 @@ def test_a_followed_log_takes_no_more_than_its_place() -> None:
     assert len(shown) == SHOWN_LINES
     assert shown[-1].startswith("999 xxx")
     assert max(map(len, shown)) == SHOWN_CHARACTERS
+    assert len(lines._lines) == SHOWN_LINES
 
 
 def test_following_ends_with_the_engine_and_pauses_between_pieces(
-    engine: FakeClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "log"
     path.write_text("before\n")
-    pauses: list[float] = []
+    seen: list[str] = []
 
-    class Alive:
+    class Engine:
         host_alive = True
 
+    def add(text: str) -> None:
+        with path.open("a") as file:
+            file.write(text)
+
     def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) < 4:
-            with path.open("a") as file:
-                file.write(f"{len(pauses)}\n")
-        Alive.host_alive = len(pauses) < 6
+        assert seconds == logs.FOLLOW_INTERVAL
+        if not seen:
+            add("1\n")
+        seen.append("pause")
 
     monkeypatch.setattr(logs.time, "sleep", pause)
-    assert list(follow_log(path, Alive())) == ["1\n", "2\n", "3\n"]  # type: ignore[arg-type]
-    assert pauses == [logs.FOLLOW_INTERVAL] * 6
-    assert threading.active_count() >= 1
+    for text in follow_log(path, Engine()):  # type: ignore[arg-type]
+        seen.append(text)
+        if text == "3\n":
+            Engine.host_alive = False
+        else:
+            add(f"{int(text) + 1}\n")
+    assert seen == ["pause", "1\n", "pause", "2\n", "pause", "3\n", "pause"]
 
 
 def test_every_command_has_help_in_three_ways(shell: InteractiveShell, capsys: Capture) -> None:

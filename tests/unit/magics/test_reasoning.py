@@ -35,6 +35,12 @@ def test_a_tag_repeated_after_the_prompts_is_not_part_of_the_reasoning() -> None
     assert split_reasoning("<think>a</think>b", "</think>") == Answer("b", "a")
 
 
+def test_what_may_be_a_tag_is_held_back_while_it_streams() -> None:
+    assert split_reasoning("<think>x</th", complete=False) == Answer("", "x", is_reasoning=True)
+    assert split_reasoning("<th", complete=False) == Answer("")
+    assert split_reasoning("<th") == Answer("<th")
+
+
 def test_reasoning_without_an_end_says_so() -> None:
     assert split_reasoning("<think>because") == Answer("", "because", is_reasoning=True)
     assert split_reasoning("<think>x</th") == Answer("", "x</th", is_reasoning=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -330,6 +331,28 @@ async def test_one_that_runs_in_the_background_streams_on_until_its_end(
 def _finish_when_shown(display: RecordingPublisher, engine: FakeClient) -> None:
     display.wait_for("still being written")
     engine.emit(" upon a time", "stop")
+
+
+def test_an_interrupted_answer_has_been_seen_and_a_running_one_of_another_notebook_is_shown_as_it_is(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.words = None
+    submit = engine.submit
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        collector = submit(*args, **options)
+        monkeypatch.setattr(collector, "get_blocking", lambda *_, **__: interrupt())
+        return collector
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    engine.submit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        shell.run_cell("%%generate\nhi\n").raise_error()
+    assert engine.read == [(None, ["random-tiny-1"])]
+    engine.kept["other"] = [kept("9-a", "so far", reason=None, cause="")]
+    assert "so far" in said(shell, "%engine recover --session other", capsys)
 
 
 def test_an_interrupt_ends_the_showing_and_not_the_generation(

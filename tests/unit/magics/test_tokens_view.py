@@ -36,8 +36,7 @@ class RecordedWidget:
         self.snapshot: dict[str, Any] = {}
 
     def send(self, content: dict[str, Any]) -> None:
-        msgspec.json.encode(content)
-        self.frames.append(content)
+        self.frames.append(msgspec.json.decode(msgspec.json.encode(content)))
 
 
 def feed_of(tree: BranchTree) -> tuple[TokensFeed, RecordedWidget, list[str]]:
@@ -60,16 +59,15 @@ def test_only_what_is_new_is_sent_and_everything_is_kept_at_the_end() -> None:
     tree[0].own.absorb(delta_of(WORDS[2:], "stop", text="!"))
     feed.push(tree[0])
     first, second = widget.frames
-    assert [token[1] for token in first["tokens"]] == ["The", " <b>"]
+    assert [token[1] for token in first["tokens"]] == [[["", "The"]], [["", " <b>"]]]
     assert (first["start"], first["state"], first["in_text"]) == (0, "running", None)
-    assert [token[1] for token in second["tokens"]] == ["!", "<end>"]
+    assert [token[1] for token in second["tokens"]] == [[["", "!"]], [["", "<end>"]]]
     assert (second["start"], second["state"], second["in_text"]) == (2, "done", 3)
     assert "finished" in second["footer"]
     assert [len(node["tokens"]) for node in widget.snapshot["nodes"]] == [4]
     assert first["tokens"][0] == [
         token_id("The"),
-        "The",
-        "",
+        [["", "The"]],
         0,
         "90 %",
         1,
@@ -93,7 +91,7 @@ def test_alternatives_beyond_the_first_are_sent_when_asked_for() -> None:
     tree, _ = tree_of([("x", 0.5, many)])
     feed, widget, _ = feed_of(tree)
     feed.push(tree[0])
-    assert len(widget.frames[0]["tokens"][0][6]) == EAGER_ALTERNATIVES
+    assert len(widget.frames[0]["tokens"][0][5]) == EAGER_ALTERNATIVES
     feed.receive({"kind": "alternatives", "node": 0, "position": 0})
     assert len(widget.frames[-1]["alternatives"]) == 31
 
@@ -214,7 +212,7 @@ async def test_a_cell_shows_a_widget_that_streams_and_ends_with_its_static_form(
         engine.emit("<i>")
         while not widgets or not widgets[0].sent:
             await asyncio.sleep(0.005)
-        assert widgets[0].sent[0]["tokens"][0][1] == "<i>"
+        assert widgets[0].sent[0]["tokens"][0][1] == (("", "<i>"),)
         engine.emit("!", "stop")
         await cell
     shown = messages(kernel_shell)

@@ -116,6 +116,18 @@ def test_what_is_not_like_the_step_before_is_spelled_out() -> None:
     assert kinds == [StepPlanned, StepContinued, StepPlanned, StepContinued, StepPlanned, StepContinued]
 
 
+def test_a_request_that_resumes_does_not_go_on_where_it_was() -> None:
+    followed = Followed(make_scheduler(max_num_batched_tokens=1))
+    add(followed.scheduler, "a", 5)
+    followed.step()
+    followed.step()
+    assert followed.scheduler.reset_prefix_cache(reset_running_requests=True)
+    followed.step()
+    planned = [event for event in followed.take() if isinstance(event, StepPlanned | StepContinued)]
+    assert [type(event) for event in planned] == [StepPlanned, StepContinued, StepPlanned]
+    assert [list(step.num_computed) for step in followed.mirror.steps] == [[0], [1], [0]]
+
+
 def test_a_step_under_way_at_a_snapshot_is_spelled_out_when_it_ends() -> None:
     followed = Followed(make_scheduler(ahead=True))
     add(followed.scheduler, "a", 5)

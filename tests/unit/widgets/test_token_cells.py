@@ -59,24 +59,27 @@ def test_less_probable_tokens_are_shaded_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mark", "shown"),
+    ("text", "pieces"),
     [
-        ("word", "", "word"),
-        (" word", "", " word"),
-        (" ", "", " "),
-        ("   ", "···", "   "),
-        ("\n", "⏎", "\n"),
-        (".\n\n", "⏎", ".\n\n"),
-        ("\t", "⇥", "\t"),
-        ("", PART, ""),
-        ("\u200b", "⟨U+200B⟩", "\u200b"),
-        ("\x07", "⟨U+0007⟩", ""),
-        ("a\u202eb", "⟨U+202E⟩", "ab"),
+        ("word", [("", "word")]),
+        (" two words ", [("", " two words ")]),
+        (" ", [("", " ")]),
+        ("  ", [("·", " "), ("·", " ")]),
+        ("\n", [("⏎", "\n")]),
+        (" a.\n\nb", [("", " a."), ("⏎", "\n"), ("⏎", "\n"), ("", "b")]),
+        ("\t", [("⇥", "\t")]),
+        ("", [(PART, "")]),
+        (None, [("⟨7⟩", "")]),
+        ("\u200b", [("⟨U+200B⟩", "\u200b")]),
+        ("\u200d", [("⟨U+200D⟩", "\u200d")]),
+        ("👩\u200d🚀", [("", "👩\u200d🚀")]),
+        ("\x07", [("⟨U+0007⟩", "")]),
+        ("a\u202eb", [("", "a"), ("⟨U+202E⟩", ""), ("", "b")]),
     ],
 )
-def test_what_cannot_be_seen_has_a_mark(text: str, mark: str, shown: str) -> None:
+def test_what_cannot_be_seen_has_a_mark(text: str | None, pieces: list[tuple[str, str]]) -> None:
     (cell,) = token_cells([7], [{7: Logprob(-0.1, 1, text)}], 5)
-    assert (cell.mark, cell.text) == (mark, shown)
+    assert list(cell.pieces) == pieces
 
 
 def test_labels_show_every_character() -> None:
@@ -90,7 +93,7 @@ def test_alternatives_are_in_the_order_of_their_probability_and_the_unknown_left
     assert [alternative.label for alternative in alternatives_of(entry, 5)] == ["a", "b", "c"]
     assert [alternative.label for alternative in alternatives_of(entry, 2)] == ["a", "b"]
     (cell,) = token_cells([9], [entry], 5)
-    assert (cell.probability, cell.mark) == (None, "⟨9⟩")
+    assert (cell.probability, cell.pieces) == (None, (("⟨9⟩", ""),))
 
 
 def test_the_tooltip_names_the_token_and_what_matters() -> None:
@@ -113,7 +116,7 @@ def test_no_token_is_html_wherever_it_stands(texts: list[str]) -> None:
     reader = Reader(html)
     assert set(reader.tags) == {"span"}
     assert len(reader.titles) == len(texts)
-    assert reader.text == "".join(cell.mark + cell.text for cell in cells)
+    assert reader.text == "".join(mark + text for cell in cells for mark, text in cell.pieces)
     assert all(len(title.splitlines()) >= 1 for title in reader.titles)
 
 

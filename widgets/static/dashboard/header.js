@@ -23,15 +23,16 @@ export class Header {
     this.banner = element("div", { class: "nbe-banner", role: "note" });
     this.values = new Map();
     const tiles = TILES.map(([label, title]) => {
-      const value = element("dd", {}, NOTHING);
+      const value = element("div", { class: "nbe-value" }, NOTHING);
       this.values.set(label, value);
-      return element("div", { class: "nbe-tile", title }, element("dt", {}, label), value);
+      const name = element("div", { class: "nbe-label" }, label);
+      return element("div", { class: "nbe-tile", role: "listitem", title }, name, value);
     });
     this.node = element(
       "header",
       { class: "nbe-header" },
       element("div", { class: "nbe-title" }, this.state, this.name, this.model, this.topology),
-      element("dl", { class: "nbe-tiles" }, ...tiles),
+      element("div", { class: "nbe-tiles", role: "list" }, ...tiles),
       this.banner,
     );
   }

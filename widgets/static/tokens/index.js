@@ -239,14 +239,20 @@ class View {
     }
   }
 
-  span([, text, mark, shade], index, node) {
+  span([, pieces, shade], index, node) {
     const span = element("span", "nbt-token", { role: "button", "aria-haspopup": "dialog" });
-    span.textContent = text;
+    for (const [mark, text] of pieces) span.append(mark ? this.marked(mark, text) : text);
     span.tabIndex = index === this.focused ? 0 : -1;
-    if (mark) span.dataset.mark = mark;
     if (shade) span.dataset.shade = shade;
     if (node.parent !== null && index === node.position) span.classList.add("nbt-chosen");
     return span;
+  }
+
+  // A mark is no text: it is not copied.
+  marked(mark, text) {
+    const piece = element("span", "nbt-mark", { "data-mark": mark });
+    piece.textContent = text;
+    return piece;
   }
 
   markForks() {
@@ -282,8 +288,8 @@ class View {
     this.pinned = pinned;
     if (pinned) this.focusToken(index);
     span.classList.add("nbt-open");
-    this.popover.show(span, token, token[6], this.tree.refusal);
-    if (token[6].length >= EAGER_ALTERNATIVES) {
+    this.popover.show(span, token, token[5], this.tree.refusal);
+    if (token[5].length >= EAGER_ALTERNATIVES) {
       this.model.send({ kind: "alternatives", node: this.active, position: index });
     }
   }

@@ -21,9 +21,9 @@ export class Popover {
   show(anchor, token, alternatives, refusal) {
     this.anchor = anchor;
     this.box.replaceChildren();
-    const [id, , , , probability, rank] = token;
+    const [id, pieces, , probability, rank] = token;
     const own = alternatives.find((alternative) => alternative[0] === id);
-    const name = own ? own[1] : token[1] || token[2];
+    const name = own ? own[1] : pieces.map(([mark, text]) => mark || text).join("");
     const head = element("div", "nbt-head");
     head.textContent = `${name} · ${probability}` + (rank ? ` · rank ${rank}` : "");
     this.box.setAttribute("aria-label", `Alternatives to ${name}`);
