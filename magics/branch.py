@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from nbengine.magics.result import GenerationResult
+from nbengine.magics.result import GenerationResult, Handle
 from nbengine.magics.stream import Generation
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics
 
