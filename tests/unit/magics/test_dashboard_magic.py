@@ -150,7 +150,7 @@ def test_frames_follow_the_engine(shown: tuple[Dashboard, Script], publisher: Pu
     _, script = shown
     begin(publisher)
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
-    (row,) = script.decoder.frame["requests"]
+    (row,) = script.decoder.requests
     assert (row["id"], row["own"], row["preview"]) == ("random-tiny-1", True, "Hi! Ho")
     assert len(script.decoder.ranks[0].steps) == 1
     frames = script.frames
@@ -203,7 +203,7 @@ def test_a_request_of_another_client_is_refused(
     _, script = shown
     begin(publisher, "theirs", client=2)
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
-    assert script.decoder.frame["requests"][0]["own"] is False
+    assert script.decoder.requests[0]["own"] is False
     answer = script.ask(kind="abort", rank=0, number=0)
     assert answer["error"] == (
         "request theirs is not this notebook's: only client 2 of the engine, which has sent it, can end it"
