@@ -16,6 +16,7 @@ from nbengine.magics.extension import unload
 from nbengine.metrics.trace import RequestAdded, RequestFinished, RequestTrace, StepPlanned
 from nbengine.widgets import dashboard as dashboard_module
 from nbengine.widgets import feed as feed_module
+from nbengine.widgets.chrome_trace import EngineHistory
 from nbengine.widgets.dashboard import Dashboard, answer_at_once
 from nbengine.widgets.feed import EngineFeed
 from nbengine.widgets.idle import IdleClock
@@ -254,6 +255,22 @@ def test_the_trace_is_exported(shown: tuple[Dashboard, Script], publisher: Publi
     answer = script.ask(kind="export")
     assert answer["name"] == "random-tiny-trace.json"
     assert dashboard.export(tmp_path / "trace.json").read_text() == answer["text"]
+
+
+def test_the_feed_goes_on_while_a_trace_is_written(
+    shown: tuple[Dashboard, Script], publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, script = shown
+    begin(publisher)
+    script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
+
+    def slow_trace(history: EngineHistory) -> str:
+        publisher.publish(num_running_reqs=7)
+        script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 7)
+        return str(len(history.ranks[0].steps))
+
+    monkeypatch.setattr(dashboard_module, "chrome_trace", slow_trace)
+    assert script.ask(kind="export")["text"] == "1"
 
 
 def test_dashboards_share_the_way_to_the_browser(
