@@ -78,8 +78,8 @@ class Dashboard(anywidget.AnyWidget):
 
     _is_closed = True
     _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
-    _line: ClassVar[Throttle] = Throttle(0.0, BYTES_PER_SECOND)
-    """The way to the browser, of all dashboards."""
+    _line: ClassVar[Throttle] = Throttle(0.0, BYTES_PER_SECOND, FRAME_INTERVAL)
+    """The way to the browser, of all dashboards: they are told of a state one right after the other."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Dashboard(anywidget.AnyWidget):
         self._sent_at = 0.0
         self._snapshot_due = time.monotonic() + SNAPSHOT_INTERVAL
         self._snapshot_of = 0.0
-        self._throttle = Throttle(FRAME_INTERVAL, BYTES_PER_SECOND)
+        self._throttle = Throttle(FRAME_INTERVAL, BYTES_PER_SECOND, FRAME_INTERVAL / 4)
         self._builder = FrameBuilder(self._preview)
         self._final: Mapping[str, str] | None = None
         self._is_closed = False

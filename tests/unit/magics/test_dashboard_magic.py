@@ -69,7 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "ALIVE_INTERVAL", 0.05)
     monkeypatch.setattr(dashboard_module, "FRAME_INTERVAL", 0.0)
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 1e9)
-    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 1e9))
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
 
 
@@ -277,7 +277,7 @@ def test_dashboards_share_the_way_to_the_browser(
     kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 100_000)
-    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000))
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000, 0.0))
     scripts = []
     for number in range(3):
         kernel_shell.run_cell(f"%dashboard -o board{number}").raise_error()
@@ -290,6 +290,14 @@ def test_dashboards_share_the_way_to_the_browser(
         script.wait_for(lambda decoder: 0 in decoder.ranks)
     # A frame is more than a thousand bytes.
     assert time.monotonic() - began > 2 * 0.01
+    # What was not used meanwhile is for all of them at once.
+    moments = iter([0.0])
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000, 1.0, lambda: next(moments, 60.0)))
+    frames = [script.frames for script in scripts]
+    for script in scripts:
+        script.dashboard._throttle = Throttle(0.0, 1e9, 0.0)
+        script.say(kind="hello")
+    assert [script.frames for script in scripts] == [count + 1 for count in frames]
 
 
 def test_what_a_script_should_not_say_changes_nothing(shown: tuple[Dashboard, Script]) -> None:
