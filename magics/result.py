@@ -17,7 +17,8 @@ from nbengine.magics.interrupts import ticking
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, joined
 
 if TYPE_CHECKING:
-    from nbengine.magics.branching import Branch, BranchTree
+    from nbengine.magics.branch import Branch
+    from nbengine.magics.branching import BranchTree
 
 _NOTHING = CompletionOutput(0, "", [])
 """The first completion before it begins."""

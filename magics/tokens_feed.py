@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from nbengine.errors import NBEngineError
-from nbengine.magics.branching import Branch, BranchTree
+from nbengine.magics.branch import Branch
+from nbengine.magics.branching import BranchTree
 from nbengine.magics.render import branch_footer
 from nbengine.outputs import Logprob
 from nbengine.widgets.token_cells import (

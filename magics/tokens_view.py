@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.branching import Branch, BranchTree
+from nbengine.magics.branch import Branch
+from nbengine.magics.branching import BranchTree
 from nbengine.magics.render import answers_bundle, muted
 from nbengine.magics.result import GenerationResult
 from nbengine.magics.tokens_feed import TokensFeed, kept_alternatives, line_below, num_in_text, shown_label

@@ -78,6 +78,8 @@ class Dashboard(anywidget.AnyWidget):
 
     _is_closed = True
     _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
+    _line: ClassVar[Throttle] = Throttle(0.0, BYTES_PER_SECOND)
+    """The way to the browser, of all dashboards."""
 
     def __init__(
         self,
@@ -169,8 +171,8 @@ class Dashboard(anywidget.AnyWidget):
             self._finish(state)
             return
         if self._is_watched:
-            self._send_frame(state)
             self._renew_snapshot(state)
+            self._send_frame(state)
         elif self._must_fall_back:
             self._fall_back(state)
 
@@ -190,23 +192,25 @@ class Dashboard(anywidget.AnyWidget):
         return sum(dashboard._is_watched for dashboard in list(self._open))
 
     def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
-        if not self._throttle.is_due:
+        if not (self._throttle.is_due and self._line.is_due):
             return
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
+            # Its own pause leaves the line to the others.
+            self._line.sent(frame.size)
             self._throttle.sent(frame.size * self._num_watched)
             self._sent_at = time.monotonic()
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if not at_once and (now < self._snapshot_due or state.time == self._snapshot_of):
+        waits = now < self._snapshot_due or state.time == self._snapshot_of or not self._line.is_due
+        if waits and not at_once:
             return
-        frame = FrameBuilder(self._preview).build(state)
-        if frame is None:
-            raise AssertionError("the first frame of a builder is always there")
+        frame = FrameBuilder(self._preview).snapshot(state)
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
+        self._line.sent(frame.size)
         self._snapshot_of = state.time
         share = self._num_watched * frame.size / SNAPSHOT_BYTES_PER_SECOND
         self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)

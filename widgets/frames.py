@@ -78,6 +78,7 @@ MOST_TEXT = 200
 FRAME_BYTES = 60_000
 """About what a frame may have before the rest of its steps waits for the next."""
 RESET_BYTES = 240_000
+SNAPSHOT_STEP_BYTES = 60_000
 LEAST_STEP_BYTES = 8_000
 """For the steps of an engine core, whatever else is in a frame."""
 SETTLE_SECONDS = 1.0
@@ -130,15 +131,30 @@ class FrameBuilder:
         """(when, end of the newest span then)."""
         self._sent: dict[str, object] = {}
 
+    def snapshot(self, state: DashboardState) -> Frame:
+        """A frame that stands by itself, with the latest steps alone where there are many."""
+        self.reset()
+        self._ranks.clear()
+        for rank, mirror in state.mirrors.items():
+            seen = self._ranks[rank] = _RankSeen()
+            seen.steps.skip_to_latest(mirror, SNAPSHOT_STEP_BYTES // len(state.mirrors))
+        return self._build(state, is_reset=True, force=True)
+
     def reset(self) -> None:
         """Let the next frame stand by itself."""
         self._needs_reset = True
 
     def build(self, state: DashboardState, *, force: bool = False) -> Frame | None:
         """The next frame; None if nothing has changed, except with `force` or after a `reset`."""
-        is_reset, self._needs_reset = self._needs_reset, False
-        if is_reset:
+        if self._needs_reset:
             self._ranks.clear()
+        frame = self._build(state, is_reset=self._needs_reset, force=force)
+        return frame if frame.content else None
+
+    def _build(self, state: DashboardState, *, is_reset: bool, force: bool) -> Frame:
+        """The next frame, without content if nothing has changed."""
+        self._needs_reset = False
+        if is_reset:
             self._spans_until = 0.0
         heads: dict[str, object] = {
             "engine": _engine(state),
@@ -159,7 +175,7 @@ class FrameBuilder:
             size += self._add_steps(rank, state.mirrors, max(LEAST_STEP_BYTES, room // len(ranks)))
         has_steps = any(rank["steps"] or rank["history_lost"] for rank in ranks)
         if not (has_news or buffers or spans or has_steps):
-            return None
+            return Frame({}, [], 0)
         self._seq += 1
         content: dict[str, object] = {
             "kind": "frame",

@@ -49,6 +49,18 @@ class StepEncoder:
         self._recomputing: set[int] = set()
         self._is_level = False
 
+    def skip_to_latest(self, mirror: TraceMirror, max_bytes: int) -> None:
+        """Leave out what lies so far back that the rest would have more than about so many bytes."""
+        size, newer = 0, None
+        for view in reversed(mirror.steps):
+            if size > max_bytes:
+                self._last = view
+                break
+            # What the newer one repeats is not sent twice.
+            is_repeated = newer is not None and _is_same(newer, view)
+            size += _STEP_BYTES + (0 if is_repeated else 4 * _NUMBER_BYTES * len(view.numbers))
+            newer = view
+
     def take(self, mirror: TraceMirror, max_bytes: int) -> Steps:
         """What is new in a mirror, up to about so many bytes; the rest comes with the next call."""
         source = (mirror.incarnation, mirror.num_snapshots)

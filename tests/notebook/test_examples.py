@@ -133,3 +133,91 @@ async def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_examp
     ]
     assert len(dummies) == 2
     assert min(dummies) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_prompts_are_compared_branched_and_discussed_as_the_example_says(
+    notebook_environment: dict[str, str], clean_afterwards: None
+) -> None:
+    code = await executed("04_prompt_iteration", notebook_environment)
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    moods, notes = (
+        text
+        for line, text in shown.items()
+        if line.startswith(("%%generate -o moods", "%%generate -o notes"))
+    )
+    assert moods.count("temperature") >= 3
+    assert "6 answers" in moods
+    assert "6 answers" in notes
+    assert len(shown["for row in notes.rows():"].splitlines()) == 6
+    difference = shown["after.diff(before)"]
+    assert "[-polite-]{+short+}" in difference
+    assert "reused" in shown["%%generate -o after --temperature 0 --max-tokens 50"]
+    tree = next(text for line, text in shown.items() if line.startswith("second = "))
+    assert re.search(r"└─ 1  .* at \d+: ", tree)
+    first, second = (text for line, text in shown.items() if line.startswith("%%chat"))
+    assert "tokens ·" in first
+    assert "prompt tokens reused" in second
+    assert (
+        shown['[(message["role"], message["content"][:50]) for message in talk.messages]'].count("user") == 2
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_answers_have_the_shape_that_the_example_asks_for(
+    notebook_environment: dict[str, str], clean_afterwards: None
+) -> None:
+    code = await executed("05_structured_output", notebook_environment)
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    mood = next(text for line, text in shown.items() if line.startswith("%%generate -o mood "))
+    assert mood.splitlines()[0] in ("positive", "negative")
+    rows = shown["for row in moods.rows():"].splitlines()
+    assert len(rows) == 3
+    assert {row.split()[0] for row in rows} <= {"positive", "negative", "neutral"}
+    assert shown['place.value["city"], type(place.value["population"]).__name__'].endswith("'int')")
+    date = next(text for line, text in shown.items() if line.startswith("%%generate -o date"))
+    assert re.fullmatch(r"[12]\d{3}-[01]\d-[0-3]\d", date.splitlines()[0])
+    assert "the token the model wanted least" in shown["import math"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_chunks_and_preemptions_are_seen_as_the_example_says(
+    notebook_environment: dict[str, str], clean_afterwards: None
+) -> None:
+    code = await executed("06_inside_the_scheduler", notebook_environment)
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    told = next(text for line, text in shown.items() if line.startswith("preempted = "))
+    preempted = [int(number) for number in re.findall(r"\d+", told.splitlines()[0])]
+    assert len(preempted) == 8
+    assert sum(preempted) > 0
+    pictures = [cell for cell in code if cell.source == "display(board.static(), raw=True)"]
+    assert len(pictures) == 2
+    for cell in pictures:
+        assert set(cell.outputs[0].data) >= {"text/plain", "text/html"}
+    assert "of 40 blocks" in plain(pictures[1]) or "/ 40" in plain(pictures[1])
+    (board,) = (cell for cell in code if cell.source == "%dashboard -o board")
+    assert "ended" in plain(board)
+    assert "32 tokens a step" in shown["def mean(values):"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_prefixes_are_shared_as_the_example_says(
+    notebook_environment: dict[str, str], clean_afterwards: None
+) -> None:
+    code = await executed("07_kv_cache", notebook_environment)
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    told = next(text for line, text in shown.items() if line.startswith("for question, answer"))
+    first, *others = (int(line.split()[0]) for line in told.splitlines())
+    assert first == 0
+    assert min(others) >= 96
+    story = next(text for line, text in shown.items() if line.startswith('print("computed for'))
+    new, again, end, beginning = (int(reused) for reused in re.findall(r": +(\d+) of", story))
+    assert new == beginning == 0
+    assert again >= 96
+    assert end == again
+    assert "after ten others: 0 of" in shown["import asyncio"]
+    assert "after the reset: 0 of" in shown['print("after the reset:", await reused(story))']

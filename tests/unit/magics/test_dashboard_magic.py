@@ -20,6 +20,7 @@ from nbengine.widgets.dashboard import Dashboard, answer_at_once
 from nbengine.widgets.feed import EngineFeed
 from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.plain_view import PlainView
+from nbengine.widgets.throttle import Throttle
 from tests.unit.widgets.frame_decoder import FrameDecoder
 from tests.unit.widgets.publishing import DEADLINE, Publisher
 
@@ -67,6 +68,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "ALIVE_INTERVAL", 0.05)
     monkeypatch.setattr(dashboard_module, "FRAME_INTERVAL", 0.0)
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 1e9)
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 1e9))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
 
 
@@ -252,6 +254,25 @@ def test_the_trace_is_exported(shown: tuple[Dashboard, Script], publisher: Publi
     answer = script.ask(kind="export")
     assert answer["name"] == "random-tiny-trace.json"
     assert dashboard.export(tmp_path / "trace.json").read_text() == answer["text"]
+
+
+def test_dashboards_share_the_way_to_the_browser(
+    kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 100_000)
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000))
+    scripts = []
+    for number in range(3):
+        kernel_shell.run_cell(f"%dashboard -o board{number}").raise_error()
+        scripts.append(Script(kernel_shell.user_ns[f"board{number}"], monkeypatch))
+    began = time.monotonic()
+    for script in scripts:
+        script.say(kind="hello")
+    assert [script.frames for script in scripts] == [1, 0, 0]
+    for script in scripts:
+        script.wait_for(lambda decoder: 0 in decoder.ranks)
+    # A frame is more than a thousand bytes.
+    assert time.monotonic() - began > 2 * 0.01
 
 
 def test_what_a_script_should_not_say_changes_nothing(shown: tuple[Dashboard, Script]) -> None:

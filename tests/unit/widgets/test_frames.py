@@ -389,3 +389,25 @@ def test_a_number_that_is_given_again_is_another_request() -> None:
     view.added = RequestAdded(0, "second", 1, added.time, 5, 8, added.prompt_token_ids)
     reader.take(state_of(engine))
     assert reader.decoder.frame["requests"][0]["id"] == "second"
+
+
+def test_a_snapshot_has_the_latest_steps() -> None:
+    engine = SmallEngine(num_blocks=3000)
+    engine.add(4, 10_000)
+    for _ in range(3000):
+        engine.step()
+    reader = Reader()
+    frame = reader.builder.snapshot(state_of(engine))
+    reader.decoder.take(frame.content, frame.buffers)
+    steps = reader.decoder.ranks[0].steps
+    assert steps[-1].step == 3000
+    assert 100 < len(steps) < 3000
+    assert [step.step for step in steps] == list(range(3001 - len(steps), 3001))
+    assert steps[0].entries == [(0, 1, 0, -1)]
+    assert not reader.decoder.ranks[0].cuts
+    assert len(json.dumps(frame.content)) < 100_000
+    small = busy_engine()
+    reader = Reader()
+    frame = reader.builder.snapshot(state_of(small))
+    reader.decoder.take(frame.content, frame.buffers)
+    assert_same(reader.decoder, small.mirror)

@@ -17,12 +17,15 @@ export class BlockMap {
     this.at = null; // the block that pointer or keyboard are on
     this.place = [0, 0];
     this.askTimer = 0;
-    this.surface = new Surface({
-      tabindex: "0",
-      role: "application",
-      "aria-roledescription": "block map",
-      "aria-label": "KV block map. Arrow keys move from block to block.",
-    });
+    this.surface = new Surface(
+      {
+        tabindex: "0",
+        role: "application",
+        "aria-roledescription": "block map",
+        "aria-label": "KV block map. Arrow keys move from block to block.",
+      },
+      () => app.loop.invalidate(this),
+    );
     this.mark = element("div", { class: "nbe-cell-mark" });
     this.mark.hidden = true;
     this.surface.stage.append(this.mark);
@@ -190,5 +193,6 @@ export class BlockMap {
 
   destroy() {
     clearTimeout(this.askTimer);
+    this.surface.destroy();
   }
 }

@@ -162,8 +162,7 @@ class Dashboard {
     this.observer.disconnect();
     this.model.off("change:height", this.heightChanged);
     for (const part of [this.loop, this.link, this.theme, this.view, this.tooltip, this.announcer]) part.destroy();
-    this.blocks.destroy();
-    this.requests.destroy();
+    for (const part of [this.scheduler, this.blocks, this.timeline, this.waves, this.requests]) part.destroy();
     this.root.remove();
   }
 }

@@ -30,7 +30,9 @@ function foremost(history, from, to, columns, read) {
 
 // The columns' values; -1 where there is no step.
 function envelope(history, from, to, columns, column) {
-  const read = (ordinal) => history.at(column, ordinal);
+  const { steps } = history;
+  const cells = steps[column];
+  const read = (ordinal) => cells[steps.slot(ordinal)];
   return Array.from(foremost(history, from, to, columns, read), (ordinal) => (ordinal < 0 ? -1 : read(ordinal)));
 }
 
@@ -45,9 +47,9 @@ function stretches(values, draw) {
 }
 
 class Chart {
-  constructor(app, label) {
+  constructor(app, label, resized) {
     this.app = app;
-    this.surface = new Surface({ role: "img", "aria-label": label });
+    this.surface = new Surface({ role: "img", "aria-label": label }, resized);
     const { canvas } = this.surface;
     canvas.addEventListener("pointermove", (event) => this.hover(event));
     canvas.addEventListener("pointerleave", () => app.tooltip.hide(this));
@@ -221,8 +223,9 @@ export function stepLines(history, ordinal) {
 export class Scheduler {
   constructor(app) {
     this.app = app;
-    this.queue = new QueueChart(app, "Running, waiting and preempted requests, step by step");
-    this.budget = new BudgetChart(app, "Tokens computed in each step, against the budget");
+    const resized = () => app.loop.invalidate(this);
+    this.queue = new QueueChart(app, "Running, waiting and preempted requests, step by step", resized);
+    this.budget = new BudgetChart(app, "Tokens computed in each step, against the budget", resized);
     this.now = document.createElement("span");
     this.now.className = "nbe-now";
     const marks = legend(["running", "running"], ["waiting", "waiting"], ["preempted", "preempted"]);
@@ -240,5 +243,10 @@ export class Scheduler {
     if (this.now.textContent !== now) this.now.textContent = now;
     this.queue.draw();
     this.budget.draw();
+  }
+
+  destroy() {
+    this.queue.surface.destroy();
+    this.budget.surface.destroy();
   }
 }

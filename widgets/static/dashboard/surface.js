@@ -3,20 +3,29 @@
 import { element } from "./dom.js";
 
 export class Surface {
-  constructor(attributes) {
+  // `resized` is called when there is another size to paint in. Asking for it each time would cost a layout.
+  constructor(attributes, resized) {
     this.canvas = element("canvas", { class: "nbe-canvas", ...attributes });
     this.stage = element("div", { class: "nbe-stage" }, this.canvas);
     this.context = this.canvas.getContext("2d");
     this.width = 0;
     this.height = 0;
     this.ratio = 1;
+    this.isStale = true;
+    this.observer = new ResizeObserver(() => {
+      this.isStale = true;
+      resized();
+    });
+    this.observer.observe(this.stage);
   }
 
   // Take the stage's size; true if it is another one, and all has to be painted.
   fit() {
+    const ratio = Math.max(1, devicePixelRatio || 1);
+    if (!this.isStale && ratio === this.ratio) return false;
+    this.isStale = false;
     const width = Math.floor(this.stage.clientWidth);
     const height = Math.floor(this.stage.clientHeight);
-    const ratio = Math.max(1, devicePixelRatio || 1);
     if (width === this.width && height === this.height && ratio === this.ratio) return false;
     Object.assign(this, { width, height, ratio });
     this.canvas.width = Math.round(width * ratio);
@@ -25,6 +34,10 @@ export class Surface {
     this.canvas.style.height = `${height}px`;
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     return true;
+  }
+
+  destroy() {
+    this.observer.disconnect();
   }
 
   clear() {

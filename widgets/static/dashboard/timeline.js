@@ -15,12 +15,15 @@ export class Timeline {
     this.app = app;
     this.rows = new Rows();
     this.row = null; // the number of the request that the keyboard has gone to
-    this.surface = new Surface({
-      tabindex: "0",
-      role: "application",
-      "aria-roledescription": "step timeline",
-      "aria-label": `Step timeline. ${HELP}`,
-    });
+    this.surface = new Surface(
+      {
+        tabindex: "0",
+        role: "application",
+        "aria-roledescription": "step timeline",
+        "aria-label": `Step timeline. ${HELP}`,
+      },
+      () => app.loop.invalidate(this),
+    );
     this.pauseButton = button("Pause", "❚❚ Pause", () => this.toggle());
     this.slider = element("input", {
       type: "range",
@@ -282,5 +285,9 @@ export class Timeline {
     }
     setText(this.place, text);
     setAttribute(this.slider, "aria-valuetext", text || "no steps");
+  }
+
+  destroy() {
+    this.surface.destroy();
   }
 }

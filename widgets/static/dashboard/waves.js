@@ -16,12 +16,15 @@ export class Waves {
     this.app = app;
     this.chosen = null; // seconds that are shown; null: as many as there are, within LIVE_SECONDS
     this.cursor = null; // { row, time }
-    this.surface = new Surface({
-      tabindex: "0",
-      role: "application",
-      "aria-roledescription": "timeline of engine cores",
-      "aria-label": "Engine cores over time. Arrow keys move the cursor, plus and minus zoom.",
-    });
+    this.surface = new Surface(
+      {
+        tabindex: "0",
+        role: "application",
+        "aria-roledescription": "timeline of engine cores",
+        "aria-label": "Engine cores over time. Arrow keys move the cursor, plus and minus zoom.",
+      },
+      () => app.loop.invalidate(this),
+    );
     this.now = element("span", { class: "nbe-now" });
     const { node, body } = panel("waves", "Engine cores", this.now);
     this.marks = legend(["running", "own steps"], ["dummy", "dummy steps"], ["idle", "idle"], ["arrival", "request came"]);
@@ -140,7 +143,11 @@ export class Waves {
     this.marks.classList.toggle("nbe-without-dummy", !inLockStep);
     const wave = Math.max(0, ...[...store.ranks.values()].map((rank) => rank.info.wave));
     setText(this.now, inLockStep ? `wave ${integer(wave)}` : count(numbers.length, "rank"));
-    this.surface.stage.style.height = `${AXIS + RANK_HEIGHT * numbers.length}px`;
+    const height = `${AXIS + RANK_HEIGHT * numbers.length}px`;
+    if (this.surface.stage.style.height !== height) {
+      this.surface.stage.style.height = height;
+      this.surface.isStale = true;
+    }
     this.surface.fit();
     const context = this.surface.clear();
     if (this.surface.width < GUTTER + 20) return;
@@ -244,5 +251,9 @@ export class Waves {
     context.lineTo(x + 4.5, y + 8);
     context.lineTo(x - 4.5, y + 8);
     context.fill();
+  }
+
+  destroy() {
+    this.surface.destroy();
   }
 }
