@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
+from operator import sub
 from typing import Any
 
 from notebook_support.lab import (
+    DEADLINE_SECONDS,
     SESSION,
     output_of,
     run_cell,
@@ -97,12 +100,18 @@ class Cockpit:
         """Show a dashboard and wait until it is live."""
         cell = self.start(line)
         self.finish(cell)
-        view = DashboardView(self.page, self.output(cell).locator(".nbe-dash"))
+        view = self.board(cell)
         view.wait_until_live()
         return view
 
+    def board(self, cell: int) -> DashboardView:
+        """The dashboard that a cell has shown."""
+        return DashboardView(self.page, self.output(cell).locator(".nbe-dash"))
+
     def close(self) -> None:
-        """End the kernel, and close the page."""
+        """End the kernel, and close the page if that is not done."""
+        if self.page.is_closed():
+            return
         wait_until_idle(self.page)
         self.page.evaluate(f"() => {SESSION}.shutdown()")
         self.page.close()
@@ -186,6 +195,19 @@ class DashboardView:
         )
         return Counter({(red, green, blue): number for red, green, blue, number in found})
 
+    @property
+    def ground(self) -> Color:
+        """The colour behind everything."""
+        text = self.root.evaluate("(node) => getComputedStyle(node).backgroundColor")
+        red, green, blue = (int(part) for part in re.findall(r"\d+", text))
+        return red, green, blue
+
+    def wait_for_color(self, panel: str, wanted: Color) -> None:
+        """Wait until a canvas has a colour, up to rounding."""
+        end = time.monotonic() + DEADLINE_SECONDS
+        while not any(max(map(abs, map(sub, seen, wanted))) <= 2 for seen in self.colors(panel)):
+            assert time.monotonic() < end, f"{panel} has no {wanted}"
+
     def pixels_of_request(self, number: int) -> int:
         """How many pixels of the block map are in a request's colour."""
         return self.colors("blocks")[color(REQUESTS[number % len(REQUESTS)])]
@@ -203,8 +225,7 @@ def color(text: str) -> Color:
 def mixed(text: str, opacity: float, ground: Color) -> Color:
     """A colour over a ground."""
     red, green, blue = (
-        round(opacity * top + (1 - opacity) * below)
-        for top, below in zip(color(text), ground, strict=True)
+        round(opacity * top + (1 - opacity) * below) for top, below in zip(color(text), ground, strict=True)
     )
     return red, green, blue
 

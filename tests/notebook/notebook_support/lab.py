@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import nbformat
-from playwright.sync_api import Browser, Dialog, Page, sync_playwright
+from playwright.sync_api import Browser, Dialog, Locator, Page, sync_playwright
 
 DEADLINE_SECONDS = 60.0
 TOKEN = "secret"
@@ -170,7 +170,9 @@ def open_notebook(
     browser: Browser, address: str, name: str, *, width: int = WIDE, height: int = 1000, frontend: str = "lab"
 ) -> Page:
     """A new page with a notebook, as `notebook_page` opens it; to be closed by who asks for it."""
-    path = f"lab/workspaces/test/tree/{quote(name)}?reset&" if frontend == "lab" else f"notebooks/{quote(name)}?"
+    path = (
+        f"lab/workspaces/test/tree/{quote(name)}?reset&" if frontend == "lab" else f"notebooks/{quote(name)}?"
+    )
     page = browser.new_page(viewport={"width": width, "height": height})
     page.set_default_timeout(DEADLINE_SECONDS * 1000)
     page.on("dialog", _accept)
@@ -281,8 +283,8 @@ def output_of(page: Page, cell: int) -> str:
     return _output_area(page, cell).inner_text()
 
 
-def screenshot(page: Page, name: str) -> bytes:
-    """A picture of the page as PNG, kept as `name`.png in the directory $NBENGINE_ARTEFACTS if that is set."""
+def screenshot(page: Page | Locator, name: str) -> bytes:
+    """A picture of the page or of an element as PNG, kept as `name`.png in the directory $NBENGINE_ARTEFACTS if that is set."""
     picture = page.screenshot()
     if directory := os.environ.get("NBENGINE_ARTEFACTS"):
         Path(directory).mkdir(parents=True, exist_ok=True)
