@@ -5,10 +5,14 @@ A process a rank: a track of its steps, counters, and a track a request with spa
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import msgspec
 
 from nbengine.client.trace_mirror import RequestView, StepView, TraceMirror
-from nbengine.widgets.dashboard_state import DashboardState
+from nbengine.widgets.dashboard_state import DashboardState, EngineLabel
 
 STEPS_TRACK = 0
 """Thread id of a rank's steps; a request has that of its number and 1."""
@@ -16,16 +20,39 @@ STEPS_TRACK = 0
 Event = dict[str, object]
 
 
-def chrome_trace(state: DashboardState) -> str:
+@dataclass(frozen=True, slots=True)
+class RankHistory:
+    """What is known of an engine core's last steps at one moment."""
+
+    steps: Sequence[StepView]
+    requests: Mapping[int, RequestView]
+    """By number."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHistory:
+    """What a trace tells. Nothing changes it any more: it can be read on any thread, for as long as that takes."""
+
+    label: EngineLabel
+    time: float
+    ranks: Mapping[int, RankHistory]
+
+
+def history_of(state: DashboardState) -> EngineHistory:
+    """A copy of what a trace needs."""
+    ranks = {rank: _rank_history(mirror) for rank, mirror in sorted(state.mirrors.items())}
+    return EngineHistory(state.label, state.time, ranks)
+
+
+def chrome_trace(history: EngineHistory) -> str:
     """The trace of all ranks. Times are microseconds since the first event."""
-    begins = [_begin(mirror) for mirror in state.mirrors.values()]
-    zero = min((begin for begin in begins if begin is not None), default=state.time)
+    zero = min((rank.steps[0].time for rank in history.ranks.values() if rank.steps), default=history.time)
     events: list[Event] = []
-    for rank, mirror in sorted(state.mirrors.items()):
-        events += _RankTrace(rank, mirror, zero, state.time).events()
+    for number, rank in history.ranks.items():
+        events += _RankTrace(number, rank, zero).events()
     document = {
         "displayTimeUnit": "ms",
-        "otherData": {"engine": state.label.name, "model": state.label.model, "began": zero},
+        "otherData": {"engine": history.label.name, "model": history.label.model, "began": zero},
         "traceEvents": events,
     }
     return msgspec.json.encode(document).decode()
@@ -34,11 +61,10 @@ def chrome_trace(state: DashboardState) -> str:
 class _RankTrace:
     """The events of one engine core."""
 
-    def __init__(self, rank: int, mirror: TraceMirror, zero: float, now: float) -> None:
+    def __init__(self, rank: int, history: RankHistory, zero: float) -> None:
         self._rank = rank
-        self._mirror = mirror
+        self._history = history
         self._zero = zero
-        self._now = now
         self._kinds: dict[int, tuple[str, float, float, int]] = {}
         """What is being done for a request: (name, begin, end, tokens)."""
         self._recomputing: set[int] = set()
@@ -48,7 +74,7 @@ class _RankTrace:
         self._name("process_name", 0, f"engine core {self._rank}")
         self._name("thread_name", STEPS_TRACK, "steps")
         seen: set[int] = set()
-        for step in self._mirror.steps:
+        for step in self._history.steps:
             self._step(step)
             seen.update(step.numbers, step.finished)
         for number in list(self._kinds):
@@ -150,9 +176,15 @@ class _RankTrace:
         return round(max(0.0, moment - self._zero) * 1e6, 1)
 
     def _view(self, number: int) -> RequestView | None:
-        return self._mirror.requests.get(number) or self._mirror.finished.get(number)
+        return self._history.requests.get(number)
 
 
-def _begin(mirror: TraceMirror) -> float | None:
-    """When the first event of a rank was."""
-    return mirror.steps[0].time if mirror.steps else None
+def _rank_history(mirror: TraceMirror) -> RankHistory:
+    steps = list(mirror.steps)
+    # Nothing more is learnt of the others: not how long they took, and not who has ended.
+    newest = len(steps) - 1
+    steps = [
+        copy.copy(step) if step.seconds is None or at == newest else step for at, step in enumerate(steps)
+    ]
+    unfinished = {number: copy.copy(view) for number, view in mirror.requests.items()}
+    return RankHistory(steps, {**mirror.finished, **unfinished})

@@ -17,7 +17,7 @@ from nbengine.client.connection import ConnectionInfo
 from nbengine.errors import NBEngineError
 from nbengine.metrics.trace import RequestAdded
 from nbengine.widgets.block_lines import block_lines, token_text
-from nbengine.widgets.chrome_trace import chrome_trace
+from nbengine.widgets.chrome_trace import chrome_trace, history_of
 from nbengine.widgets.comms import answer_at_once
 from nbengine.widgets.dashboard_html import static_bundle
 from nbengine.widgets.dashboard_state import DashboardState
@@ -78,8 +78,8 @@ class Dashboard(anywidget.AnyWidget):
 
     _is_closed = True
     _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
-    _line: ClassVar[Throttle] = Throttle(0.0, BYTES_PER_SECOND)
-    """The way to the browser, of all dashboards."""
+    _line: ClassVar[Throttle] = Throttle(0.0, BYTES_PER_SECOND, FRAME_INTERVAL)
+    """The way to the browser, of all dashboards: they are told of a state one right after the other."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Dashboard(anywidget.AnyWidget):
         self._sent_at = 0.0
         self._snapshot_due = time.monotonic() + SNAPSHOT_INTERVAL
         self._snapshot_of = 0.0
-        self._throttle = Throttle(FRAME_INTERVAL, BYTES_PER_SECOND)
+        self._throttle = Throttle(FRAME_INTERVAL, BYTES_PER_SECOND, FRAME_INTERVAL / 4)
         self._builder = FrameBuilder(self._preview)
         self._final: Mapping[str, str] | None = None
         self._is_closed = False
@@ -132,9 +132,7 @@ class Dashboard(anywidget.AnyWidget):
     def export(self, path: str | Path) -> Path:
         """Write the steps and requests that are known as a Chrome trace, which Perfetto opens, too."""
         path = Path(path)
-        with self._feed.state() as state:
-            text = chrome_trace(state)
-        path.write_text(text, "utf-8")
+        path.write_text(self._trace(), "utf-8")
         return path
 
     def static(self) -> dict[str, str]:
@@ -253,11 +251,16 @@ class Dashboard(anywidget.AnyWidget):
                 self._answer_abort(state, content.get("rank"), content.get("number"))
             elif kind == "block":
                 self._answer_block(state, content.get("rank"), content.get("block"))
-            elif kind == "export":
-                name = f"{self._info.name}-trace.json"
-                self.send({"kind": "export", "name": name, "text": chrome_trace(state)})
         if not was_following:
             self._feed.look_again()
+        if kind == "export":
+            self.send({"kind": "export", "name": f"{self._info.name}-trace.json", "text": self._trace()})
+
+    def _trace(self) -> str:
+        with self._feed.state() as state:
+            history = history_of(state)
+        # A long one takes its time, for which the feed and the other dashboards need not wait.
+        return chrome_trace(history)
 
     def _answer_abort(self, state: DashboardState, rank: object, number: object) -> None:
         error = None

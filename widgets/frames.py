@@ -15,10 +15,8 @@ frame, `{"kind": "hello"}`, when it is mounted and when a frame's `seq` is not t
             "workers": [{"rank", "memory_bytes", "num_steps", "step_seconds"}],
             "history_lost": false,                             # true: the steps below are not connected with earlier ones
             "steps": [STEP, ...],                              # new ones, and older ones whose `seconds` are known now
+            "requests": null | REQUESTS,                       # what has changed of its part of the table, null: nothing
             "blocks": null | {"buffer": 0, "full": true}}],    # index into the buffers
- "requests": [{"rank", "number", "id", "client", "state", "num_prompt_tokens", "num_cached_tokens", "num_computed_tokens",
-               "num_output_tokens", "max_total_tokens", "num_preemptions", "added_at", "first_token_at", "ended_at",
-               "finish_reason", "own", "foreground", "preview"}],     # all that the table has: at most 200, of which 40 have ended
  "waves": {"reset": true, "spans": [{"start", "end", "rank", "running", "steps", "dummy_steps", "wave", "num_requests"}]}}
 ```
 STEP is `[step, time, seconds, num_running, num_waiting, num_free_blocks, num_cached_blocks, entries, preempted, finished]`:
@@ -29,6 +27,18 @@ part of what was lost in a preemption, `cached` its prefix hit in tokens if it w
 request has ended since, as `[step, null, seconds, finished]`, `finished` being the whole list or null. A long history comes in
 several frames, the oldest steps first. Two steps of a rank in a row may have the same number only when `history_lost` lies
 between them. Texts (ids, names, previews) are cut to at most 200 characters.
+
+The table of requests has at most 200, of which 40 have ended, of all engine cores together: first the unfinished ones in the
+order of `added_at`, then those that have ended, the latest `ended_at` first (null as 0); where these are equal, in the order of
+rank and number. REQUESTS says what is to be done with an engine core's part of it, in this order:
+```
+{"gone": [number, ...],                                        # have left the table
+ "new": [{"number", "id", "client", "num_prompt_tokens", "max_total_tokens", "added_at", "preview"}],
+ "status": [[number, state, num_cached_tokens, num_preemptions, first_token_at, ended_at, finish_reason, own, foreground]],
+ "progress": [number, num_computed_tokens, num_output_tokens, ...]}                                   # flat
+```
+A new one takes the place of one with its number, if there is one. Its status and its progress come in the same frame; later
+they come when something in them has changed. An engine core that is not among `ranks` any more has left with its requests.
 
 Wave spans come when they are settled, about a second late: what is sent is not changed any more. Those of a frame are new
 ones; with `reset` all earlier ones are void.
@@ -54,27 +64,26 @@ kernel does not answer when none has come for fifteen.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbengine.client.trace_mirror import BlockMap, RequestView, TraceMirror
+from nbengine.client.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import RequestAdded
 from nbengine.widgets.dashboard_state import DashboardState
 from nbengine.widgets.feed_state import is_blank
+from nbengine.widgets.request_frames import RequestEncoder, RequestRow, cut
 from nbengine.widgets.step_frames import StepEncoder
 
 MOST_REQUESTS = 200
 """Rows of the table."""
 MOST_ENDED = 40
 """Of them those of requests that have ended."""
-MOST_TEXT = 200
-"""Characters of an id, a name or a preview."""
 FRAME_BYTES = 60_000
 """About what a frame may have before the rest of its steps waits for the next."""
 RESET_BYTES = 240_000
@@ -87,7 +96,7 @@ NOBODY = 2**19 - 1
 MOST_REFERENCES = 2**12 - 1
 
 _SAME_TIME = 1e-4
-_ROW_BYTES, _RANK_BYTES, _SPAN_BYTES, _HEAD_BYTES = 320, 600, 130, 700
+_RANK_BYTES, _SPAN_BYTES, _HEAD_BYTES = 600, 130, 700
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class Frame:
 class _RankSeen:
     """What the script has of an engine core."""
 
+    requests: RequestEncoder
     steps: StepEncoder = field(default_factory=StepEncoder)
     blocks: BlockMap | None = None
     version: int = 0
@@ -124,7 +134,6 @@ class FrameBuilder:
         self._seq = 0
         self._needs_reset = True
         self._ranks: dict[int, _RankSeen] = {}
-        self._rows: dict[tuple[int, int], tuple[RequestAdded, dict[str, object]]] = {}
         self._spans_until = 0.0
         self._settled_until = 0.0
         self._span_marks: deque[tuple[float, float]] = deque()
@@ -136,7 +145,7 @@ class FrameBuilder:
         self.reset()
         self._ranks.clear()
         for rank, mirror in state.mirrors.items():
-            seen = self._ranks[rank] = _RankSeen()
+            seen = self._ranks[rank] = self._unseen()
             seen.steps.skip_to_latest(mirror, SNAPSHOT_STEP_BYTES // len(state.mirrors))
         return self._build(state, is_reset=True, force=True)
 
@@ -156,25 +165,24 @@ class FrameBuilder:
         self._needs_reset = False
         if is_reset:
             self._spans_until = 0.0
-        heads: dict[str, object] = {
-            "engine": _engine(state),
-            "rates": _rates(state),
-            "requests": self._requests(state),
-        }
+        heads: dict[str, object] = {"engine": _engine(state), "rates": _rates(state)}
         ranks = [_rank(engine, state.mirrors.get(engine.engine_index)) for engine in state.stats.engines]
         now_shown = {**heads, "ranks": [dict(rank) for rank in ranks]}
         has_news = is_reset or force or now_shown != self._sent
         self._sent = now_shown
+        present = {engine.engine_index for engine in state.stats.engines}
+        self._ranks = {rank: self._ranks.get(rank) or self._unseen() for rank in present}
         spans = self._spans(state)
         buffers: list[bytes] = []
-        size = _HEAD_BYTES + _RANK_BYTES * len(ranks) + _SPAN_BYTES * len(spans) + self._rows_size()
+        size = _HEAD_BYTES + _RANK_BYTES * len(ranks) + _SPAN_BYTES * len(spans)
+        size += self._add_requests(ranks, state)
         for rank in ranks:
             size += self._add_blocks(rank, state.mirrors, buffers)
         room = (RESET_BYTES if is_reset else FRAME_BYTES) - size
         for rank in ranks:
             size += self._add_steps(rank, state.mirrors, max(LEAST_STEP_BYTES, room // len(ranks)))
-        has_steps = any(rank["steps"] or rank["history_lost"] for rank in ranks)
-        if not (has_news or buffers or spans or has_steps):
+        has_more = any(rank["steps"] or rank["history_lost"] or rank["requests"] for rank in ranks)
+        if not (has_news or buffers or spans or has_more):
             return Frame({}, [], 0)
         self._seq += 1
         content: dict[str, object] = {
@@ -188,6 +196,22 @@ class FrameBuilder:
         }
         return Frame(content, buffers, size)
 
+    def _unseen(self) -> _RankSeen:
+        return _RankSeen(RequestEncoder(self._preview))
+
+    def _add_requests(self, ranks: Sequence[dict[str, object]], state: DashboardState) -> int:
+        rows: defaultdict[int, list[RequestRow]] = defaultdict(list)
+        unfinished = sum(len(mirror.requests) for mirror in state.mirrors.values())
+        for number, view in state.requests(min(MOST_REQUESTS, unfinished + MOST_ENDED)):
+            rows[number].append((view, state.own_requests.get(view.added.request_id)))
+        size = 0
+        for rank in ranks:
+            number = cast("int", rank["rank"])
+            requests = self._ranks[number].requests.take(rows[number])
+            rank["requests"] = requests.item
+            size += requests.size
+        return size
+
     def _add_blocks(
         self, rank: dict[str, object], mirrors: Mapping[int, TraceMirror], buffers: list[bytes]
     ) -> int:
@@ -196,7 +220,7 @@ class FrameBuilder:
         rank["blocks"] = None
         if mirror is None or not mirror.blocks.num_blocks:
             return 0
-        seen, blocks = self._ranks.setdefault(number, _RankSeen()), mirror.blocks
+        seen, blocks = self._ranks[number], mirror.blocks
         is_full = seen.blocks is not blocks
         changed = np.flatnonzero(blocks.version > seen.version)
         # A pair is two words.
@@ -215,7 +239,7 @@ class FrameBuilder:
         if mirror is None:
             rank.update(history_lost=False, steps=[])
             return 0
-        steps = self._ranks.setdefault(number, _RankSeen()).steps.take(mirror, room)
+        steps = self._ranks[number].steps.take(mirror, room)
         rank.update(history_lost=steps.lost, steps=steps.items)
         return steps.size
 
@@ -249,25 +273,6 @@ class FrameBuilder:
         self._spans_until = max(self._spans_until, settled)
         return spans
 
-    def _requests(self, state: DashboardState) -> list[dict[str, object]]:
-        rows = []
-        known, self._rows = self._rows, {}
-        unfinished = sum(len(mirror.requests) for mirror in state.mirrors.values())
-        for rank, view in state.requests(min(MOST_REQUESTS, unfinished + MOST_ENDED)):
-            added = view.added
-            key = (rank, added.number)
-            entry = known.get(key)
-            if entry is None or entry[0] is not added:
-                entry = (added, _unchanging(rank, added, cut(self._preview(added))))
-            self._rows[key] = entry
-            own = state.own_requests.get(added.request_id)
-            rows.append({**entry[1], **_changing(view), "own": own is not None, "foreground": own is True})
-        return rows
-
-    def _rows_size(self) -> int:
-        texts = sum(len(str(row["id"])) + len(str(row["preview"])) for _, row in self._rows.values())
-        return _ROW_BYTES * len(self._rows) + texts
-
 
 def block_words(blocks: BlockMap, block_ids: NDArray[np.int64] | None = None) -> NDArray[np.uint32]:
     """A word a block, of all or of these, as the protocol has them."""
@@ -277,11 +282,6 @@ def block_words(blocks: BlockMap, block_ids: NDArray[np.int64] | None = None) ->
     numbers = np.where(holders < 0, NOBODY, holders % NOBODY).astype("<u4")
     words: NDArray[np.uint32] = references | blocks.cached[chosen].astype("<u4") << 12 | numbers << 13
     return words
-
-
-def cut(text: str) -> str:
-    """The beginning of a text that may be of any length."""
-    return text if len(text) <= MOST_TEXT else text[: MOST_TEXT - 1] + "…"
 
 
 def _pairs(block_ids: NDArray[np.int64], words: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -342,32 +342,6 @@ def _rank(engine: SchedulerStats, mirror: TraceMirror | None) -> dict[str, objec
             }
             for worker in engine.workers
         ],
-    }
-
-
-def _unchanging(rank: int, added: RequestAdded, preview: str) -> dict[str, object]:
-    return {
-        "rank": rank,
-        "number": added.number,
-        "id": cut(added.request_id),
-        "client": added.client_index,
-        "num_prompt_tokens": added.num_prompt_tokens,
-        "max_total_tokens": added.max_total_tokens,
-        "added_at": round(added.time, 4),
-        "preview": preview,
-    }
-
-
-def _changing(view: RequestView) -> dict[str, object]:
-    return {
-        "state": view.state,
-        "num_cached_tokens": view.num_cached_tokens,
-        "num_computed_tokens": view.num_computed_tokens,
-        "num_output_tokens": view.num_output_tokens,
-        "num_preemptions": view.num_preemptions,
-        "first_token_at": _rounded(view.first_token_at, 4),
-        "ended_at": _rounded(view.ended_at, 4),
-        "finish_reason": view.finish_reason,
     }
 
 

@@ -11,7 +11,7 @@ DECODE, PROMPT, RECOMPUTED = 0, 1, 2
 MOST_LAG = 10.0
 """Seconds by which what is sent may lie behind what is known, once it was level with it."""
 _STEP_BYTES = 75
-_NUMBER_BYTES = 6
+_NUMBER_BYTES = 5
 
 StepItem = list[object]
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SLACK = 0.25
-"""Share of an interval that a late message gives to the next one: who looks once an interval is not to miss every other."""
-
 
 class Throttle:
     """Keeps a rate: after each message the next one is due when both limits allow it.
@@ -15,14 +12,21 @@ class Throttle:
     Args:
         interval: seconds between two messages at least.
         bytes_per_second: on average.
+        slack: seconds of either limit that are kept while nothing is sent, and may be used at once later: who looks only now
+            and then is not to lose what was free meanwhile.
         clock: in seconds.
     """
 
     def __init__(
-        self, interval: float, bytes_per_second: float, clock: Callable[[], float] = time.monotonic
+        self,
+        interval: float,
+        bytes_per_second: float,
+        slack: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._interval = interval
         self._bytes_per_second = bytes_per_second
+        self._slack = slack
         self._clock = clock
         self._due = clock()
 
@@ -34,4 +38,4 @@ class Throttle:
     def sent(self, num_bytes: int) -> None:
         """Something has been sent."""
         pause = max(self._interval, num_bytes / self._bytes_per_second)
-        self._due = max(self._due, self._clock() - SLACK * self._interval) + pause
+        self._due = max(self._due, self._clock() - self._slack) + pause

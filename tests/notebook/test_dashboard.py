@@ -62,7 +62,7 @@ class Browser:
 
     def row(self, request_id: str) -> dict[str, Any] | None:
         """What the table says of a request."""
-        rows = self.decoder.frame.get("requests", [])
+        rows = self.decoder.requests
         return next((row for row in rows if row["id"].startswith(request_id)), None)
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Browser:
 
 
 def running_row(browser: Browser) -> dict[str, Any] | None:
-    rows = browser.decoder.frame.get("requests", [])
+    rows = browser.decoder.requests
     return next((row for row in rows if row["state"] == "running" and row["num_output_tokens"] > 5), None)
 
 
@@ -111,10 +111,8 @@ def test_a_dashboard_in_a_kernel(kernel: Kernel) -> None:
         foreign + "kept = other.submit('x', SamplingParams(max_tokens=250, ignore_eos=True), 'foreign')"
     )
     kernel.run("%%generate -a --raw -n 2 --max-tokens 200 -o pair\nHello")
-    browser.wait_for(
-        lambda: len([r for r in browser.decoder.frame["requests"] if r["state"] == "running"]) == 3
-    )
-    children = [r for r in browser.decoder.frame["requests"] if r["id"].startswith(("0_", "1_"))]
+    browser.wait_for(lambda: len([r for r in browser.decoder.requests if r["state"] == "running"]) == 3)
+    children = [r for r in browser.decoder.requests if r["id"].startswith(("0_", "1_"))]
     assert [child["own"] for child in children] == [True, True]
     browser.say(kind="abort", rank=0, number=children[0]["number"])
     kernel.run("result = pair.result()")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dashboard_frames import NUMBERS, START, FakeEngine, Frame
+from dashboard_frames import NUMBERS, START, FakeEngine, Frame, table_change
 from dashboard_page import DARK, LIGHT, DashboardPage, browser
 from playwright.sync_api import Browser, expect
 
@@ -118,9 +118,9 @@ def frame(
         buffers, rank["blocks"] = [pairs.tobytes()], {"buffer": 0, "full": False}
     else:
         rank["blocks"] = None
-    rank.update(steps=steps or [], **info)
+    rank.update(steps=steps or [], requests=table_change({}, requests or []), **info)
     content["engine"].update(engine or {})
-    content.update(seq=seq, reset=reset, requests=requests or [])
+    content.update(seq=seq, reset=reset)
     return content, buffers
 
 
@@ -251,7 +251,7 @@ def test_pointer_and_keyboard_tell_of_a_block(open_page: OpenPage) -> None:
     page.deliver(({"kind": "block", "rank": 0, "block": 2, "lines": lines}, []))
     assert page.text(TIP).split("\n") == both.split("\n") + lines
     # The answer is old when the block is another's.
-    page.deliver(frame(2, reset=False, changed={2: word(1, False, 12)}, requests=requests))
+    page.deliver(frame(2, reset=False, changed={2: word(1, False, 12)}))
     assert page.text(TIP) == "block 2: 1 reference\nheld by #12 cmpl-12"
 
     page.page.mouse.move(0, 0)
@@ -578,10 +578,11 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     assert widths == ["32%", "48%", "10%", "0%"]
     assert table.nth(0).get_by_role("progressbar").nth(1).get_attribute("aria-valuenow") == "5"
     assert "another client's" in table.nth(1).inner_text()
-    assert "length" in table.nth(2).inner_text()
-    assert "2.00 s" in table.nth(2).inner_text()
-    assert table.nth(3).locator(".nbe-cell-prompt").inner_text() == "0 / 100"
-    assert [table.nth(row).get_by_role("button").count() for row in range(4)] == [1, 0, 0, 1]
+    assert table.nth(2).locator(".nbe-cell-prompt").inner_text() == "0 / 100"
+    # Those that have ended come last.
+    assert "length" in table.nth(3).inner_text()
+    assert "2.00 s" in table.nth(3).inner_text()
+    assert [table.nth(row).get_by_role("button").count() for row in range(4)] == [1, 0, 1, 0]
     assert page.text(".nbe-requests .nbe-now") == "2 running · 1 waiting · 0 preempted"
 
     # By keyboard; the focus stays while rows move.
@@ -590,8 +591,8 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     page.page.keyboard.press("Enter")
     page.page.keyboard.press("Enter")
     assert page.sent("abort") == [{"kind": "abort", "rank": 0, "number": 3}]
-    expect(table.nth(3).locator(".nbe-status")).to_have_text("aborting …")
-    page.deliver(frame(2, reset=False, requests=[rows[3], *rows[:3]]))
+    expect(table.nth(2).locator(".nbe-status")).to_have_text("aborting …")
+    page.deliver(frame(2, reset=False, requests=[rows[3] | {"added_at": START - 1}]))
     expect(abort).to_be_focused()
     page.deliver(({"kind": "aborted", "rank": 0, "number": 3, "error": "it is not yours"}, []))
     expect(table.nth(0).locator(".nbe-status")).to_have_text("not aborted: it is not yours")
@@ -599,7 +600,9 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     page.deliver(({"kind": "aborted", "rank": 0, "number": 3, "error": None}, []))
     expect(table.nth(0).locator(".nbe-status")).to_have_text("aborted")
     ended = rows[3] | {"state": "finished", "finish_reason": "abort"}
-    page.deliver(frame(3, reset=False, requests=[rows[0], ended]))
+    last = frame(3, reset=False, requests=[ended])
+    last[0]["ranks"][0]["requests"]["gone"] = [1, 2]
+    page.deliver(last)
     assert table.count() == 2
     assert table.nth(1).get_by_role("button").count() == 0
     assert page.posts == []
@@ -712,7 +715,7 @@ def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> 
     assert_color(page.pixel(BLOCKS, *cell(page, 0)), REQUESTS[0])
     assert tile(page, "tokens out") == "412/s"
     live, _ = engine.frame(reset=True)
-    live["requests"][0]["id"] = "live-1"
+    live["ranks"][0]["requests"]["new"][0]["id"] = "live-1"
     page.page.evaluate("([content]) => models[0].deliver(content, [btoa('\\0'.repeat(24))])", [live])
     page.page.clock.run_for(100)
     assert page.page.locator(".nbe-banner").is_hidden()

@@ -62,6 +62,7 @@ class Rank:
         self.spans: list[dict[str, Any]] = []
         self.last_decodes: list[int] | None = None
         self.sent = np.zeros(num_blocks, np.uint32)
+        self.sent_rows: dict[int, dict[str, Any]] = {}
         self.random = random.Random(seed)
 
     def add(self, prompt: int, output: int, group: int = -1, **how: Any) -> Request:
@@ -202,6 +203,36 @@ class Rank:
         request.blocks.clear()
 
 
+UNCHANGING = ("number", "id", "client", "num_prompt_tokens", "max_total_tokens", "added_at", "preview")
+STATUS = ("number", "state", "num_cached_tokens", "num_preemptions", "first_token_at", "ended_at")
+STATUS += ("finish_reason", "own", "foreground")
+PROGRESS = ("number", "num_computed_tokens", "num_output_tokens")
+
+
+def table_change(before: dict[int, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What makes the rows of an engine core, by number, into these."""
+    old = {number: tuple(part(row, names) for names in (STATUS, PROGRESS)) for number, row in before.items()}
+    never = (None, None)
+    return {
+        "gone": sorted(before.keys() - {row["number"] for row in rows}),
+        "new": [{name: row[name] for name in UNCHANGING} for row in rows if row["number"] not in before],
+        "status": [
+            part(row, STATUS) for row in rows if part(row, STATUS) != old.get(row["number"], never)[0]
+        ],
+        "progress": [
+            value
+            for row in rows
+            if part(row, PROGRESS) != old.get(row["number"], never)[1]
+            for value in part(row, PROGRESS)
+        ],
+    }
+
+
+def part(row: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
+    """Some of a row's fields."""
+    return [row[name] for name in names]
+
+
 class FakeEngine:
     """Ranks of it and the frames that tell of them."""
 
@@ -244,8 +275,6 @@ class FakeEngine:
         now = max(rank.now for rank in self.ranks)
         spans = self.new_spans(now)
         waves = {"reset": reset, "spans": self.all_spans if reset else spans}
-        requests = [self.request_part(rank, request) for rank in self.ranks for request in self.shown(rank)]
-        requests.sort(key=lambda request: (request["state"] == "finished", request["added_at"]))
         content = {
             "kind": "frame",
             "seq": self.seq,
@@ -269,7 +298,6 @@ class FakeEngine:
                 "memory_bytes": 734003200,
             },
             "ranks": ranks,
-            "requests": requests[:200],
             "waves": waves,
         }
         return content, buffers
@@ -279,12 +307,15 @@ class FakeEngine:
         content, buffers = self.frame(reset=True)
         return content | {"buffers": [base64.b64encode(buffer).decode() for buffer in buffers]}
 
-    def shown(self, rank: Rank) -> list[Request]:
-        return [*rank.running, *rank.waiting, *rank.ended]
+    def requests_part(self, rank: Rank, reset: bool) -> dict[str, Any]:
+        before = {} if reset else rank.sent_rows
+        rank.sent_rows = {
+            request.number: self.row(request) for request in [*rank.running, *rank.waiting, *rank.ended]
+        }
+        return table_change(before, list(rank.sent_rows.values()))
 
-    def request_part(self, rank: Rank, request: Request) -> dict[str, Any]:
+    def row(self, request: Request) -> dict[str, Any]:
         return {
-            "rank": rank.rank,
             "number": request.number,
             "id": request.id,
             "client": 0 if request.own else 1,
@@ -338,6 +369,7 @@ class FakeEngine:
             ],
             "history_lost": False,
             "steps": steps,
+            "requests": self.requests_part(rank, reset),
             "blocks": blocks,
         }
 

@@ -16,6 +16,7 @@ from nbengine.magics.extension import unload
 from nbengine.metrics.trace import RequestAdded, RequestFinished, RequestTrace, StepPlanned
 from nbengine.widgets import dashboard as dashboard_module
 from nbengine.widgets import feed as feed_module
+from nbengine.widgets.chrome_trace import EngineHistory
 from nbengine.widgets.dashboard import Dashboard, answer_at_once
 from nbengine.widgets.feed import EngineFeed
 from nbengine.widgets.idle import IdleClock
@@ -68,7 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "ALIVE_INTERVAL", 0.05)
     monkeypatch.setattr(dashboard_module, "FRAME_INTERVAL", 0.0)
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 1e9)
-    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 1e9))
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
 
 
@@ -150,7 +151,7 @@ def test_frames_follow_the_engine(shown: tuple[Dashboard, Script], publisher: Pu
     _, script = shown
     begin(publisher)
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
-    (row,) = script.decoder.frame["requests"]
+    (row,) = script.decoder.requests
     assert (row["id"], row["own"], row["preview"]) == ("random-tiny-1", True, "Hi! Ho")
     assert len(script.decoder.ranks[0].steps) == 1
     frames = script.frames
@@ -203,7 +204,7 @@ def test_a_request_of_another_client_is_refused(
     _, script = shown
     begin(publisher, "theirs", client=2)
     script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
-    assert script.decoder.frame["requests"][0]["own"] is False
+    assert script.decoder.requests[0]["own"] is False
     answer = script.ask(kind="abort", rank=0, number=0)
     assert answer["error"] == (
         "request theirs is not this notebook's: only client 2 of the engine, which has sent it, can end it"
@@ -256,11 +257,27 @@ def test_the_trace_is_exported(shown: tuple[Dashboard, Script], publisher: Publi
     assert dashboard.export(tmp_path / "trace.json").read_text() == answer["text"]
 
 
+def test_the_feed_goes_on_while_a_trace_is_written(
+    shown: tuple[Dashboard, Script], publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, script = shown
+    begin(publisher)
+    script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
+
+    def slow_trace(history: EngineHistory) -> str:
+        publisher.publish(num_running_reqs=7)
+        script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 7)
+        return str(len(history.ranks[0].steps))
+
+    monkeypatch.setattr(dashboard_module, "chrome_trace", slow_trace)
+    assert script.ask(kind="export")["text"] == "1"
+
+
 def test_dashboards_share_the_way_to_the_browser(
     kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 100_000)
-    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000))
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000, 0.0))
     scripts = []
     for number in range(3):
         kernel_shell.run_cell(f"%dashboard -o board{number}").raise_error()
@@ -273,6 +290,14 @@ def test_dashboards_share_the_way_to_the_browser(
         script.wait_for(lambda decoder: 0 in decoder.ranks)
     # A frame is more than a thousand bytes.
     assert time.monotonic() - began > 2 * 0.01
+    # What was not used meanwhile is for all of them at once.
+    moments = iter([0.0])
+    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000, 1.0, lambda: next(moments, 60.0)))
+    frames = [script.frames for script in scripts]
+    for script in scripts:
+        script.dashboard._throttle = Throttle(0.0, 1e9, 0.0)
+        script.say(kind="hello")
+    assert [script.frames for script in scripts] == [count + 1 for count in frames]
 
 
 def test_what_a_script_should_not_say_changes_nothing(shown: tuple[Dashboard, Script]) -> None:

@@ -27,6 +27,29 @@ class DecodedRank:
     cuts: list[int] = field(default_factory=list)
     """Numbers of steps that were known when something was lost."""
     words: list[int] = field(default_factory=list)
+    requests: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+STATUS = (
+    "state",
+    "num_cached_tokens",
+    "num_preemptions",
+    "first_token_at",
+    "ended_at",
+    "finish_reason",
+    "own",
+    "foreground",
+)
+PROGRESS = ("num_computed_tokens", "num_output_tokens")
+UNCHANGING = {
+    "number",
+    "id",
+    "client",
+    "num_prompt_tokens",
+    "max_total_tokens",
+    "added_at",
+    "preview",
+}
 
 
 class FrameDecoder:
@@ -56,6 +79,18 @@ class FrameDecoder:
             self.spans = []
         self.spans += frame["waves"]["spans"]
 
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """The table, in its order."""
+        rows = [
+            {**row, "rank": rank} for rank, known in self.ranks.items() for row in known.requests.values()
+        ]
+        rows.sort(key=lambda row: (row["rank"], row["number"]))
+        unfinished = [row for row in rows if row["state"] != "finished"]
+        ended = [row for row in rows if row["state"] == "finished"]
+        ended.sort(key=lambda row: row["ended_at"] or 0, reverse=True)
+        return sorted(unfinished, key=lambda row: row["added_at"]) + ended
+
     def _take_rank(self, rank: DecodedRank, info: dict[str, Any], buffers: list[bytes]) -> None:
         rank.info = info
         if info["history_lost"]:
@@ -65,6 +100,8 @@ class FrameDecoder:
                 self._complete(rank, item)
             else:
                 self._append(rank, item)
+        if info["requests"] is not None:
+            self._take_requests(rank.requests, **info["requests"])
         if info["blocks"] is not None:
             data = buffers[info["blocks"]["buffer"]]
             words = list(struct.unpack(f"<{len(data) // 4}I", data))
@@ -74,6 +111,27 @@ class FrameDecoder:
             else:
                 for block, word in zip(words[::2], words[1::2], strict=True):
                     rank.words[block] = word
+
+    def _take_requests(
+        self,
+        known: dict[int, dict[str, Any]],
+        gone: list[int],
+        new: list[dict[str, Any]],
+        status: list[list[Any]],
+        progress: list[int],
+    ) -> None:
+        assert gone or new or status or progress, "nothing has changed"
+        for number in gone:
+            del known[number]
+        for row in new:
+            assert set(row) == UNCHANGING
+            known[row["number"]] = dict(row)
+        for number, *values in status:
+            known[number] |= dict(zip(STATUS, values, strict=True))
+        for number, *values in zip(*(progress[at::3] for at in range(3)), strict=True):
+            known[number] |= dict(zip(PROGRESS, values, strict=True))
+        complete = UNCHANGING | set(STATUS) | set(PROGRESS)
+        assert all(set(row) == complete for row in known.values())
 
     def _append(self, rank: DecodedRank, item: list[Any]) -> None:
         step, time, seconds, *figures, entries, preempted, finished = item

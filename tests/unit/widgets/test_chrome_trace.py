@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.widgets.chrome_trace import chrome_trace
+from nbengine.widgets.chrome_trace import chrome_trace, history_of
 from tests.unit.widgets.dashboards import SmallEngine, busy_engine, state_of
 
 HOSTILE = '</script>"\\\x00\u202e'
 
 
 def events_of(*engines: SmallEngine) -> list[dict[str, Any]]:
-    document = json.loads(chrome_trace(state_of(*engines)))
+    document = json.loads(chrome_trace(history_of(state_of(*engines))))
     assert document["displayTimeUnit"] == "ms"
     return document["traceEvents"]
 
@@ -132,3 +132,19 @@ def test_steps_in_flight_together_do_not_overlap_on_a_request() -> None:
     first, second = engine.mirror.steps
     first.seconds = second.time - first.time + 0.5
     check_rules([event for event in events_of(engine) if event["tid"] == 1])
+
+
+def test_what_happens_after_a_copy_is_not_in_its_trace() -> None:
+    engine = SmallEngine()
+    engine.add(5, 6, name="first")
+    engine.run(3)
+    step, seconds = engine.mirror.steps[-1], engine.mirror.steps[-1].seconds
+    step.seconds = None
+    history = history_of(state_of(engine))
+    before = chrome_trace(history)
+    step.seconds = seconds
+    engine.abort(0)
+    engine.add(9, 4)
+    engine.run(4)
+    assert chrome_trace(history) == before
+    assert chrome_trace(history_of(state_of(engine))) != before

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.client.trace_mirror import BlockMap, TraceMirror
+from nbengine.client.trace_mirror import BlockMap, RequestView, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
 from nbengine.metrics.trace import BlocksCached, RequestAdded, RequestTrace, TraceSnapshot
 from nbengine.widgets.dashboard_state import DashboardState, Rates
-from nbengine.widgets.frames import FRAME_BYTES, RESET_BYTES, Frame, FrameBuilder
+from nbengine.widgets.frames import FRAME_BYTES, MOST_ENDED, MOST_REQUESTS, RESET_BYTES, Frame, FrameBuilder
 from nbengine.widgets.step_frames import MOST_LAG
 from nbengine.widgets.wave_timeline import RankSpan, Span, WaveTimeline
 from tests.unit.widgets.dashboards import START, SmallEngine, busy_engine, state_of, vast_mirror
@@ -127,11 +127,39 @@ def assert_same(decoder: FrameDecoder, mirror: TraceMirror, *, kinds: bool = Tru
         assert decoded.finished == list(step.finished)
     if kinds:
         assert [step.entries for step in known.steps] == kinds_of(mirror)
-    rows = {(row["rank"], row["number"]): row for row in decoder.frame["requests"]}
-    for number, view in mirror.requests.items():
-        row = rows[mirror.engine_index, number]
-        assert (row["state"], row["num_output_tokens"]) == (view.state, view.num_output_tokens)
-        assert row["num_computed_tokens"] == view.num_computed_tokens
+    rows = [row for row in decoder.requests if row["rank"] == mirror.engine_index]
+    ended = list(reversed(mirror.finished.values()))[:MOST_ENDED]
+    ended.sort(key=lambda view: (-(view.ended_at or 0), view.added.number))
+    assert rows == [row_of(mirror.engine_index, view) for view in [*mirror.requests.values(), *ended]]
+
+
+def row_of(rank: int, view: RequestView) -> dict[str, object]:
+    """What the table has of a request that is not this notebook's."""
+    added = view.added
+    return {
+        "rank": rank,
+        "number": added.number,
+        "id": added.request_id,
+        "client": 0,
+        "state": view.state,
+        "num_prompt_tokens": added.num_prompt_tokens,
+        "num_cached_tokens": view.num_cached_tokens,
+        "num_computed_tokens": view.num_computed_tokens,
+        "num_output_tokens": view.num_output_tokens,
+        "max_total_tokens": added.max_total_tokens,
+        "num_preemptions": view.num_preemptions,
+        "added_at": pytest.approx(added.time, abs=1e-4),
+        "first_token_at": moment(view.first_token_at),
+        "ended_at": moment(view.ended_at),
+        "finish_reason": view.finish_reason,
+        "own": False,
+        "foreground": False,
+        "preview": f"prompt {added.number}",
+    }
+
+
+def moment(seconds: float | None) -> object:
+    return None if seconds is None else pytest.approx(seconds, abs=1e-4)
 
 
 ACTIONS = st.one_of(
@@ -371,7 +399,7 @@ def test_texts_are_cut_and_own_requests_marked() -> None:
     engine.run(1)
     reader = Reader()
     reader.take(state_of(engine, own={"mine": True}))
-    first, second = reader.decoder.frame["requests"]
+    first, second = reader.decoder.requests
     assert first["id"] == hostile[:199] + "…"
     assert (first["own"], first["foreground"]) == (False, False)
     assert (second["own"], second["foreground"]) == (True, True)
@@ -388,7 +416,54 @@ def test_a_number_that_is_given_again_is_another_request() -> None:
     added = view.added
     view.added = RequestAdded(0, "second", 1, added.time, 5, 8, added.prompt_token_ids)
     reader.take(state_of(engine))
-    assert reader.decoder.frame["requests"][0]["id"] == "second"
+    assert reader.decoder.requests[0]["id"] == "second"
+
+
+def test_what_does_not_change_of_a_request_is_sent_once() -> None:
+    reader = Reader()
+    engine = SmallEngine(num_blocks=3000, budget=4096, max_seqs=64)
+    for _ in range(64):
+        engine.add(4, 500)
+    engine.run(2)
+    reader.take_all(state_of(engine))
+    engine.run(1)
+    reader.take_all(state_of(engine))
+    (rank,) = reader.frames[-1].content["ranks"]
+    values = [value for number in range(64) for value in (number, 6, 3)]
+    assert rank["requests"] == {"gone": [], "new": [], "status": [], "progress": values}
+    engine.abort(7)
+    engine.run(1)
+    reader.take_all(state_of(engine, own={"generate-3": False, "generate-5": True}))
+    (rank,) = reader.frames[-1].content["ranks"]
+    assert [row[0] for row in rank["requests"]["status"]] == [3, 5, 7]
+    assert [row[-2:] for row in rank["requests"]["status"]] == [[True, False], [True, True], [False, False]]
+    reader.take(state_of(engine, own={"generate-3": False, "generate-5": True}), force=True)
+    assert reader.frames[-1].content["ranks"][0]["requests"] is None
+
+
+def test_the_table_has_its_most_and_the_latest_that_have_ended() -> None:
+    reader = Reader()
+    engine = SmallEngine(num_blocks=3000, budget=4096, max_seqs=300)
+    for _ in range(MOST_REQUESTS + 60):
+        engine.add(4, 500)
+    engine.run(1)
+    reader.take(state_of(engine))
+    assert [row["number"] for row in reader.decoder.requests] == list(range(MOST_REQUESTS))
+    for number in range(250):
+        engine.time += 0.001
+        engine.abort(number)
+    engine.run(1)
+    reader.take(state_of(engine))
+    rows = [row["number"] for row in reader.decoder.requests]
+    assert rows == [*range(250, MOST_REQUESTS + 60), *range(249, 249 - MOST_ENDED, -1)]
+
+
+def test_a_rank_that_comes_again_is_told_of_from_the_beginning() -> None:
+    engines = [busy_engine(rank, seed=rank) for rank in range(2)]
+    reader = Reader()
+    for present in (engines, engines[:1], engines):
+        reader.take_all(state_of(*present))
+    assert_same(reader.decoder, engines[1].mirror)
 
 
 def test_a_snapshot_has_the_latest_steps() -> None:

@@ -17,6 +17,17 @@ const SPAN_COLUMNS = {
   requests: Int32Array,
 };
 
+const STATUS = [
+  "state",
+  "num_cached_tokens",
+  "num_preemptions",
+  "first_token_at",
+  "ended_at",
+  "finish_reason",
+  "own",
+  "foreground",
+];
+
 export class Rank {
   constructor() {
     this.info = null;
@@ -25,14 +36,31 @@ export class Rank {
     this.changedBlocks = []; // since the map was painted
     this.areAllBlocksChanged = true;
     this.spans = new Ring(SPAN_COLUMNS, SPANS);
+    this.requests = new Map(); // by number; what changes is put into a new object
   }
 
   take(info, buffers) {
-    const { steps, blocks, history_lost: isCut, ...rest } = info;
+    const { steps, requests, blocks, history_lost: isCut, ...rest } = info;
     this.info = rest;
     if (isCut) this.history.cut();
     for (const step of steps) this.history.take(step);
+    if (requests) this.takeRequests(requests);
     if (blocks) this.takeBlocks(words(buffers[blocks.buffer]), blocks.full);
+  }
+
+  takeRequests({ gone, new: added, status, progress }) {
+    const { requests } = this;
+    for (const number of gone) requests.delete(number);
+    for (const request of added) requests.set(request.number, { ...request, rank: this.info.rank });
+    for (const [number, ...values] of status) {
+      const changes = Object.fromEntries(STATUS.map((name, at) => [name, values[at]]));
+      requests.set(number, { ...requests.get(number), ...changes });
+    }
+    for (let at = 0; at < progress.length; at += 3) {
+      const [number, computed, output] = progress.slice(at, at + 3);
+      const before = requests.get(number);
+      requests.set(number, { ...before, num_computed_tokens: computed, num_output_tokens: output });
+    }
   }
 
   takeBlocks(buffer, isFull) {
@@ -108,7 +136,6 @@ export class Store {
     this.time = frame.time;
     this.engine = frame.engine;
     this.rates = frame.rates;
-    this.requests = frame.requests;
     const present = new Set();
     for (const info of frame.ranks) {
       present.add(info.rank);
@@ -116,6 +143,7 @@ export class Store {
       this.ranks.get(info.rank).take(info, buffers);
     }
     for (const rank of this.ranks.keys()) if (!present.has(rank)) this.ranks.delete(rank);
+    this.requests = this.table();
     this.takeWaves(frame.waves);
     return true;
   }
@@ -124,6 +152,17 @@ export class Store {
     if (!waves) return;
     if (waves.reset) for (const rank of this.ranks.values()) rank.spans = new Ring(SPAN_COLUMNS, SPANS);
     for (const span of waves.spans) this.ranks.get(span.rank)?.takeSpan(span);
+  }
+
+  // All requests: the unfinished ones as they came, then the latest that have ended.
+  table() {
+    const rows = this.rankNumbers.flatMap((rank) => [...this.ranks.get(rank).requests.values()]);
+    rows.sort((first, second) => first.rank - second.rank || first.number - second.number);
+    const ended = rows.filter((request) => request.state === "finished");
+    const unfinished = rows.filter((request) => request.state !== "finished");
+    unfinished.sort((first, second) => first.added_at - second.added_at);
+    ended.sort((first, second) => second.ended_at - first.ended_at);
+    return [...unfinished, ...ended];
   }
 
   get rankNumbers() {
