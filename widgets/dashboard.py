@@ -80,6 +80,8 @@ class Dashboard(anywidget.AnyWidget):
     _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
     _line: ClassVar[Throttle] = Throttle(0.0, BYTES_PER_SECOND, FRAME_INTERVAL)
     """The way to the browser, of all dashboards: they are told of a state one right after the other."""
+    _snapshots: ClassVar[Throttle] = Throttle(0.0, SNAPSHOT_BYTES_PER_SECOND, 0.0)
+    """The part of it that snapshots have: one after the other, or frames would have to wait for all of them."""
 
     def __init__(
         self,
@@ -202,15 +204,17 @@ class Dashboard(anywidget.AnyWidget):
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        waits = now < self._snapshot_due or state.time == self._snapshot_of or not self._line.is_due
-        if waits and not at_once:
+        is_due = now >= self._snapshot_due and self._snapshots.is_due and self._line.is_due
+        if not at_once and (not is_due or state.time == self._snapshot_of):
             return
         frame = FrameBuilder(self._preview).snapshot(state)
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
-        self._line.sent(frame.size)
+        size = frame.size + sum(map(len, buffers)) - sum(map(len, frame.buffers))
+        self._line.sent(size)
+        self._snapshots.sent(size)
         self._snapshot_of = state.time
-        share = self._num_watched * frame.size / SNAPSHOT_BYTES_PER_SECOND
+        share = self._num_watched * size / SNAPSHOT_BYTES_PER_SECOND
         self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)
 
     def _finish(self, state: DashboardState) -> None:

@@ -41,7 +41,17 @@ _FAULTS = """(root) => {
         const style = getComputedStyle(node);
         const box = node.getBoundingClientRect();
         if (box.left < whole.left - 1 || box.right > whole.right + 1) faults.push(`${name(node)} sticks out`);
-        const isShortened = style.textOverflow === 'ellipsis';
+        // What is shortened can be read in whole beside the pointer.
+        const isShortened = style.textOverflow === 'ellipsis' && (node.title || node.querySelector('[title]'));
+        if (!node.title && !node.children.length && node.textContent) {
+            for (let around = node.parentElement; around && around !== root; around = around.parentElement) {
+                const { overflowX } = getComputedStyle(around);
+                if (overflowX === 'visible') continue;
+                if (overflowX === 'hidden' && around.getBoundingClientRect().right < box.right - 1)
+                    faults.push(`${name(node)} is cut off by ${name(around)}`);
+                break;
+            }
+        }
         if (!isShortened && style.display !== 'inline' && node.scrollWidth > node.clientWidth + 1 && node.clientWidth)
             faults.push(`${name(node)} is cut off: ${node.scrollWidth} > ${node.clientWidth}`);
         if (style.position === 'absolute' || style.position === 'sticky') continue;

@@ -70,6 +70,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard_module, "FRAME_INTERVAL", 0.0)
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 1e9)
     monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 1e9, 0.0))
+    monkeypatch.setattr(Dashboard, "_snapshots", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
 
 
@@ -298,6 +299,33 @@ def test_dashboards_share_the_way_to_the_browser(
         script.dashboard._throttle = Throttle(0.0, 1e9, 0.0)
         script.say(kind="hello")
     assert [script.frames for script in scripts] == [count + 1 for count in frames]
+
+
+def test_snapshots_come_one_after_the_other(
+    kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(Dashboard, "_snapshots", Throttle(0.0, 1000.0, 0.0, lambda: now))
+    begin(publisher)
+    boards = []
+    for number in range(2):
+        kernel_shell.run_cell(f"%dashboard -o board{number}").raise_error()
+        boards.append(kernel_shell.user_ns[f"board{number}"])
+        script = Script(boards[-1], monkeypatch)
+        script.say(kind="hello")
+        script.wait_for(lambda decoder: decoder.ranks[0].info["num_running"] == 1)
+    with boards[0]._feed.state() as state:
+        for board in boards:
+            board._snapshot_due = 0.0
+            board._renew_snapshot(state)
+        assert [bool(board.snapshot) for board in boards] == [True, False]
+        content = {name: value for name, value in boards[0].snapshot.items() if name != "buffers"}
+        now = 0.5 * len(str(content)) / 1000
+        boards[1]._renew_snapshot(state)
+        assert not boards[1].snapshot
+        now = 10.0 * len(str(content)) / 1000
+        boards[1]._renew_snapshot(state)
+        assert boards[1].snapshot
 
 
 def test_what_a_script_should_not_say_changes_nothing(shown: tuple[Dashboard, Script]) -> None:
