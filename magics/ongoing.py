@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from nbengine.magics.answers import Answers
+from nbengine.magics.open_views import OpenViews
 
 
 class OngoingRequests:
@@ -15,6 +16,8 @@ class OngoingRequests:
         self._foreground: dict[str, bool] = {}
         self.answers = Answers()
         """Those of requests that have ended, too."""
+        self.views = OpenViews()
+        """In which more can be asked for."""
 
     def add(self, engine_request_id: str, *, foreground: bool) -> None:
         """Note a request; `foreground`: the cell that is running waits for it."""

@@ -258,6 +258,7 @@ class NotebookSession:
         """Leave all engines running without this notebook, which may still come back; returns them."""
         while self.on_close:
             self.on_close.pop()()
+        self.ongoing.views.close()
         self.bury()
         engines, self._engines = list(self._engines.values()), {}
         for engine in engines:
@@ -268,6 +269,7 @@ class NotebookSession:
         if self._engines.get(engine.name) is engine:
             del self._engines[engine.name]
             self.ledger.remove(engine.client.connection)
+            self.ongoing.views.close(engine.name)
 
 
 def live_engines() -> list[ConnectionInfo]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -78,7 +79,7 @@ class Submitter:
             stream=options.stream,
             footer=options.footer,
             background=options.background,
-            tokens=params.logprobs is not None,
+            on_tokens=partial(self._ongoing.views.add, client.name) if params.logprobs is not None else None,
         )
         generation = Generation(
             collector,

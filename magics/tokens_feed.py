@@ -81,16 +81,24 @@ class TokensFeed:
         self._folded = folded
         self._on_hello = on_hello
         self._on_rest = on_rest
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_closed = False
         self._sent: dict[int, int] = {}
 
     def push(self, branch: Branch) -> None:
         """Send what is new of an answer, and keep everything at its end."""
         with self._lock:
+            if self._is_closed:
+                return
             start = self._sent.get(branch.id, 0)
             self._widget.send({"kind": "node", **self._node(branch, start)})
             if branch.done:
                 self._widget.snapshot = self._reset(is_news=False)
+
+    def close(self) -> None:
+        """Neither send nor do anything from now on: the widget is about to go."""
+        with self._lock:
+            self._is_closed = True
 
     def receive(self, content: object) -> None:
         """Do what the script asks for.
@@ -99,9 +107,11 @@ class TokensFeed:
             msgspec.ValidationError: it is nothing that the script sends.
         """
         request = msgspec.convert(content, _Hello | _Rest | _Alternatives | _Branch | _Stop)
+        if self._is_closed:
+            return
         if isinstance(request, _Hello):
             with self._lock:
-                self._widget.send(self._reset(is_news=True))
+                self._send(self._reset(is_news=True))
             self._on_hello()
             return
         if isinstance(request, _Rest):
@@ -121,9 +131,14 @@ class TokensFeed:
             branch = existing or node.branch(position, token_id)
         except NBEngineError as error:
             text = getattr(error, "cause", str(error))
-            self._widget.send({"kind": "notice", "node": node.id, "text": f"{type(error).__name__}: {text}"})
+            self._send({"kind": "notice", "node": node.id, "text": f"{type(error).__name__}: {text}"})
             return
-        self._widget.send({"kind": "select", "node": branch.id})
+        self._send({"kind": "select", "node": branch.id})
+
+    def _send(self, content: Frame) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._widget.send(content)
 
     def _send_alternatives(self, node: Branch, position: int) -> None:
         entries = node.logprobs or []
@@ -131,9 +146,7 @@ class TokensFeed:
             _alternative(alternative)
             for alternative in alternatives_of(entries[position], len(entries[position]))
         ]
-        self._widget.send(
-            {"kind": "alternatives", "node": node.id, "position": position, "alternatives": found}
-        )
+        self._send({"kind": "alternatives", "node": node.id, "position": position, "alternatives": found})
 
     def _reset(self, *, is_news: bool) -> Frame:
         """Everything; `is_news`: the script gets it, so that what follows continues it."""

@@ -64,6 +64,9 @@ class TokensView:
         self._given_up = False
         self._stale = False
         """A saved notebook would lack something."""
+        self._is_closed = False
+        self._lock = threading.RLock()
+        """What is shown last is what was found last."""
 
     def update(self, result: GenerationResult) -> None:
         """Send what is new and set the pace by what that cost."""
@@ -92,23 +95,38 @@ class TokensView:
         if self._widget is not None:
             self._wait_for_greeting()
 
+    def close(self) -> None:
+        """Put the static form in the widget's place: the engine is left, and nothing can branch any more."""
+        with self._lock:
+            self._is_closed = True
+            if self._widget is None or self._feed is None:
+                return
+            widget, self._widget = self._widget, None
+            self._feed.close()
+            self._feed = None
+            self._refresh()
+            widget.close()
+
     def _finish_without_tokens(self, result: GenerationResult, note: str) -> None:
         if self._rendered is None and (note or self._live.shown):
             self._live.show(answers_bundle(result.outputs, "text", note))
 
     def _show(self, result: GenerationResult) -> None:
-        if self._tree is None:
-            self._tree = result.tree
-            self._open()
-            self._refresh()
-        if self._feed is not None:
-            for root in self._tree.roots:
-                self._feed.push(root)
-        elif not result.finished:
-            self._refresh()
+        with self._lock:
+            if self._tree is None:
+                self._tree = result.tree
+                self._open()
+                self._refresh()
+            if self._feed is not None:
+                for root in self._tree.roots:
+                    self._feed.push(root)
+            elif not result.finished:
+                self._refresh()
 
     def _open(self) -> None:
         assert self._tree is not None
+        if self._is_closed:
+            return
         try:
             from nbengine.widgets.tokens import TokensWidget
         except ImportError as error:
@@ -125,8 +143,9 @@ class TokensView:
         )
 
     def _receive(self, content: object) -> None:
-        if self._feed is not None:
-            self._feed.receive(content)
+        feed = self._feed
+        if feed is not None:
+            feed.receive(content)
 
     def _on_hello(self) -> None:
         self._greeted.set()
@@ -141,6 +160,8 @@ class TokensView:
             waiting.start()
 
     def _look_for_greeting(self) -> None:
+        if self._is_closed:
+            return
         if self._idle.idle_seconds < GREETING_SECONDS:
             # What the script says may wait behind the cell that runs.
             self._wait_for_greeting()
@@ -149,11 +170,12 @@ class TokensView:
             self._refresh()
 
     def _on_branch(self, branch: Branch) -> None:
-        if self._feed is not None:
-            self._feed.push(branch)
+        feed = self._feed
+        if feed is not None:
+            feed.push(branch)
         if branch.done:
             self._stale = True
-            if not self._greeted.is_set():
+            if self._is_closed or not self._greeted.is_set():
                 self._on_rest()
 
     def _on_rest(self) -> None:
@@ -163,14 +185,15 @@ class TokensView:
 
     def _refresh(self) -> None:
         """Replace what a saved notebook has."""
-        if self._tree is None:
-            return
-        bundle: dict[str, Any] = dict(
-            static_bundle(self._tree, footer=self._footer, folded=self._rendered is not None)
-        )
-        if self._widget is not None and not self._given_up:
-            bundle.update(self._widget.mime_bundle())
-        self._live.show(bundle)
+        with self._lock:
+            if self._tree is None:
+                return
+            bundle: dict[str, Any] = dict(
+                static_bundle(self._tree, footer=self._footer, folded=self._rendered is not None)
+            )
+            if self._widget is not None and not self._given_up:
+                bundle.update(self._widget.mime_bundle())
+            self._live.show(bundle)
 
 
 def static_bundle(tree: BranchTree, *, footer: bool, folded: bool = False) -> dict[str, str]:

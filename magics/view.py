@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.magics.open_views import ClosableView
 from nbengine.magics.render import answers_bundle, footer_of, joined
 from nbengine.magics.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
@@ -126,15 +128,17 @@ def view_for(
     stream: bool,
     footer: bool,
     background: bool,
-    tokens: bool = False,
+    on_tokens: Callable[[ClosableView], object] | None = None,
 ) -> View:
-    """The view of the running cell, with `tokens` that of single ones. In a terminal a background answer would run into
-    what is being typed."""
+    """The view of the running cell; with `on_tokens` it is that of single tokens, and is given to it. In a terminal a
+    background answer would run into what is being typed."""
     if in_kernel(shell):
         placeholder = "in the background …" if background else ""
-        if tokens:
+        if on_tokens is not None:
             from nbengine.magics.tokens_view import TokensView
 
-            return TokensView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
+            view = TokensView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
+            on_tokens(view)
+            return view
         return CellView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
     return SilentView() if background else TerminalView(stream=stream, footer=footer)

@@ -197,7 +197,7 @@ async def test_chunks_and_preemptions_are_seen_as_the_example_says(
     assert len(pictures) == 2
     for cell in pictures:
         assert set(cell.outputs[0].data) >= {"text/plain", "text/html"}
-    assert "of 40 blocks" in plain(pictures[1]) or "/ 40" in plain(pictures[1])
+    assert "KV 30 blocks of 16 tokens" in plain(pictures[1])
     (board,) = (cell for cell in code if cell.source == "%dashboard -o board")
     assert "ended" in plain(board)
     assert "32 tokens a step" in shown["def mean(values):"]

@@ -17,9 +17,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import nbformat
-from playwright.sync_api import Dialog, Page, sync_playwright
+from playwright.sync_api import Browser, Dialog, Locator, Page, sync_playwright
 
 DEADLINE_SECONDS = 60.0
 TOKEN = "secret"
@@ -149,20 +150,36 @@ def notebook_page(
 
     `frontend` is "lab" or "notebooks". Questions that the browser itself asks are answered with yes.
     """
+    with lab_browser(chromium, directory) as browser:
+        yield open_notebook(browser, address, name, width=width, height=height, frontend=frontend)
+
+
+@contextmanager
+def lab_browser(chromium: str, directory: Path) -> Iterator[Browser]:
+    """A browser that keeps its files in `directory`."""
     own = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
-    path = f"lab/workspaces/test/tree/{name}?reset&" if frontend == "lab" else f"notebooks/{name}?"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS, env=own)
         try:
-            page = browser.new_page(viewport={"width": width, "height": height})
-            page.set_default_timeout(DEADLINE_SECONDS * 1000)
-            page.on("dialog", _accept)
-            page.goto(f"{address}/{path}token={TOKEN}")
-            wait_for_notebook(page)
-            wait_until_idle(page)
-            yield page
+            yield browser
         finally:
             browser.close()
+
+
+def open_notebook(
+    browser: Browser, address: str, name: str, *, width: int = WIDE, height: int = 1000, frontend: str = "lab"
+) -> Page:
+    """A new page with a notebook, as `notebook_page` opens it; to be closed by who asks for it."""
+    path = (
+        f"lab/workspaces/test/tree/{quote(name)}?reset&" if frontend == "lab" else f"notebooks/{quote(name)}?"
+    )
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.set_default_timeout(DEADLINE_SECONDS * 1000)
+    page.on("dialog", _accept)
+    page.goto(f"{address}/{path}token={TOKEN}")
+    wait_for_notebook(page)
+    wait_until_idle(page)
+    return page
 
 
 def _accept(dialog: Dialog) -> None:
@@ -266,8 +283,8 @@ def output_of(page: Page, cell: int) -> str:
     return _output_area(page, cell).inner_text()
 
 
-def screenshot(page: Page, name: str) -> bytes:
-    """A picture of the page as PNG, kept as `name`.png in the directory $NBENGINE_ARTEFACTS if that is set."""
+def screenshot(page: Page | Locator, name: str) -> bytes:
+    """A picture of the page or of an element as PNG, kept as `name`.png in the directory $NBENGINE_ARTEFACTS if that is set."""
     picture = page.screenshot()
     if directory := os.environ.get("NBENGINE_ARTEFACTS"):
         Path(directory).mkdir(parents=True, exist_ok=True)

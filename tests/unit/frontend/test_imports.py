@@ -49,6 +49,8 @@ PUBLIC = {
     "EngineStartError",
     "EngineDeadError",
     "LeaseExpiredError",
+    "FitReport",
+    "fit",
     "load_ipython_extension",
     "unload_ipython_extension",
 }

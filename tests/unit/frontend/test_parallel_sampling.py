@@ -12,8 +12,9 @@ from nbengine.errors import InvalidArgumentError, RequestError
 from nbengine.frontend.detokenizer import IncrementalDetokenizer
 from nbengine.frontend.logprobs import LogprobsProcessor
 from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor, RequestState
+from nbengine.frontend.output_processor import OutputProcessor
 from nbengine.frontend.parallel_sampling import ParentRequest, make_children
+from nbengine.frontend.request_state import RequestState
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,

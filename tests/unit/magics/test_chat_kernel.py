@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from html.parser import HTMLParser
 
 import pytest
-from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.magics.chat_view import chat_bundle, conversation_bundle
 from nbengine.magics.conversation import Conversation, Exchange
 from nbengine.magics.reasoning import Answer
-from tests.unit.magics.conftest import FakeClient, RecordingPublisher
+from tests.unit.magics.conftest import FakeClient
+from tests.unit.magics.kernel_cells import publisher, run, until
 
 HOSTILE = "</pre></details><script>alert(1)</script><img src=x onerror=y>\n\n# $x$ \\(y\\) & `z`"
 
@@ -39,28 +39,6 @@ class Tags(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._kind in self.open:
             self.inside.append(data)
-
-
-async def run(shell: InteractiveShell, code: str) -> ExecutionResult:
-    """Run a cell as ipykernel does."""
-    cell = shell.transform_cell(code)
-    assert shell.should_run_async(code, transformed_cell=cell)
-    try:
-        return await shell.run_cell_async(code, transformed_cell=cell, store_history=True)
-    finally:
-        shell.events.trigger("post_execute")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def publisher(shell: InteractiveShell) -> RecordingPublisher:
-    found = shell.display_pub
-    assert isinstance(found, RecordingPublisher)
-    return found
 
 
 async def test_reasoning_is_folded_from_its_first_word_on(

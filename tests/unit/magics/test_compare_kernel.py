@@ -13,7 +13,7 @@ from nbengine.errors import EngineDeadError, RequestError
 from nbengine.magics.compare_result import ComparisonResult
 from nbengine.magics.view import UPDATE_SECONDS
 from tests.unit.magics.conftest import FakeClient
-from tests.unit.magics.test_kernel_stream import publisher, run, until
+from tests.unit.magics.kernel_cells import publisher, run, until
 
 HOSTILE = "</td></table><script>alert(1)</script><img src=x onerror=alert(1)>"
 

@@ -6,41 +6,19 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from IPython.core.error import UsageError
-from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.magics.result import GenerationResult
 from nbengine.magics.view import UPDATE_SECONDS, CellView
 from nbengine.outputs import CompletionOutput
-from tests.unit.magics.conftest import FakeClient, RecordingPublisher
-
-
-async def run(shell: InteractiveShell, code: str) -> ExecutionResult:
-    """Run a cell as ipykernel does."""
-    cell = shell.transform_cell(code)
-    assert shell.should_run_async(code, transformed_cell=cell)
-    try:
-        return await shell.run_cell_async(code, transformed_cell=cell, store_history=True)
-    finally:
-        shell.events.trigger("post_execute")
-
-
-def publisher(shell: InteractiveShell) -> RecordingPublisher:
-    found = shell.display_pub
-    assert isinstance(found, RecordingPublisher)
-    return found
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.unit.magics.conftest import FakeClient
+from tests.unit.magics.kernel_cells import publisher, run, until
 
 
 async def test_the_cell_ends_with_one_output_in_plain_text_and_html(

@@ -21,7 +21,7 @@ from nbengine.magics.recover import MAX_SHOWN
 from nbengine.magics.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestOutput
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
-from tests.unit.magics.test_kernel_stream import publisher, run, until
+from tests.unit.magics.kernel_cells import publisher, run, until
 
 Capture = pytest.CaptureFixture[str]
 HOSTILE = "<script>alert(1)</script>\x1b[31m"

@@ -11,9 +11,10 @@ import pytest
 from answers import Word, delta_of, token_id, tree_of
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics import tokens_view
+from nbengine.magics import open_views, tokens_view
 from nbengine.magics.branching import BranchTree
 from nbengine.magics.extension import unload
+from nbengine.magics.open_views import OpenViews
 from nbengine.magics.tokens_feed import EAGER_ALTERNATIVES, TokensFeed, num_in_text
 from nbengine.magics.tokens_view import static_bundle
 from nbengine.widgets.tokens import TokensWidget
@@ -273,6 +274,92 @@ async def test_a_script_that_does_not_come_is_replaced_and_one_that_comes_late_r
     assert output["text/html"].count("<span title=") == 3
     widgets[0]._handle_custom_msg({"kind": "hello"}, [])
     assert VIEW in publisher.outputs()[0]
+
+
+@pytest.mark.parametrize("end", ["%engine stop", "%engine detach", "%engine restart", ""])
+async def test_when_its_engine_is_left_a_view_becomes_its_static_form(
+    kernel_shell: InteractiveShell, engine: FakeClient, widgets: list[Any], end: str
+) -> None:
+    await run(kernel_shell, "%%generate -o answer --logprobs 2\nhi\n")
+    widgets[0]._handle_custom_msg({"kind": "hello"}, [])
+    publisher: Any = kernel_shell.display_pub
+    assert VIEW in publisher.outputs()[0]
+    if end:
+        await run(kernel_shell, end)
+    else:
+        unload(kernel_shell)
+    output = publisher.outputs()[0]
+    assert set(output) == {"text/plain", "text/html"}
+    assert output["text/html"].count("<span title=") == 3
+    assert widgets[0].comm is None
+    sent = len(widgets[0].sent)
+    widgets[0]._handle_custom_msg({"kind": "hello"}, [])
+    widgets[0]._handle_custom_msg({"kind": "branch", "node": 0, "position": 0, "token": 7}, [])
+    assert (len(widgets[0].sent), len(kernel_shell.user_ns["answer"].tree)) == (sent, 1)
+    assert VIEW not in publisher.outputs()[0]
+
+
+async def test_another_engines_end_leaves_a_view_alone(
+    kernel_shell: InteractiveShell, engine: FakeClient, widgets: list[Any]
+) -> None:
+    await run(kernel_shell, "%%generate --logprobs 2\nhi\n")
+    await run(kernel_shell, "%engine start --name other\n%engine stop other")
+    assert VIEW in kernel_shell.display_pub.outputs()[0]  # type: ignore[attr-defined]
+    assert widgets[0].comm is not None
+
+
+async def test_an_answer_that_outlives_its_engine_never_gets_its_widget_back(
+    kernel_shell: InteractiveShell, engine: FakeClient, widgets: list[Any]
+) -> None:
+    engine.words = None
+    await run(kernel_shell, "%%generate -a -o early --logprobs 2\nhi\n")
+    await run(kernel_shell, "%%generate -a -o late --logprobs 2\nhi\n")
+    publisher: Any = kernel_shell.display_pub
+    engine.emit("a", index=0)
+    with publisher.changed:
+        assert publisher.changed.wait_for(lambda: VIEW in publisher.outputs()[0], 5)
+    kernel_shell.run_cell("%engine stop").raise_error()
+    assert VIEW not in publisher.outputs()[0]
+    for index in range(2):
+        engine.emit("b", "stop", index)
+    assert kernel_shell.user_ns["early"].result(5).text == "ab"
+    assert kernel_shell.user_ns["late"].result(5).text == "b"
+    outputs = publisher.outputs()
+    assert [VIEW in output for output in outputs[:2]] == [False, False]
+    assert [output["text/html"].count("<span title=") for output in outputs[:2]] == [2, 1]
+    assert len(widgets) == 1
+
+
+async def test_the_oldest_of_many_views_is_closed(
+    kernel_shell: InteractiveShell,
+    engine: FakeClient,
+    widgets: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_views, "MOST_OPEN", 2)
+    for _ in range(3):
+        await run(kernel_shell, "%%generate --logprobs 2\nhi\n")
+    publisher: Any = kernel_shell.display_pub
+    assert [VIEW in output for output in publisher.outputs()] == [False, True, True]
+    assert [widget.comm is None for widget in widgets] == [True, False, False]
+
+
+def test_views_that_nobody_has_any_more_are_forgotten() -> None:
+    class Closed:
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Closed] = []
+    views, kept = OpenViews(), Closed()
+    views.add("a", kept)
+    for _ in range(2 * open_views.MOST_OPEN):
+        views.add("a", Closed())
+    assert closed == []
+    views.close("b")
+    assert closed == []
+    views.close("a")
+    views.close()
+    assert closed == [kept]
 
 
 async def test_an_answer_that_does_not_come_leaves_nothing_but_its_error(

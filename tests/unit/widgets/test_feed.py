@@ -142,11 +142,11 @@ def test_states_come_five_times_a_second_at_most(
     began, count = time.monotonic(), len(listener.states)
     for number in itertools.count():
         publisher.publish(added(number))
-        if len(listener.states) >= count + 4:
+        if len(listener.states) >= count + 6:
             break
         time.sleep(0.002)
-    # The first of them may have been due already.
-    assert time.monotonic() - began >= 3 * 0.2 - 0.02
+    # The first of them may have been due already, long ago on a busy machine.
+    assert time.monotonic() - began >= 3 * 0.2
 
 
 def test_while_nobody_follows_the_engine_is_left_alone(follow: Follow, publisher: Publisher) -> None:

@@ -6,6 +6,7 @@ import { css } from "./theme.js";
 import { clamp } from "./view.js";
 
 const LARGEST = 26;
+const MAP_HEIGHTS = [78, 224]; // of the map, where nobody has chosen the height of the whole
 const SMALLEST = 4; // of a cell that is one block
 const BIN = 9;
 const COUNTED = 12; // cells from this size on have the number of references written into them
@@ -31,6 +32,12 @@ export class Layout {
     this.numCells = Math.ceil(this.numBlocks / this.perCell);
     this.columns = clamp(Math.floor(width / this.size), 1, Math.max(1, this.numCells));
     this.rows = Math.ceil(this.numCells / this.columns);
+  }
+
+  // How high cells of the largest size lie, within bounds.
+  static wantedHeight(numBlocks, width) {
+    const rows = Math.ceil(numBlocks / Math.max(1, Math.floor(width / LARGEST)));
+    return clamp(rows * LARGEST, ...MAP_HEIGHTS);
   }
 
   // Upper left corner of a cell.

@@ -163,6 +163,7 @@ export class BlockMap {
     this.colors ??= new BlockColors(this.app.theme);
     const isNew = hasChanged || this.painted !== rank || this.layout?.numBlocks !== blocks.length;
     if (isNew || rank.areAllBlocksChanged) {
+      if (isNew) this.surface.need(Layout.wantedHeight(blocks.length, this.surface.width));
       if (isNew) this.layout = new Layout(blocks.length, this.surface.width, this.surface.height);
       this.surface.clear();
       for (let cell = 0; cell < this.layout.numCells; cell += 1) this.paint(cell, blocks);

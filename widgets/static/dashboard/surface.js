@@ -36,6 +36,12 @@ export class Surface {
     return true;
   }
 
+  // Be at least so high; where that changes, `resized` is called.
+  need(height) {
+    const wanted = `${height}px`;
+    if (this.stage.style.minHeight !== wanted) this.stage.style.minHeight = wanted;
+  }
+
   destroy() {
     this.observer.disconnect();
   }

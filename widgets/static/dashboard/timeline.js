@@ -14,6 +14,7 @@ export class Timeline {
   constructor(app) {
     this.app = app;
     this.rows = new Rows();
+    this.wanted = 0; // how high it has to be
     this.row = null; // the number of the request that the keyboard has gone to
     this.surface = new Surface(
       {
@@ -249,6 +250,9 @@ export class Timeline {
     if (!history || width < GUTTER + 20) return;
     const [from, to] = view.window;
     this.rows.fill(history, Math.max(history.begin, Math.floor(from)), Math.ceil(to), height - AXIS);
+    // Never less than before: what is below would move up and down while requests come and go.
+    this.wanted = Math.max(this.wanted, this.rows.wantedHeight);
+    this.surface.need(this.wanted);
     if (view.cursor !== null) {
       context.fillStyle = theme.accent;
       context.globalAlpha = 0.22;

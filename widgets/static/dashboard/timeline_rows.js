@@ -8,6 +8,7 @@ import { clamp } from "./view.js";
 export const GUTTER = 56;
 export const AXIS = 20;
 const ROW_HEIGHTS = [4, 18];
+const STAGE_HEIGHTS = [128, 300]; // of the timeline, where nobody has chosen the height of the whole
 
 // Which requests have a row in a window of steps, and where it lies.
 export class Rows {
@@ -30,6 +31,11 @@ export class Rows {
     this.height = clamp(Math.floor(space / Math.max(1, this.numbers.length)), ...ROW_HEIGHTS);
     this.space = space;
     this.scroll(this.isAtEnd ? Infinity : this.offset);
+  }
+
+  // How high rows of the greatest height lie, within bounds.
+  get wantedHeight() {
+    return clamp(AXIS + this.numbers.length * ROW_HEIGHTS[1], ...STAGE_HEIGHTS);
   }
 
   get most() {

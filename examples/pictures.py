@@ -1,0 +1,137 @@
+"""Take the pictures that README.md and docs/examples.md show, of real notebooks in a real browser.
+
+python examples/pictures.py [live] [examples]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbconvert import HTMLExporter
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+sys.path.insert(0, str(ROOT / "tests" / "notebook"))
+
+from notebook_support.lab import (
+    CHROMIUM_FLAGS,
+    jupyter_lab,
+    notebook_page,
+    run_cell,
+    wait_for_prompt,
+    wait_for_text,
+    write_notebook,
+)
+
+PROMPT = (
+    "You are a patient teacher, and you explain how things work to a child of ten years, in plain words and with an "
+    "example from daily life. How does a {thing} work?"
+)
+DASHBOARD = [
+    "%load_ext nbengine",
+    "%engine start --max-num-batched-tokens 64 --max-num-seqs 8 --num-blocks 56 --max-model-len 512",
+    "%dashboard",
+    "things = 'kettle bicycle umbrella window ladder piano candle bridge lamp clock'.split()",
+    f"%%generate -a --each thing=things --seed 1 --max-tokens 90 --set ignore_eos=true\n{PROMPT}",
+    "%engine stop",
+]
+TOKENS = [
+    "%load_ext nbengine",
+    "%engine start",
+    "%%generate --temperature 0 --max-tokens 22 --logprobs 5\nName a fruit that is yellow, and say why people like it.",
+    "%engine stop",
+]
+EXAMPLES = {
+    "01_quickstart": "%%generate -o second",
+    "02_tensor_parallel": "%engine tree",
+    "03_data_parallel": "%engine waves",
+    "04_prompt_iteration": "%%generate -o moods",
+    "05_structured_output": "%%generate -o place",
+    "06_inside_the_scheduler": "%dashboard",
+    "07_kv_cache": "display(board.static(), raw=True)",
+}
+"""Of each notebook the beginning of the cell that is shown."""
+
+
+def take_live() -> None:
+    """The dashboard while it works, and tokens with a branch."""
+    with tempfile.TemporaryDirectory(prefix="nbp-", dir="/tmp") as name:
+        directory = Path(name)
+        environment = os.environ | {"NBENGINE_RUNTIME_DIR": f"{name}/engines", "XDG_RUNTIME_DIR": name}
+        with jupyter_lab(directory, dict(environment)) as address:
+            for cells, take in ((DASHBOARD, take_dashboard), (TOKENS, take_tokens)):
+                write_notebook(directory / "live.ipynb", cells)
+                with notebook_page(
+                    address, "live.ipynb", chromium(), directory, width=1280, height=1500
+                ) as page:
+                    page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
+                    for cell in range(len(cells) - 1):
+                        run_cell(page, cell)
+                        wait_for_prompt(page, cell)
+                    take(page)
+                    run_cell(page, len(cells) - 1)
+                    wait_for_prompt(page, len(cells) - 1)
+
+
+def take_dashboard(page: Page) -> None:
+    """When some requests have been preempted, and some have ended."""
+    page.wait_for_function(
+        "() => /[1-9] preemption/.test(document.body.innerText) && /[2-8] of 10 answers/.test(document.body.innerText)"
+    )
+    output(page, 2).screenshot(path=IMAGES / "dashboard_live.png")
+    wait_for_text(page, "10 answers", 4)
+
+
+def take_tokens(page: Page) -> None:
+    """Go on from another token, and look at the alternatives of one."""
+    tokens = output(page, 2).locator(".nbt-token")
+    tokens.nth(4).click()
+    page.locator("button.nbt-row").nth(0).click()
+    output(page, 2).locator(".nbt-tab").nth(1).click()
+    output(page, 2).locator(".nbt-footer", has_text="limit").wait_for()
+    tokens.nth(6).hover()
+    page.locator(".nbt-popover:popover-open").wait_for()
+    box = output(page, 2).bounding_box()
+    assert box is not None
+    page.screenshot(path=IMAGES / "tokens.png", clip={**box, "height": box["height"] + 170})
+
+
+def take_examples() -> None:
+    """A cell of each example, as it was committed."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_FLAGS)
+        page = browser.new_page(viewport={"width": 1000, "height": 900})
+        for stem, beginning in EXAMPLES.items():
+            notebook = nbformat.read(ROOT / "examples" / f"{stem}.ipynb", as_version=4)
+            html, _ = HTMLExporter(template_name="lab").from_notebook_node(notebook)
+            page.set_content(html)
+            code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+            last = max(index for index, source in enumerate(code) if source.startswith(beginning))
+            page.locator(".jp-CodeCell").nth(last).screenshot(path=IMAGES / f"example_{stem}.png")
+        browser.close()
+
+
+def output(page: Page, cell: int):
+    """What a code cell shows."""
+    return page.locator(".jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea")
+
+
+def chromium() -> str:
+    """The browser.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    return shutil.which("chromium") or sys.exit("pictures need chromium (Debian's package chromium)")
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or ["live", "examples"]
+    for part in wanted:
+        {"live": take_live, "examples": take_examples}[part]()
