@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
+from notebook_support.comm import VIEW, Browser, model_of
 from notebook_support.kernel import DEADLINE, Cell, Kernel
 from notebook_support.paced import start_line
 
-from tests.unit.widgets.frame_decoder import FrameDecoder, unpacked
+from tests.unit.widgets.frame_decoder import unpacked
 
-VIEW = "application/vnd.jupyter.widget-view+json"
 COMPARE = """
 import time
 from nbengine.widgets.feed import EngineFeed
@@ -41,61 +39,17 @@ compared = [(told[step], notes.seen[step]) for step in told.keys() & notes.seen.
 """
 
 
-class Browser:
-    """The frontend's end of a widget: what it is sent, and what it sends."""
-
-    def __init__(self, kernel: Kernel, model_id: str) -> None:
-        self.kernel = kernel
-        self.model_id = model_id
-        self.decoder = FrameDecoder()
-        self.answers: list[dict[str, Any]] = []
-        self.closed = False
-        kernel.comm_messages = self._take
-
-    def say(self, **content: object) -> None:
-        data = {"method": "custom", "content": content}
-        client = self.kernel.client
-        client.shell_channel.send(client.session.msg("comm_msg", {"comm_id": self.model_id, "data": data}))
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        self.kernel.pump(condition, "message of the dashboard")
-
-    def row(self, request_id: str) -> dict[str, Any] | None:
-        """What the table says of a request."""
-        rows = self.decoder.requests
-        return next((row for row in rows if row["id"].startswith(request_id)), None)
-
-    def _take(self, message: dict[str, Any]) -> None:
-        content = message["content"]
-        if content.get("comm_id") != self.model_id:
-            return
-        if message["msg_type"] == "comm_close":
-            self.closed = True
-        elif content["data"].get("method") == "custom":
-            said = content["data"]["content"]
-            if said["kind"] == "frame":
-                self.decoder.take(said, [bytes(buffer) for buffer in message["buffers"]])
-            else:
-                self.answers.append(said)
-
-
-def running_row(browser: Browser) -> dict[str, Any] | None:
-    rows = browser.decoder.requests
-    return next((row for row in rows if row["state"] == "running" and row["num_output_tokens"] > 5), None)
-
-
 def test_a_dashboard_in_a_kernel(kernel: Kernel) -> None:
     kernel.run(start_line(tokens_per_second=150, max_model_len=4096) + " -o llm")
     shown = kernel.run("%dashboard -o board")
     (output,) = shown.outputs
     assert set(output["data"]) >= {VIEW, "text/html", "text/plain"}
-    browser = Browser(kernel, output["data"][VIEW]["model_id"])
+    browser = Browser(kernel, model_of(output))
 
     # While a cell is busy: frames come, and Abort ends its request alone.
     cell = kernel.start("%%generate --raw --max-tokens 3000 -o answer\n<img src=x onerror=alert(1)>")
     browser.say(kind="hello")
-    browser.wait_for(lambda: running_row(browser) is not None)
-    row = running_row(browser)
+    row = browser.running_row()
     assert (row["own"], row["foreground"], row["preview"]) == (True, True, "<img src=x onerror=alert(1)>")
     browser.say(kind="abort", rank=0, number=row["number"])
     kernel.finish(cell)

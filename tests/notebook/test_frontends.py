@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
 import pytest
+from notebook_support.comm import Browser, model_of, subshell_of
 from notebook_support.kernel import Kernel
 from notebook_support.lab import write_notebook
 from notebook_support.leaks import wait_until_clean
@@ -18,10 +20,14 @@ from notebook_support.paced import start_line
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 KERNELS = Path(sys.prefix) / "ipykernels"
 """Where `make` puts the versions that are not the environment's own."""
+ENVIRONMENTS_OWN = version("ipykernel")
+OTHER_VERSIONS = ["6.31.0", "7.3.0"]
 CELLS = [
     "%load_ext nbengine",
     start_line(tokens_per_second=500),
+    "%dashboard",
     "%%generate -o answer --max-tokens 26\nhi",
+    "%%generate -o shaded --max-tokens 5 --logprobs 3\n<b>hi</b>",
     "print(answer.text, answer.finish_reason)",
     "%engine stop",
 ]
@@ -43,45 +49,140 @@ def test_jupyter_execute_runs_a_notebook(
     assert_ran(tmp_path / "out.ipynb")
 
 
-@pytest.fixture(scope="module", params=["6.31.0", "7.3.0"])
-def other_kernel(request: pytest.FixtureRequest, notebook_environment: dict[str, str]) -> Iterator[Kernel]:
-    """A kernel of another ipykernel than the environment's, with an engine that writes 200 tokens a second."""
-    directory = KERNELS / request.param
-    if not directory.is_dir():
-        pytest.skip(f"ipykernel {request.param} is not in {KERNELS} (make installs it there)")
-    path = os.pathsep.join([str(directory), notebook_environment["PYTHONPATH"]])
-    kernel = Kernel(notebook_environment | {"PYTHONPATH": path})
-    kernel.run("import ipykernel")
+@pytest.fixture(scope="module")
+def kernel_of(request: pytest.FixtureRequest, notebook_environment: dict[str, str]) -> Iterator[Kernel]:
+    """A kernel of some version of ipykernel, with an engine that writes 200 tokens a second."""
+    environment = notebook_environment
+    if request.param != ENVIRONMENTS_OWN:
+        directory = KERNELS / request.param
+        if not directory.is_dir():
+            pytest.skip(f"ipykernel {request.param} is not in {KERNELS} (make installs it there)")
+        path = os.pathsep.join([str(directory), environment["PYTHONPATH"]])
+        environment = environment | {"PYTHONPATH": path}
+    kernel = Kernel(environment)
+    kernel.run("import time, ipykernel")
     assert kernel.value("ipykernel.__version__") == request.param
-    kernel.run(start_line(tokens_per_second=200))
+    kernel.run(start_line(tokens_per_second=200) + " -o llm")
     yield kernel
     kernel.run("%engine stop")
     kernel.close()
     wait_until_clean(Path(notebook_environment["XDG_RUNTIME_DIR"]))
 
 
-def test_another_ipykernel_streams_and_keeps_what_an_interrupt_leaves(other_kernel: Kernel) -> None:
-    cell = other_kernel.run("%%generate -o answer --max-tokens 52\nhi\n")
+in_other_versions = pytest.mark.parametrize("kernel_of", OTHER_VERSIONS, indirect=True, scope="module")
+in_every_version = pytest.mark.parametrize(
+    "kernel_of", [*OTHER_VERSIONS, ENVIRONMENTS_OWN], indirect=True, scope="module"
+)
+
+
+@in_other_versions
+def test_another_ipykernel_streams_and_keeps_what_an_interrupt_leaves(kernel_of: Kernel) -> None:
+    cell = kernel_of.run("%%generate -o answer --max-tokens 52\nhi\n")
     assert len(cell.outputs) == 1
     assert len(cell.updates) > 3
     assert cell.text.startswith(ALPHABET * 2)
-    cell = other_kernel.start("%%generate -o answer --max-tokens 3000\nhi\n")
-    other_kernel.wait_for_text(cell, ALPHABET)
-    other_kernel.interrupt()
-    other_kernel.finish(cell)
+    cell = kernel_of.start("%%generate -o answer --max-tokens 3000\nhi\n")
+    kernel_of.wait_for_text(cell, ALPHABET)
+    kernel_of.interrupt()
+    kernel_of.finish(cell)
     assert [output["kind"] for output in cell.outputs] == ["display_data", "error"]
     assert cell.outputs[1]["ename"] == "KeyboardInterrupt"
-    text, reason = other_kernel.value("(answer.text, answer.finish_reason)")
+    text, reason = kernel_of.value("(answer.text, answer.finish_reason)")
     assert reason == "abort"
     assert text == (ALPHABET * 200)[: len(text)]
 
 
-def test_in_another_ipykernel_a_background_answer_stays_in_its_cell(other_kernel: Kernel) -> None:
-    cell = other_kernel.run("%generate -a -o later --max-tokens 60 hi")
-    elsewhere = other_kernel.run("result = await later")
+@in_other_versions
+def test_in_another_ipykernel_a_background_answer_stays_in_its_cell(kernel_of: Kernel) -> None:
+    cell = kernel_of.run("%generate -a -o later --max-tokens 60 hi")
+    elsewhere = kernel_of.run("result = await later")
     assert not elsewhere.outputs
-    other_kernel.pump(lambda: "60 tokens" in cell.text, "the answer's foot line")
+    kernel_of.pump(lambda: "60 tokens" in cell.text, "the answer's foot line")
     assert cell.text.startswith(ALPHABET * 2)
+
+
+@in_every_version
+def test_a_dashboards_messages_come_while_cells_are_busy_where_the_kernel_can_take_them(
+    kernel_of: Kernel,
+) -> None:
+    subshell_id = subshell_of(kernel_of)
+    takes_at_once = subshell_id is not None
+    shown = kernel_of.run("%dashboard")
+    browser = Browser(kernel_of, model_of(shown.outputs[0]), subshell_id)
+    browser.say(kind="hello")
+    browser.wait_for(lambda: browser.num_resets == 1)
+
+    cell = kernel_of.start("%%generate --raw --max-tokens 3000 -o answer\nawaited")
+    row = browser.running_row()
+    browser.say(kind="abort", rank=0, number=row["number"])
+    if not takes_at_once:
+        # Until the cell has ended the message waits: the script interrupts the kernel.
+        tokens = row["num_output_tokens"]
+        browser.wait_for(lambda: browser.running_row()["num_output_tokens"] > tokens + 40)
+        assert browser.answers == []
+        kernel_of.interrupt()
+    kernel_of.finish(cell)
+    assert cell.status == ("ok" if takes_at_once else "error")
+    assert_aborted(kernel_of, "answer")
+    browser.wait_for(lambda: bool(browser.answers))
+    assert browser.answers[0]["error"] is None or not takes_at_once
+
+    kernel_of.run("%generate -a --raw --max-tokens 3000 -o later hi")
+    row = browser.running_row(after=row["number"])
+    cell = kernel_of.start("print('busy')\nwhile not later.done: time.sleep(0.01)")
+    kernel_of.wait_for_text(cell, "busy")
+    browser.say(kind="abort", rank=0, number=row["number"])
+    if not takes_at_once:
+        kernel_of.interrupt()
+    kernel_of.finish(cell)
+    browser.wait_for(lambda: len(browser.answers) == 2)
+    assert browser.answers[1]["error"] is None
+    kernel_of.run("result = later.result(5)")
+    assert_aborted(kernel_of, "result")
+
+    # A script that is loaded anew gets everything.
+    browser.say(kind="hello")
+    browser.wait_for(lambda: browser.num_resets == 2)
+    kernel_of.run("%dashboard --close")
+    assert browser.closed
+    assert set(shown.outputs[0]["data"]) == {"text/html", "text/plain"}
+
+
+@in_every_version
+def test_tokens_comparisons_conversations_and_what_is_shown_again(kernel_of: Kernel) -> None:
+    shown = kernel_of.run("%%generate --raw --logprobs 3 --max-tokens 6 -o shaded\nhi")
+    subshell_id = subshell_of(kernel_of)
+    browser = Browser(kernel_of, model_of(shown.outputs[0]), subshell_id)
+    browser.say(kind="hello")
+    browser.wait_for(lambda: bool(browser.answers))
+    (node,) = browser.answers[0]["nodes"]
+    assert [token[1] for token in node["tokens"]] == [[["", letter]] for letter in "ABCDEF"]
+    alternatives = node["tokens"][3][5]
+    assert [alternative[1] for alternative in alternatives] == ["D", "E", "F"]
+    waiting = "while len(shaded.tree) < 2 or not shaded.tree[1].done: time.sleep(0.01)"
+    cell = kernel_of.start(waiting if subshell_id is not None else "time.sleep(0.2)")
+    browser.say(kind="branch", node=0, position=3, token=alternatives[1][0])
+    assert kernel_of.finish(cell).status == "ok"
+    browser.wait_for(lambda: any(said.get("state") == "done" for said in browser.answers[1:]))
+    assert kernel_of.value("shaded.tree[1].text") == "ABCEAB"
+    assert {"kind": "select", "node": 1} in browser.answers
+
+    grid = kernel_of.run("%%generate --seed 1,2 --max-tokens 3,5 -o grid\nhi")
+    assert len(grid.outputs) == 1
+    assert kernel_of.value("[answer.text for answer in grid]") == ["ABC", "ABC", "ABCDE", "ABCDE"]
+    for message in ("first", "second"):
+        kernel_of.run(f"%%chat --max-tokens 4 -o talk\n{message}")
+    assert kernel_of.value("[turn.user for turn in talk.turns]") == ["first", "second"]
+    again = kernel_of.run("%engine recover").text
+    assert "> second" in again
+    assert "ABCD" in again
+
+
+def assert_aborted(kernel: Kernel, name: str) -> None:
+    text, reason = kernel.value(f"({name}.text, {name}.finish_reason)")
+    assert reason == "abort"
+    assert len(text) > 5
+    assert (ALPHABET * 200).startswith(text)
 
 
 def run(environment: dict[str, str], program: str, *arguments: str, directory: Path) -> None:
@@ -99,9 +200,16 @@ def run(environment: dict[str, str], program: str, *arguments: str, directory: P
 
 
 def assert_ran(path: Path) -> None:
-    cells = nbformat.read(path, as_version=4).cells
-    answer, printed = cells[-3].outputs, cells[-2].outputs
+    _, _, dashboard, answer, shaded, printed, _ = [
+        cell.outputs for cell in nbformat.read(path, as_version=4).cells
+    ]
     assert len(answer) == 1
     assert answer[0].data["text/plain"].startswith(ALPHABET)
     assert "26 tokens" in answer[0].data["text/plain"]
     assert printed[0].text == f"{ALPHABET} length\n"
+    # Nothing needs a widget any more.
+    assert [set(output.data) for output in (*dashboard, *shaded)] == [{"text/html", "text/plain"}] * 2
+    assert "ended" in dashboard[0].data["text/html"]
+    assert "ended" in dashboard[0].data["text/plain"]
+    assert shaded[0].data["text/html"].count("<span title=") == 5
+    assert shaded[0].data["text/plain"].startswith("ABCDE\n\n[stopped at the limit")

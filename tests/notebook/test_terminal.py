@@ -10,6 +10,8 @@ import pytest
 from notebook_support.paced import start_line
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+REDRAW = r"\x1b\[(\d+)A\x1b\[J"
+"""Up to where the text before began."""
 
 
 class Terminal:
@@ -68,5 +70,40 @@ def test_a_session_in_a_terminal(terminal: Terminal) -> None:
     )
     assert "ABC" in terminal.run("%generate --max-tokens 3 again")
     assert "0 running, 0 waiting" in terminal.run("%engine status")
+    watch_the_engine(terminal)
+    look_closer(terminal)
     assert "2 processes are gone" in terminal.run("%engine stop")
     assert "UsageError: no engine is running here" in terminal.run("%generate hi")
+
+
+def watch_the_engine(terminal: Terminal) -> None:
+    """The dashboard as text, once and until ^C."""
+    once = terminal.run("%dashboard")
+    assert "random-tiny" in once
+    assert "\x1b" not in once
+    terminal.child.sendline("%dashboard --watch 0.1")
+    for _ in range(2):
+        drawn = terminal.expect(REDRAW)
+        assert drawn.count("\n") == int(terminal.child.match[1])
+        assert "random-tiny" in drawn
+    terminal.child.sendintr()
+    assert "Traceback" not in terminal.expect(r"In \[\d+\]: ")
+    assert "42" in terminal.run("6 * 7")
+
+
+def look_closer(terminal: Terminal) -> None:
+    """Tokens, comparisons, conversations, and what is shown again."""
+    assert "ABCD" in terminal.run("shaded = %generate --logprobs 3 --max-tokens 4 hi")
+    assert "[3, 3, 3, 3]" in terminal.run("[len(entry) for entry in shaded.logprobs]")
+    terminal.run("branch = shaded.branch(1, 'C').result()")
+    assert "'ACAB'" in terminal.run("branch.text")
+    grid = terminal.run("grid = %generate --seed 1,2 --max-tokens 3,5 hi")
+    assert grid.count("ABCDE") == 2
+    assert "4" in terminal.run("len(grid.results)")
+    assert "ABCD" in terminal.run("%chat --max-tokens 4 -o talk first")
+    terminal.run("%chat --max-tokens 4 -o talk second")
+    assert "['first', 'second']" in terminal.run("[turn.user for turn in talk.turns]")
+    again = terminal.run("%engine recover")
+    assert "> second" in again
+    assert "ABCD" in again
+    assert "'--temperature'" in terminal.run("get_ipython().complete('--temp', '%generate --temp', 16)")

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from concurrent.futures import Future
 
 from nbengine.executor.base import Executor
 from nbengine.ipc.control_messages import Progress, WorkerInfo
+from nbengine.ipc.messages import LogprobsLists
 from nbengine.kv_cache.sizing import KVCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput
 
@@ -27,6 +29,7 @@ class PacedExecutor(Executor):
         self.block_size = config.cache.block_size
         self.prompt_length = {}
         self.last_token = {}
+        self.num_logprobs = {}
         if progress is not None:
             progress(Progress("load", "the model that writes the alphabet", 0.5))
         times_file = knobs.get("times_file")
@@ -54,6 +57,7 @@ class PacedExecutor(Executor):
         for request_id in scheduler_output.finished_req_ids:
             self.prompt_length.pop(request_id, None)
             self.last_token.pop(request_id, None)
+            self.num_logprobs.pop(request_id, None)
         if scheduler_output.total_num_scheduled_tokens:
             self.keep_pace()
         future = Future()
@@ -70,6 +74,7 @@ class PacedExecutor(Executor):
         for new in plan.scheduled_new_reqs:
             self.prompt_length[new.req_id] = len(new.token_ids)
             self.last_token[new.req_id] = LAST_TOKEN
+            self.num_logprobs[new.req_id] = new.sampling_params.logprobs
             computed[new.req_id] = new.num_computed_tokens
         cached = plan.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -77,7 +82,13 @@ class PacedExecutor(Executor):
         for request_id, count in plan.num_scheduled_tokens.items():
             done = computed[request_id] + count >= self.prompt_length[request_id]
             sampled.append([self.next_token(request_id)] if done else [])
-        return ModelRunnerOutput(list(plan.num_scheduled_tokens), sampled)
+        req_ids = list(plan.num_scheduled_tokens)
+        logprobs = {
+            request_id: logprobs_of(tokens[0], self.num_logprobs[request_id])
+            for request_id, tokens in zip(req_ids, sampled, strict=True)
+            if tokens and self.num_logprobs[request_id] is not None
+        }
+        return ModelRunnerOutput(req_ids, sampled, logprobs or None)
 
     def next_token(self, request_id):
         last = self.last_token[request_id]
@@ -94,3 +105,10 @@ class PacedExecutor(Executor):
 
     def shutdown(self):
         return
+
+
+def logprobs_of(token, count):
+    """As if what follows in the alphabet had been half as likely, and so on."""
+    likely = list(range(token, token + count))
+    values = [-(number + 1) * math.log(2) for number in range(count)]
+    return LogprobsLists([[token, *likely]], [[-math.log(2), *values]], [1])
