@@ -600,10 +600,18 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     page.deliver(({"kind": "aborted", "rank": 0, "number": 3, "error": None}, []))
     expect(table.nth(0).locator(".nbe-status")).to_have_text("aborted")
     ended = rows[3] | {"state": "finished", "finish_reason": "abort"}
-    last = frame(3, reset=False, requests=[ended])
-    last[0]["ranks"][0]["requests"]["gone"] = [1, 2]
+    # What stays of the first one is not said again.
+    change = table_change({row["number"]: row for row in rows}, [rows[0] | {"num_output_tokens": 6}, ended])
+    assert change == {"gone": [1, 2], "new": [], "status": change["status"], "progress": [0, 80, 6]}
+    last = frame(3, reset=False)
+    last[0]["ranks"][0]["requests"] = change
     page.deliver(last)
     assert table.count() == 2
+    assert [table.nth(0).locator(".nbe-bar").nth(at).inner_text().strip() for at in (0, 1)] == [
+        prompt,
+        "6 / 50",
+    ]
+    assert "cmpl-0" in table.nth(0).inner_text()
     assert table.nth(1).get_by_role("button").count() == 0
     assert page.posts == []
 

@@ -147,4 +147,5 @@ def test_what_happens_after_a_copy_is_not_in_its_trace() -> None:
     engine.add(9, 4)
     engine.run(4)
     assert chrome_trace(history) == before
+    assert history.ranks[0].requests[0].finish_reason is None
     assert chrome_trace(history_of(state_of(engine))) != before
