@@ -106,4 +106,20 @@ def look_closer(terminal: Terminal) -> None:
     again = terminal.run("%engine recover")
     assert "> second" in again
     assert "ABCD" in again
-    assert "'--temperature'" in terminal.run("get_ipython().complete('--temp', '%generate --temp', 16)")
+
+
+def test_tab_completes_a_flag(notebook_environment: dict[str, str]) -> None:
+    with pexpect.spawn(
+        sys.executable,
+        ["-m", "IPython", "--no-banner", "--no-confirm-exit", "--ext=nbengine"],
+        env=notebook_environment | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        encoding="utf-8",
+        timeout=30,
+    ) as child:
+        child.expect(r"In \[")
+        child.send("%generate --tempe\t")
+        # What has been typed is echoed; the rest comes from the completion.
+        child.expect("rature")
+        child.sendintr()
+        child.sendeof()
+        child.expect(pexpect.EOF)

@@ -116,6 +116,22 @@ def test_clicks_branch_select_and_stop() -> None:
     assert client.aborted == ["branch-1", "first"]
 
 
+def test_a_feed_that_is_closed_neither_sends_nor_does_anything() -> None:
+    tree, client = tree_of(WORDS)
+    feed, widget, calls = feed_of(tree)
+    feed.close()
+    feed.push(tree[0])
+    for content in (
+        {"kind": "hello"},
+        {"kind": "rest"},
+        {"kind": "alternatives", "node": 0, "position": 0},
+        {"kind": "branch", "node": 0, "position": 0, "token": 1},
+        {"kind": "stop", "node": 0},
+    ):
+        feed.receive(content)
+    assert (widget.frames, widget.snapshot, calls, len(tree), client.aborted) == ([], {}, [], 1, [])
+
+
 @pytest.mark.parametrize(
     "content", [{"kind": "evil"}, {}, "x", {"kind": "branch", "node": "0", "position": 0, "token": 1}]
 )
