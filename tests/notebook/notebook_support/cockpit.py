@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from operator import sub
 from typing import Any
 
+import pytest
 from notebook_support.lab import (
     DEADLINE_SECONDS,
     SESSION,
@@ -22,6 +25,20 @@ from playwright.sync_api import Dialog, Locator, Page, expect
 from nbengine.widgets.palette import REQUESTS
 
 Color = tuple[int, int, int]
+OpenCockpit = Callable[..., "Cockpit"]
+
+CHROMIUM = shutil.which("chromium") or ""
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ENGINE = "paced"
+"""The engine that all notebooks may attach to."""
+
+WHOLE = 1500
+"""A window's height at which all of a dashboard and a cell below it are in sight."""
+
+MARKS = [
+    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)"),
+    pytest.mark.timeout(180),
+]
 
 _APPEND = """(source) => {
     const model = window.jupyterapp.shell.currentWidget.content.model.sharedModel;
@@ -249,3 +266,9 @@ def faults_of_layout(root: Locator) -> list[str]:
     """What sticks out of an element, is cut off in it, or lies on something else."""
     found: list[Any] = root.evaluate(_FAULTS)
     return [str(fault) for fault in found]
+
+
+def timeline_pixels(board: DashboardView) -> str:
+    """The timeline's picture."""
+    picture: str = board.root.locator(".nbe-timeline canvas").evaluate("(canvas) => canvas.toDataURL()")
+    return picture

@@ -1,0 +1,231 @@
+"""Dashboards in JupyterLab: what changes in them and what their buttons do."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+from jupyter_client.blocking import BlockingKernelClient
+from notebook_support.cockpit import (
+    ALPHABET,
+    ENGINE,
+    MARKS,
+    WHOLE,
+    OpenCockpit,
+    color,
+    number_of,
+    timeline_pixels,
+)
+from notebook_support.kernel import DEADLINE
+from notebook_support.lab import WIDE, set_width, wait_until_idle
+from notebook_support.paced import start_line
+from playwright.sync_api import expect
+
+from nbengine.widgets.palette import ROLES
+
+HASTE = """
+import nbengine.widgets.dashboard as module
+assert "ALIVE_MS = 5000;" in module.Dashboard._esm
+module.Dashboard._esm = module.Dashboard._esm.replace("ALIVE_MS = 5000;", "ALIVE_MS = 200;")
+module.SILENCE = 2.0
+"""
+
+pytestmark = MARKS
+
+
+def test_the_dashboard_changes_while_a_cell_streams_and_while_the_kernel_is_idle(
+    open_cockpit: OpenCockpit,
+) -> None:
+    cockpit = open_cockpit()
+    board = cockpit.dashboard()
+    expect(board.state).to_have_text("idle")
+    before = board.num_steps
+    cell = cockpit.start("%%generate -o answer --raw --max-tokens 300\nWrite the alphabet")
+    row = board.running()
+    seen = [board.wait_for_output(row, 20)]
+    number = number_of(row)
+    assert board.state.inner_text() == "running"
+    assert board.counts["held"] > 0
+    cell_pixels = board.pixels_of_request(number)
+    assert cell_pixels > 50
+    assert board.colors("timeline")[color(ROLES["decode"])] > 20
+    steps = board.num_steps
+    assert steps > before + 10
+    seen.append(board.wait_for_output(row, seen[0] + 60))
+    assert board.num_steps >= steps + 60
+    assert board.tile("tokens out").endswith("/s")
+    assert 50 < float(board.tile("tokens out").removesuffix("/s")) < 200
+    # Longer, it holds more blocks.
+    assert board.pixels_of_request(number) > cell_pixels
+    assert (ALPHABET * 12)[:300] in cockpit.finish(cell)
+
+    expect(board.state).to_have_text("idle")
+    board.expect_state(number, "length")
+    assert board.wait_for_output(board.row(number), 300) == 300
+    assert board.counts["held"] == 0
+    assert board.counts["cached"] > 0
+    assert board.pixels_of_request(number) == 0
+
+    # In the background: the kernel has nothing to do, and the dashboard changes.
+    steps = board.num_steps
+    assert "answer" not in cockpit.run("%%generate -a -o handle --raw --max-tokens 150\nAgain")
+    row = board.running()
+    second = number_of(row)
+    assert second != number
+    board.wait_for_output(row, 75)
+    assert board.pixels_of_request(second) > 0
+    expect(board.state).to_have_text("idle")
+    board.expect_state(second, "length")
+    assert board.num_steps >= steps + 150
+    assert "150" in cockpit.run("len(handle.result().text)")
+
+
+def test_abort_ends_a_request_while_a_cell_waits_for_it_and_while_one_computes(
+    open_cockpit: OpenCockpit,
+) -> None:
+    cockpit = open_cockpit()
+    board = cockpit.dashboard()
+    cell = cockpit.start("%%generate -o answer --raw --max-tokens 3000\nWrite")
+    row = board.running()
+    board.wait_for_output(row, 30)
+    number = number_of(row)
+    row.get_by_role("button", name="Abort").click()
+    assert cockpit.finish(cell).startswith(ALPHABET)
+    board.expect_state(number, "abort")
+    reason, text = cockpit.run("print(answer.finish_reason, answer.text)").split()
+    assert reason == "abort"
+    assert len(text) >= 30
+    assert (ALPHABET * 200).startswith(text)
+
+    cockpit.run("%%generate -a -o handle --raw --max-tokens 3000\nWrite")
+    cell = cockpit.start("while not handle.done: time.sleep(0.05)\n'not busy any more'")
+    board.wait_for_output(row, 30)
+    number = number_of(row)
+    prompt = cockpit.page.locator(".jp-CodeCell").nth(cell).locator(".jp-InputPrompt")
+    expect(prompt).to_contain_text("*")
+    row.get_by_role("button", name="Abort").click()
+    # By the widget's message alone: had the kernel been interrupted, this would be a traceback.
+    assert "not busy any more" in cockpit.finish(cell)
+    reason, text = cockpit.run("r = handle.result()\nprint(r.finish_reason, r.text)").split()
+    assert reason == "abort"
+    assert len(text) >= 30
+    assert (ALPHABET * 200).startswith(text)
+    board.expect_state(number, "abort")
+    expect(board.state).to_have_text("idle")
+
+
+def test_scrubbing_shows_earlier_steps_while_live_goes_on(open_cockpit: OpenCockpit) -> None:
+    cockpit = open_cockpit()
+    page = cockpit.page
+    board = cockpit.dashboard()
+    cockpit.run("%%generate -a -o handle --raw --max-tokens 1500\nWrite")
+    row = board.running()
+    at_pause = board.wait_for_output(row, 200)
+    board.root.get_by_role("button", name="Pause").click()
+    timeline = board.root.locator(".nbe-timeline")
+    expect(timeline).to_have_attribute("data-live", "false")
+    place, steps = board.place, board.num_steps
+    picture = timeline_pixels(board)
+    board.wait_for_output(row, at_pause + 60)
+    assert board.num_steps > steps
+    assert board.place == place
+    assert timeline_pixels(board) == picture
+
+    canvas = board.root.locator(".nbe-timeline canvas")
+    canvas.focus()
+    told = []
+    for _ in range(2):
+        page.keyboard.press("ArrowLeft")
+        told.append(board.tip())
+    newest, older = (step_of(text) for text in told)
+    assert (newest - older, newest) == (1, step_of(place))
+    assert "decode" in told[0].lower()
+
+    page.keyboard.press("Escape")
+    canvas.hover(position={"x": 70, "y": 10})
+    far = step_of(board.tip())
+    board.root.get_by_role("button", name="Zoom in").click()
+    canvas.hover(position={"x": 71, "y": 10})
+    assert far < step_of(board.tip()) < step_of(place)
+    board.root.get_by_role("button", name="Zoom out").click()
+    canvas.hover(position={"x": 70, "y": 10})
+    assert step_of(board.tip()) == far
+
+    slider = board.root.locator(".nbe-slider")
+    slider.fill(str(steps - 100))
+    expect(board.root.locator(".nbe-place")).to_contain_text(f"step {step_of(place) - 100:,} ")
+    assert timeline_pixels(board) != picture
+
+    with page.expect_download() as download:
+        board.root.get_by_role("button", name="Export as Chrome trace").click()
+    trace = json.loads(download.value.path().read_text())
+    assert download.value.suggested_filename == f"{ENGINE}-trace.json"
+    assert len(trace["traceEvents"]) > 100
+
+    board.root.get_by_role("button", name="Go on live").click()
+    expect(timeline).to_have_attribute("data-live", "true")
+    assert step_of(board.place) > step_of(place) + 60
+    cockpit.run("handle.cancel()")
+
+
+def step_of(text: str) -> int:
+    """The first step that a text names."""
+    found = re.search(r"step ([\d,]+)", text)
+    assert found is not None, text
+    return int(found[1].replace(",", ""))
+
+
+def test_two_dashboards_of_two_engines_and_a_tab_that_is_closed(open_cockpit: OpenCockpit) -> None:
+    cockpit = open_cockpit()
+    cockpit.run(start_line(name="second", tokens_per_second=150))
+    # Signs of life come more often, so that their end is known sooner.
+    cockpit.run(HASTE)
+    cells = {}
+    for name in (ENGINE, "second"):
+        cells[name] = cockpit.start(f"%dashboard {name} -o {name}_board")
+        cockpit.finish(cells[name])
+    first, second = (cockpit.board(cell) for cell in cells.values())
+    set_width(cockpit.page, WIDE, 2 * WHOLE)
+    first.look()
+    expect(first.state).to_have_text("idle")
+    steps = first.num_steps
+    cockpit.run("%%generate --raw --engine second --max-tokens 40\nWrite")
+    second.expect_state(0, "length")
+    assert second.wait_for_output(second.row(0), 40) == 40
+    assert first.num_steps == steps
+    assert "closed 1 dashboard" in cockpit.run("%dashboard second --close")
+    expect(cockpit.output(cells["second"]).locator(".nbe-dash")).to_have_count(0)
+    expect(cockpit.output(cells["second"]).locator("img").first).to_be_visible()
+    cockpit.start(f"%%generate --raw --engine {ENGINE} --max-tokens 40\nWrite")
+    first.wait_for_output(first.running(), 10)
+    wait_until_idle(cockpit.page)
+
+    connection = cockpit.run(
+        "from ipykernel.connect import get_connection_file\nprint(get_connection_file())"
+    )
+    client = BlockingKernelClient(connection_file=connection.strip())
+    client.load_connection_file()
+    client.start_channels()
+    client.wait_for_ready(timeout=DEADLINE)
+    try:
+        assert follows(client)
+        cockpit.page.close()
+        end = time.monotonic() + 15
+        while follows(client):
+            assert time.monotonic() < end
+        execute(client, "%engine stop second")
+    finally:
+        client.stop_channels()
+
+
+def execute(client: BlockingKernelClient, code: str, expression: str = "None") -> str:
+    """Run code in a kernel; returns how an expression is written afterwards."""
+    reply = client.execute(code, user_expressions={"it": expression}, reply=True, timeout=DEADLINE)
+    text: str = reply["content"]["user_expressions"]["it"]["data"]["text/plain"]
+    return text
+
+
+def follows(client: BlockingKernelClient) -> bool:
+    """Whether a kernel still follows the engine for its dashboard."""
+    return {"True": True, "False": False}[execute(client, "", f"{ENGINE}_board.follows")]

@@ -1,0 +1,169 @@
+"""The table of requests: what it says, aborting, and texts of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dashboard_frames import START, table_change
+from notebook_support.dashboard_script import (
+    AXIS,
+    BLOCKS,
+    TIMELINE,
+    TIP,
+    OpenPage,
+    cell,
+    column,
+    frame,
+    freeze,
+    hover,
+    needs_chromium,
+    request,
+    step,
+    word,
+)
+from playwright.sync_api import expect
+
+HOSTILE = '"><img src=x onerror="window.pwned=1"><script>window.pwned=1</script>${window.pwned=1}'
+SERVER = {"baseUrl": "/user/me/", "token": "t0ken"}
+
+pytestmark = needs_chromium
+
+
+def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    rows = [
+        request(0),
+        request(1, own=False),
+        request(
+            2,
+            state="finished",
+            finish_reason="length",
+            ended_at=START + 2,
+            num_computed_tokens=140,
+            num_output_tokens=40,
+        ),
+        request(3, state="waiting", num_computed_tokens=0, num_cached_tokens=-1, num_output_tokens=0),
+    ]
+    page.deliver(frame(requests=rows))
+    table = page.page.locator(".nbe-table tbody tr")
+    first = [text.strip() for text in table.nth(0).locator("td:visible").all_inner_texts()]
+    prompt, output = "80 / 100, 32 hit", "5 / 50"
+    assert first == ["#0cmpl-0", "running", prompt, output, "0.00 ms", "Once upon a time", "Abort"]
+    widths = (
+        table.nth(0).locator(".nbe-track i").evaluate_all("(nodes) => nodes.map((node) => node.style.width)")
+    )
+    assert widths == ["32%", "48%", "10%", "0%"]
+    assert table.nth(0).get_by_role("progressbar").nth(1).get_attribute("aria-valuenow") == "5"
+    assert "another client's" in table.nth(1).inner_text()
+    assert table.nth(2).locator(".nbe-cell-prompt").inner_text() == "0 / 100"
+    # Those that have ended come last.
+    assert "length" in table.nth(3).inner_text()
+    assert "2.00 s" in table.nth(3).inner_text()
+    assert [table.nth(row).get_by_role("button").count() for row in range(4)] == [1, 0, 1, 0]
+    assert page.text(".nbe-requests .nbe-now") == "2 running · 1 waiting · 0 preempted"
+
+    # By keyboard; the focus stays while rows move.
+    abort = page.page.get_by_role("button", name="Abort request cmpl-3")
+    abort.focus()
+    page.page.keyboard.press("Enter")
+    page.page.keyboard.press("Enter")
+    assert page.sent("abort") == [{"kind": "abort", "rank": 0, "number": 3}]
+    expect(table.nth(2).locator(".nbe-status")).to_have_text("aborting …")
+    page.deliver(frame(2, reset=False, requests=[rows[3] | {"added_at": START - 1}]))
+    expect(abort).to_be_focused()
+    page.deliver(({"kind": "aborted", "rank": 0, "number": 3, "error": "it is not yours"}, []))
+    expect(table.nth(0).locator(".nbe-status")).to_have_text("not aborted: it is not yours")
+    page.page.keyboard.press("Enter")
+    page.deliver(({"kind": "aborted", "rank": 0, "number": 3, "error": None}, []))
+    expect(table.nth(0).locator(".nbe-status")).to_have_text("aborted")
+    ended = rows[3] | {"state": "finished", "finish_reason": "abort"}
+    # What stays of the first one is not said again.
+    change = table_change({row["number"]: row for row in rows}, [rows[0] | {"num_output_tokens": 6}, ended])
+    assert change == {"gone": [1, 2], "new": [], "status": change["status"], "progress": [0, 80, 6]}
+    last = frame(3, reset=False)
+    last[0]["ranks"][0]["requests"] = change
+    page.deliver(last)
+    assert table.count() == 2
+    assert [table.nth(0).locator(".nbe-bar").nth(at).inner_text().strip() for at in (0, 1)] == [
+        prompt,
+        "6 / 50",
+    ]
+    assert "cmpl-0" in table.nth(0).inner_text()
+    assert table.nth(1).get_by_role("button").count() == 0
+    assert page.posts == []
+
+
+@pytest.mark.parametrize(
+    ("foreground", "path", "status", "text", "posted"),
+    [
+        (True, "api/kernels/ab-12", 204, "the cell was interrupted", True),
+        (True, "api/kernels/ab-12", 403, "not aborted: the server answered 403 Forbidden", True),
+        (False, "api/kernels/ab-12", 204, "the kernel is busy: it will be aborted when the cell ends", False),
+        (True, "", 204, "the kernel is busy: it will be aborted when the cell ends", False),
+        (
+            True,
+            "api/kernels/../../evil?",
+            204,
+            "the kernel is busy: it will be aborted when the cell ends",
+            False,
+        ),
+    ],
+)
+def test_abort_without_an_answer(
+    open_page: OpenPage, foreground: bool, path: str, status: int, text: str, posted: bool
+) -> None:
+    page = open_page(config=SERVER)
+    page.answer_status = status
+    page.page.evaluate("document.cookie = 'other=1'; document.cookie = '_xsrf=2%7Cabc'")
+    page.mount(interrupt_path=path)
+    page.deliver(frame(requests=[request(0, foreground=foreground)]))
+    freeze(page)
+    page.page.evaluate("document.querySelector('.nbe-abort').click()")
+    page.page.clock.run_for(1400)
+    assert page.text(".nbe-status") == "aborting …"
+    page.page.clock.run_for(200)
+    while page.text(".nbe-status").endswith("…"):
+        page.page.clock.run_for(20)
+    assert page.text(".nbe-status") == text
+    assert [address for address, _ in page.posts] == ["/user/me/api/kernels/ab-12/interrupt"] * posted
+    for _, headers in page.posts:
+        assert headers["x-xsrftoken"] == "2|abc"
+        assert headers["authorization"] == "token t0ken"
+
+
+def test_hostile_text_stays_text(open_page: OpenPage) -> None:
+    page = open_page()
+    dialogs: list[str] = []
+    page.page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    evil = dict.fromkeys(("name", "model", "topology", "device", "dtype", "state", "note"), HOSTILE)
+    fields = {"id": HOSTILE, "preview": HOSTILE, "finish_reason": HOSTILE}
+    rows = [request(0, **fields), request(1, **fields, state="finished")]
+    page.mount(interrupt_path=HOSTILE)
+    page.deliver(frame(engine=evil, requests=rows, words=[word(1, False, 0)], steps=[step(1, [0, 5, 1, -1])]))
+    page.page.locator(".nbe-abort").first.click()
+    page.deliver(({"kind": "aborted", "rank": 0, "number": 0, "error": HOSTILE}, []))
+    hover(page, BLOCKS, *cell(page, 0))
+    page.page.wait_for_function("() => models[0].sent.some((m) => m.kind === 'block')")
+    page.deliver(({"kind": "block", "rank": 0, "block": 0, "lines": [HOSTILE]}, []))
+    assert page.text(TIP).endswith(f"held by #0 {HOSTILE}\n{HOSTILE}")
+    hover(page, TIMELINE, column(page, 0, 1), AXIS + 9)
+    expect(page.page.locator(".nbe-tip")).to_contain_text(HOSTILE)
+    for selector in (
+        ".nbe-name",
+        ".nbe-model",
+        ".nbe-state",
+        ".nbe-banner",
+        ".nbe-id",
+        ".nbe-preview",
+        ".nbe-status",
+    ):
+        assert HOSTILE in page.text(selector)
+    with page.page.expect_download() as downloading:
+        page.deliver(({"kind": "export", "name": "../../" + HOSTILE, "text": HOSTILE}, []))
+    assert "/" not in downloading.value.suggested_filename
+    assert Path(downloading.value.path()).read_text() == HOSTILE
+    assert page.page.evaluate("[window.pwned ?? null, document.querySelectorAll('img').length]") == [None, 0]
+    assert page.page.locator(".nbe-dash script, .nbe-dash a, .nbe-tip *:not(div)").count() == 0
+    assert dialogs == []

@@ -1,0 +1,269 @@
+"""The dashboard as a whole: its header, its life in the notebook, and its layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from dashboard_frames import FakeEngine
+from dashboard_page import DARK, LIGHT
+from notebook_support.dashboard_script import (
+    AXIS,
+    BLOCKS,
+    GUTTER,
+    STEPS,
+    TIMELINE,
+    OpenPage,
+    assert_color,
+    cell,
+    frame,
+    freeze,
+    hover,
+    needs_chromium,
+    request,
+    step,
+    tile,
+    word,
+)
+from playwright.sync_api import Browser, expect
+
+from nbengine.widgets.palette import REQUESTS
+
+PICTURES = os.environ.get("NBENGINE_TEST_PICTURES")
+
+pytestmark = needs_chromium
+
+
+def test_the_header_says_what_was_published_and_a_dash_for_what_was_not(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    assert page.sent("hello") == [{"kind": "hello"}]
+    assert page.text(".nbe-banner") == "waiting for the kernel …"
+    content, buffers = frame(
+        num_blocks=400, num_free_blocks=300, prefix_cache_queries=80, prefix_cache_hits=20
+    )
+    content["rates"].update(time_to_first_token=None, tokens_in_per_second=0)
+    page.deliver((content, buffers))
+    assert page.text(".nbe-title").split("\n") == [
+        "running",
+        "engine-1",
+        "smollm2-135m",
+        "1 engine core · cpu · bfloat16",
+    ]
+    assert tile(page, "tokens in") == "0/s"
+    assert tile(page, "tokens out") == "412/s"
+    assert tile(page, "first token") == "–"
+    assert tile(page, "between tokens") == "7.81 ms"
+    assert tile(page, "memory") == "700 MiB"
+    assert tile(page, "KV blocks in use") == "25 % of 400"
+    assert tile(page, "prefix hits") == "25 %"
+    assert page.page.locator(".nbe-banner").is_hidden()
+    content["rates"] = dict.fromkeys(content["rates"])
+    content.update(
+        seq=2, reset=False, engine=content["engine"] | {"state": "ended", "note": "it was stopped"}
+    )
+    content["ranks"] = []
+    page.deliver((content, []))
+    labels = ["tokens in", "tokens out", "memory", "KV blocks in use", "prefix hits"]
+    assert [tile(page, label) for label in labels] == ["–"] * 5
+    assert page.text(".nbe-state") == "ended"
+    assert page.text(".nbe-banner") == "it was stopped"
+
+
+def test_export_asks_the_kernel_for_the_file(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(frame(steps=STEPS))
+    export = page.page.get_by_label("Export as Chrome trace")
+    export.click()
+    assert page.sent("export") == [{"kind": "export"}]
+    expect(export).to_be_disabled()
+    with page.page.expect_download() as downloading:
+        page.deliver(({"kind": "export", "name": "trace.json", "text": '{"traceEvents": []}'}, []))
+    assert downloading.value.suggested_filename == "trace.json"
+    assert json.loads(Path(downloading.value.path()).read_text()) == {"traceEvents": []}
+    expect(export).to_be_enabled()
+
+
+def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> None:
+    page = open_page()
+    engine = FakeEngine(num_blocks=6)
+    engine.ranks[0].add(40, 3, id="saved-1", own=True)
+    engine.run(2, arrivals=0)
+    snapshot = engine.snapshot()
+    freeze(page)
+    page.mount(snapshot=snapshot)
+    page.page.clock.run_for(100)
+    assert page.text(".nbe-banner").endswith(", asking the kernel for more …")
+    page.page.clock.run_for(2500)
+    assert page.text(".nbe-banner").startswith("saved state of ")
+    assert page.text(".nbe-banner").endswith(", no live engine")
+    assert "saved-1" in page.text(".nbe-table")
+    assert page.page.locator(".nbe-abort:visible").count() == 0
+    assert_color(page.pixel(BLOCKS, *cell(page, 0)), REQUESTS[0])
+    assert tile(page, "tokens out") == "412/s"
+    live, _ = engine.frame(reset=True)
+    live["ranks"][0]["requests"]["new"][0]["id"] = "live-1"
+    page.page.evaluate("([content]) => models[0].deliver(content, [btoa('\\0'.repeat(24))])", [live])
+    page.page.clock.run_for(100)
+    assert page.page.locator(".nbe-banner").is_hidden()
+    assert "live-1" in page.text(".nbe-table")
+    assert page.page.locator(".nbe-abort:visible").count() == 1
+    # A kernel that falls silent is missed after a while.
+    page.page.clock.run_for(25_000)
+    assert page.text(".nbe-banner").startswith("The kernel does not answer.")
+
+
+def test_only_what_is_seen_is_alive(open_page: OpenPage) -> None:
+    page = open_page()
+    freeze(page)
+    page.mount()
+    page.page.wait_for_function("() => models[0].sent.some((m) => m.kind === 'alive')")
+    page.page.clock.run_for(10_500)
+    assert len(page.sent("alive")) == 3
+    page.page.evaluate("document.getElementById('cells').style.marginTop = '5000px'")
+    page.page.wait_for_function(
+        "() => document.querySelector('.nbe-dash').getBoundingClientRect().top > 4000"
+    )
+    page.page.evaluate(
+        "() => new Promise((done) => new IntersectionObserver((e, o) => { o.disconnect(); done(); }).observe(document.body))"
+    )
+    page.page.clock.run_for(20_000)
+    assert len(page.sent("alive")) == 3
+    page.page.evaluate("document.getElementById('cells').style.marginTop = '0'")
+    page.page.wait_for_function("() => models[0].sent.filter((m) => m.kind === 'alive').length === 4")
+
+
+def test_several_are_independent_and_leave_nothing(open_page: OpenPage) -> None:
+    page = open_page(height=2400, as_bundle=True)
+    page.mount()
+    page.mount(view={"scale": 3})
+    page.deliver(frame(steps=STEPS, requests=[request(0)]), 0)
+    page.deliver(frame(steps=STEPS[:4], requests=[request(7), request(8)], engine={"name": "other"}), 1)
+    names = page.page.locator(".nbe-name").all_inner_texts()
+    assert names == ["engine-1", "other"]
+    places = page.page.locator(".nbe-place")
+    assert [text.split(" ·")[0] for text in places.all_inner_texts()] == ["step 9", "step 4"]
+    page.page.get_by_label("Pause").nth(0).click()
+    page.settle()
+    assert page.page.locator(".nbe-tools button:first-child").all_inner_texts() == ["▶ Live", "❚❚ Pause"]
+    assert page.page.locator(".nbe-table").nth(1).locator("tbody tr").count() == 2
+    assert page.sent("abort", 0) == page.sent("abort", 1) == []
+    page.page.evaluate("cleanups[0]()")
+    assert page.page.locator(".nbe-dash").count() == page.page.locator(".nbe-tip").count() == 1
+    assert page.page.evaluate("models.map((model) => model.listeners.length > 0)") == [False, True]
+    page.deliver(frame(2, reset=False, steps=[step(5)]), 1)
+    assert places.inner_text().startswith("step 5 ·")
+
+
+def test_the_height_can_be_dragged_and_is_kept(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount(height=600)
+    page.deliver(frame(steps=STEPS))
+    root = page.page.locator(".nbe-dash")
+    assert root.bounding_box()["height"] == 600
+    handle = page.page.get_by_label("Height of the dashboard").bounding_box()
+    page.page.mouse.move(handle["x"] + 50, handle["y"] + 4)
+    page.page.mouse.down()
+    page.page.mouse.move(handle["x"] + 50, handle["y"] + 84, steps=4)
+    page.page.mouse.up()
+    assert root.bounding_box()["height"] == 680
+    assert page.page.evaluate("[models[0].get('height'), models[0].saved]") == [680, 1]
+    page.page.focus(".nbe-handle")
+    page.page.keyboard.press("ArrowUp")
+    assert page.page.evaluate("models[0].get('height')") == 660
+    page.page.keyboard.press("Home")
+    assert page.page.evaluate("models[0].get('height')") == 0
+    # As high as its content: nothing of it has to be scrolled to.
+    assert root.evaluate("(node) => node.style.height") == ""
+    assert page.page.evaluate(
+        "() => { const body = document.querySelector('.nbe-body'); return body.scrollHeight <= body.clientHeight; }"
+    )
+
+
+OVERFLOWING = """() => {
+    const found = [];
+    const root = document.querySelector(".nbe-dash").getBoundingClientRect();
+    for (const node of document.querySelectorAll(".nbe-dash *")) {
+        const box = node.getBoundingClientRect();
+        if (!box.width || node.closest(".nbe-scroller, .nbe-announcer, .nbe-probe")) continue;
+        if (box.left < root.left - 0.5 || box.right > root.right + 0.5) found.push(["out", node.className]);
+        if (node.scrollWidth > node.clientWidth + 1 && node.clientWidth && !node.matches("input, select"))
+            found.push(["cut", node.className]);
+    }
+    const leaves = [...document.querySelectorAll(".nbe-tile > *, h3, .nbe-now, .nbe-legend > span, "
+        + ".nbe-tools > *, canvas, .nbe-title > *, .nbe-table th")].filter((n) => n.offsetWidth);
+    const boxes = leaves.map((n) => [n, n.getBoundingClientRect()]);
+    for (const [a, p] of boxes) for (const [b, q] of boxes) {
+        if (a === b || a.contains(b) || b.contains(a)) continue;
+        if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+            && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 1) found.push([a.className, b.className]);
+    }
+    return [found, document.documentElement.scrollWidth - innerWidth];
+}"""
+
+
+LOOKS = [(1280, "light"), (800, "dark"), (480, "light")]
+MORE_LOOKS = [(1280, "dark"), (800, "light")]
+
+
+@pytest.mark.parametrize(("width", "theme"), LOOKS + (MORE_LOOKS if PICTURES else []))
+def test_nothing_overlaps_or_is_cut_off(open_page: OpenPage, width: int, theme: str) -> None:
+    page = open_page(width=width, height=1000, theme=DARK if theme == "dark" else LIGHT)
+    page.mount()
+    engine = FakeEngine(ranks=2, num_blocks=240, lock_step=True)
+    engine.run(150, arrivals=0.2)
+    page.deliver(engine.frame(reset=True))
+    for _ in range(6):
+        engine.run(20, arrivals=0.2)
+        page.deliver(engine.frame())
+    found, beyond = page.page.evaluate(OVERFLOWING)
+    assert found == []
+    assert beyond <= 0
+    columns = page.page.evaluate("getComputedStyle(document.querySelector('.nbe-body')).gridTemplateColumns")
+    assert len(columns.split()) == (2 if width == 1280 else 1)
+    # What is told beside the pointer stays in the window, also in its corners.
+    box = page.page.locator(TIMELINE).bounding_box()
+    assert box is not None
+    for x, y in ((GUTTER + 200, AXIS + 4), (box["width"] - 2, box["height"] - 2)):
+        hover(page, TIMELINE, x, y)
+        tip = page.page.locator(".nbe-tip").bounding_box()
+        assert tip is not None
+        assert tip["x"] >= 0
+        assert tip["y"] >= 0
+        assert tip["x"] + tip["width"] <= width
+        assert tip["y"] + tip["height"] <= 1000
+    page.page.mouse.move(0, 0)
+    if PICTURES:
+        Path(PICTURES).mkdir(parents=True, exist_ok=True)
+        page.page.screenshot(path=Path(PICTURES) / f"dashboard-{theme}-{width}.png", full_page=True)
+
+
+def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(frame(steps=STEPS, requests=[request(0)], words=[word(0)]))
+    reached = []
+    for _ in range(12):
+        page.page.keyboard.press("Tab")
+        label = page.page.evaluate("document.activeElement.getAttribute('aria-label') ?? ''")
+        reached.append(label.split(".")[0])
+    assert reached[:11] == [
+        "KV block map",
+        "Pause",
+        "Position among the last steps",
+        "Zoom out",
+        "Zoom in",
+        "Show all steps",
+        "Export as Chrome trace",
+        "Step timeline",
+        "Requests",
+        "Abort request cmpl-0",
+        "Height of the dashboard",
+    ]
+    page.page.focus(TIMELINE)
+    page.page.keyboard.press("Shift+Tab")
+    page.page.keyboard.press("Tab")
+    assert page.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
