@@ -45,6 +45,7 @@ def execute(path: Path, output: Path, timeout: float) -> nbformat.NotebookNode:
         kernel_name="python3",
         coalesce_streams=True,
         record_timing=False,
+        store_widget_state=False,
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.on_cell_start = client.cell_started

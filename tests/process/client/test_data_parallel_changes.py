@@ -269,6 +269,8 @@ async def test_a_follower_of_the_prefix_caches_goes_on_with_a_rank_that_was_star
 
             wait_for(step, "the followed state", PATIENCE)
 
+        # What ends before the subscription has arrived is in no snapshot.
+        await asyncio.to_thread(follow_until, lambda: sorted(trace.mirrors) == [0, 1])
         for rank, first in ((0, 1), (1, 50), (1, 100)):
             await collect(llm, first, rank=rank)
         # 20 tokens fill 5 blocks, but the last is not computed.
