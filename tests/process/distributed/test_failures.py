@@ -74,7 +74,10 @@ def test_a_rank_that_never_comes_is_named(start_world, tmp_path, scheme):
     for answer in answers:
         assert answer["error"] == "EngineStartError"
         assert f"distributed_init_method='{method}'" in answer["message"]
-        assert "did not come within 3 s" in answer["message"]
+    # Rank 0 has the meeting place of tcp, and who came later than it did finds that closed instead.
+    waited_in_vain = ["did not come within 3 s" in answer["message"] for answer in answers]
+    assert waited_in_vain[0]
+    assert waited_in_vain[1] or (scheme == "tcp" and "could not join the 3 workers" in answers[1]["message"])
     assert any("rank 1 did not come" in answer["message"] for answer in answers)
 
 
