@@ -28,7 +28,7 @@ demo: $(VENV)/.installed
 test: lint
 	$(PYTEST) $(PARALLEL) tests/unit tests/kernels
 	$(PYTEST) $(PARALLEL) tests/process
-	$(PYTEST) $(PARALLEL) tests/notebook
+	$(PYTEST) tests/notebook
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,15 +1,32 @@
-"""The example notebooks run, from top to bottom; they are committed without outputs, or with those of a whole run."""
+"""The example notebooks run in JupyterLab, from top to bottom; they are committed without outputs, or with those of a whole run."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+from notebook_support.lab import (
+    jupyter_lab,
+    lab_browser,
+    open_notebook,
+    run_command,
+    save,
+    screenshot,
+    wait_until_idle,
+)
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+
+RunExample = Callable[[str], list[nbformat.NotebookNode]]
+
+# A cell that waits or runs has a star; those after an error lose it.
+PROMPTS = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map((prompt) => prompt.textContent)"
+HAS_BEGUN = f"() => {PROMPTS}.some((text) => /[*\\d]/.test(text))"
+HAS_ENDED = f"() => {PROMPTS}.every((text) => !text.includes('*'))"
 
 MACHINE_PATH = re.compile(r"/tmp/|/home/|/root/|/work/")
 
@@ -25,10 +42,40 @@ def example(stem: str) -> nbformat.NotebookNode:
     return nbformat.read(next(path for path in EXAMPLES if path.stem == stem), as_version=4)
 
 
-async def executed(stem: str, environment: dict[str, str]) -> list[nbformat.NotebookNode]:
-    """The code cells of an example after a run."""
-    client = NotebookClient(example(stem), timeout=100, kernel_name="python3", coalesce_streams=True)
-    notebook = await client.async_execute(env=environment)
+@pytest.fixture(scope="module")
+def run_example(
+    notebook_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunExample]:
+    """Run an example as a person does, by the menu, and save it; returns its code cells."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed (Debian's package chromium)")
+    directory = tmp_path_factory.mktemp("examples")
+    with (
+        jupyter_lab(directory, notebook_environment) as address,
+        lab_browser(chromium, directory) as browser,
+    ):
+
+        def run(stem: str) -> list[nbformat.NotebookNode]:
+            notebook = example(stem)
+            for cell in code_of(notebook):
+                cell.outputs, cell.execution_count = [], None
+            path = directory / f"{stem}.ipynb"
+            nbformat.write(notebook, path)
+            page = open_notebook(browser, address, path.name)
+            run_command(page, "notebook:run-all-cells")
+            page.wait_for_function(HAS_BEGUN)
+            page.wait_for_function(HAS_ENDED, timeout=200_000)
+            wait_until_idle(page)
+            screenshot(page, f"example_{stem}")
+            save(page)
+            page.close()
+            return code_of(nbformat.read(path, as_version=4))
+
+        yield run
+
+
+def code_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -37,7 +84,7 @@ def test_an_example_is_valid_and_has_no_outputs_or_those_of_one_whole_run(path: 
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = code_of(notebook)
     counts = [cell.execution_count for cell in code]
     if any(counts):
         assert counts == list(range(1, len(code) + 1))
@@ -49,10 +96,10 @@ def test_an_example_is_valid_and_has_no_outputs_or_those_of_one_whole_run(path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_the_quickstart_runs_and_what_it_shows_is_true(
-    notebook_environment: dict[str, str], clean_afterwards: None
+def test_the_quickstart_runs_and_what_it_shows_is_true(
+    run_example: RunExample, clean_afterwards: None
 ) -> None:
-    code = await executed("01_quickstart", notebook_environment)
+    code = run_example("01_quickstart")
     shown = {cell.source: plain(cell) for cell in code}
     assert all(shown[name] for name in ("%engine start", "%engine status", "%engine stop"))
     generated = [cell for cell in code if cell.source.startswith("%%generate")]
@@ -69,10 +116,10 @@ async def test_the_quickstart_runs_and_what_it_shows_is_true(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_several_workers_run_agree_and_die_as_the_example_says(
-    notebook_environment: dict[str, str], clean_afterwards: None
+def test_several_workers_run_agree_and_die_as_the_example_says(
+    run_example: RunExample, clean_afterwards: None
 ) -> None:
-    code = await executed("02_tensor_parallel", notebook_environment)
+    code = run_example("02_tensor_parallel")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     starts = [cell for cell in code if cell.source.startswith("%engine start random-tiny --tp 2 --pp 2")]
     assert len(starts) == 2
@@ -102,10 +149,10 @@ async def test_several_workers_run_agree_and_die_as_the_example_says(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_example_says(
-    notebook_environment: dict[str, str], clean_afterwards: None
+def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_example_says(
+    run_example: RunExample, clean_afterwards: None
 ) -> None:
-    code = await executed("03_data_parallel", notebook_environment)
+    code = run_example("03_data_parallel")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     for name in ("%engine start random-tiny --dp 2", "%engine start random-tiny-moe --dp 2"):
         (start,) = (text for line, text in shown.items() if line.startswith(f"{name} "))
@@ -137,10 +184,10 @@ async def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_examp
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_prompts_are_compared_branched_and_discussed_as_the_example_says(
-    notebook_environment: dict[str, str], clean_afterwards: None
+def test_prompts_are_compared_branched_and_discussed_as_the_example_says(
+    run_example: RunExample, clean_afterwards: None
 ) -> None:
-    code = await executed("04_prompt_iteration", notebook_environment)
+    code = run_example("04_prompt_iteration")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     moods, notes = (
         text
@@ -166,10 +213,10 @@ async def test_prompts_are_compared_branched_and_discussed_as_the_example_says(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_answers_have_the_shape_that_the_example_asks_for(
-    notebook_environment: dict[str, str], clean_afterwards: None
+def test_answers_have_the_shape_that_the_example_asks_for(
+    run_example: RunExample, clean_afterwards: None
 ) -> None:
-    code = await executed("05_structured_output", notebook_environment)
+    code = run_example("05_structured_output")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     mood = next(text for line, text in shown.items() if line.startswith("%%generate -o mood "))
     assert mood.splitlines()[0] in ("positive", "negative")
@@ -184,10 +231,10 @@ async def test_answers_have_the_shape_that_the_example_asks_for(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_chunks_and_preemptions_are_seen_as_the_example_says(
-    notebook_environment: dict[str, str], clean_afterwards: None
+def test_chunks_and_preemptions_are_seen_as_the_example_says(
+    run_example: RunExample, clean_afterwards: None
 ) -> None:
-    code = await executed("06_inside_the_scheduler", notebook_environment)
+    code = run_example("06_inside_the_scheduler")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     told = next(text for line, text in shown.items() if line.startswith("preempted = "))
     preempted = [int(number) for number in re.findall(r"\d+", told.splitlines()[0])]
@@ -205,10 +252,8 @@ async def test_chunks_and_preemptions_are_seen_as_the_example_says(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_prefixes_are_shared_as_the_example_says(
-    notebook_environment: dict[str, str], clean_afterwards: None
-) -> None:
-    code = await executed("07_kv_cache", notebook_environment)
+def test_prefixes_are_shared_as_the_example_says(run_example: RunExample, clean_afterwards: None) -> None:
+    code = run_example("07_kv_cache")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     told = next(text for line, text in shown.items() if line.startswith("for question, answer"))
     first, *others = (int(line.split()[0]) for line in told.splitlines())
