@@ -162,6 +162,17 @@ def values_of(flag: str, words: Sequence[str], parser: MagicParser) -> list[str]
     return found
 
 
+def split_body(line: str, body: str | None, parser: MagicParser, what: str) -> tuple[list[str], str]:
+    """The words of a magic's flags, and its text: a cell's body or, of a line magic, the rest of the line.
+
+    `what` the text is called where a stray word is refused.
+    """
+    if body is None:
+        return split_prompt(line, parser)
+    parser.stray_hint = f": the {what} is the cell's body, not its first line"
+    return split_words(line, parser.prog), body.removesuffix("\n")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"; did you mean X?"` for the nearest of `known`, or nothing."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)

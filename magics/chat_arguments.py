@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbengine.magics.arguments import MagicParser, split_prompt, split_words
+from nbengine.magics.arguments import MagicParser, split_body
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversation import DEFAULT_NAME
 from nbengine.magics.generate_arguments import Expand, GenerateOptions, generate_parser, sampling_given
@@ -106,11 +106,7 @@ def parse_chat(
     """
     prog = "%chat" if body is None else "%%chat"
     parser = chat_parser(expand, prog)
-    if body is None:
-        words, message = split_prompt(line, parser)
-    else:
-        words, message = split_words(line, prog), body.removesuffix("\n")
-        parser.stray_hint = ": the message is the cell's body, not its first line"
+    words, message = split_body(line, body, parser, "message")
     parsed = parser.parse_words(words)
     message = expand(message)
     has_message = bool(message.strip())

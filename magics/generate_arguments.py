@@ -15,8 +15,7 @@ from nbengine.magics.arguments import (
     MagicParser,
     did_you_mean,
     key_value,
-    split_prompt,
-    split_words,
+    split_body,
     unescaped,
 )
 from nbengine.magics.compare_axes import Several, one_or_several
@@ -225,11 +224,7 @@ def read_line(line: str, body: str | None, expand: Expand) -> GenerateLine:
     """Take a line apart, without reading its flags."""
     prog = "%generate" if body is None else "%%generate"
     parser = generate_parser(expand, prog)
-    if body is None:
-        words, prompt = split_prompt(line, parser)
-    else:
-        words, prompt = split_words(line, prog), body.removesuffix("\n")
-        parser.stray_hint = ": the prompt is the cell's body, not its first line"
+    words, prompt = split_body(line, body, parser, "prompt")
     return GenerateLine(prog, parser, words, prompt)
 
 
