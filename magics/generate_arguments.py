@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -199,25 +198,6 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         help="shade tokens by probability, with the K likeliest in their place: a click on one goes on from it",
     )
     return parser
-
-
-def parse_generate(
-    line: str,
-    body: str | None,
-    config: NBEngine,
-    expand: Expand,
-    namespace: Mapping[str, object] = types.MappingProxyType({}),
-) -> GenerateOptions:
-    """Read a line, and the cell's body if there is one, into options; values are checked later.
-
-    `--json` may name a variable of `namespace`.
-
-    Raises:
-        UsageError: the line cannot be understood.
-        HelpRequested: `-h` was given.
-    """
-    given = read_line(line, body, expand)
-    return options_of(given, given.parser.parse_words(given.words), config, expand, namespace)
 
 
 def read_line(line: str, body: str | None, expand: Expand) -> GenerateLine:

@@ -12,18 +12,20 @@ from IPython.core.error import UsageError
 
 from nbengine.config import EngineArgs
 from nbengine.magics.arguments import HelpRequested, key_value, literal, memory_size, split_prompt
+from nbengine.magics.compare_arguments import parse_request
 from nbengine.magics.config import NBEngine
 from nbengine.magics.engine_arguments import arguments_of, parse_start, start_parser
 from nbengine.magics.generate_arguments import (
     GenerateOptions,
     generate_parser,
-    parse_generate,
     sampling_params,
 )
 
 
 def parse(line: str, body: str | None = "hi\n") -> GenerateOptions:
-    return parse_generate(line, body, NBEngine(), str)
+    options = parse_request(line, body, NBEngine(), {})
+    assert isinstance(options, GenerateOptions)
+    return options
 
 
 @pytest.mark.parametrize(
@@ -252,14 +254,9 @@ def test_a_line_prompt_begins_after_the_flags_and_stays_as_typed(
 
 
 def test_flag_values_are_expanded_word_by_word() -> None:
-    variables = {"{t}": "0.25", "{who}": "a 'pirate' --raw"}
-
-    def expand(text: str) -> str:
-        for field, value in variables.items():
-            text = text.replace(field, value)
-        return text
-
-    options = parse_generate("--temperature {t} --system {who}", "x\n", NBEngine(), expand)
+    variables = {"t": 0.25, "who": "a 'pirate' --raw"}
+    options = parse_request("--temperature {t} --system {who}", "x\n", NBEngine(), variables)
+    assert isinstance(options, GenerateOptions)
     assert options.sampling == {"temperature": 0.25}
     assert options.system == "a 'pirate' --raw"
     assert options.chat is None

@@ -11,8 +11,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine import IncompleteOutputError, StructuredOutputsParams
+from nbengine.magics.compare_arguments import parse_request
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import GenerateOptions, parse_generate
+from nbengine.magics.generate_arguments import GenerateOptions
 from tests.unit.magics.conftest import FakeClient, RecordingPublisher
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -26,7 +27,9 @@ class Place(pydantic.BaseModel):
 
 
 def parse(line: str, body: str | None = "hi\n", **namespace: object) -> GenerateOptions:
-    return parse_generate(line, body, NBEngine(), lambda text: text.replace("{n}", "3"), namespace)
+    options = parse_request(line, body, NBEngine(), {**namespace, "n": 3})
+    assert isinstance(options, GenerateOptions)
+    return options
 
 
 def constraint(options: GenerateOptions) -> tuple[str, Any]:
