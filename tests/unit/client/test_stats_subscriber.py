@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
 
+from nbengine.client import event_follower
 from nbengine.client.stats_subscriber import LONG_RUN, StatsSubscriber
 from nbengine.ipc.messages import KV_TOPIC, TRACE_TOPIC
 from nbengine.metrics.stats import SchedulerStats
@@ -17,17 +17,18 @@ from nbengine.metrics.trace import BlocksCached, TraceBatch, TraceMessage, Trace
 
 
 class Coordinator:
-    """A socket that subscribers connect to."""
+    """A socket that subscribers connect to within one context: what was sent is there, nothing is under way."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.XPUB)
         self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self.address = f"ipc://{path}/stats"
-        self.socket.bind(self.address)
+        self.socket.bind("inproc://stats")
 
     def subscriber(self, **topics: bool) -> StatsSubscriber:
-        info = SimpleNamespace(make_context=zmq.Context, address=lambda name: self.address)
+        # Of its own it would end the context.
+        context = SimpleNamespace(socket=self.context.socket, term=lambda: None)
+        info = SimpleNamespace(make_context=lambda: context, address=lambda name: "inproc://stats")
         return StatsSubscriber(info, **topics)  # type: ignore[arg-type]
 
     def heard(self, count: int) -> list[bytes]:
@@ -43,8 +44,10 @@ class Coordinator:
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    coordinator = Coordinator(tmp_path)
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+    # No test takes so long that a snapshot would be asked for again.
+    monkeypatch.setattr(event_follower, "SNAPSHOT_TIMEOUT", 3600.0)
+    coordinator = Coordinator()
     yield coordinator
     coordinator.context.destroy(linger=0)
 
