@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from notebook_support.kernel import Kernel
+from notebook_support.leaks import shared_memory
 from notebook_support.paced import start_line
 
 from nbengine.client.connection import ConnectionInfo, connection_file, list_connections
@@ -28,14 +29,11 @@ def the_engine() -> ConnectionInfo:
     return info
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("nbe")}
-
-
 def remains_of(info: ConnectionInfo) -> list[object]:
-    """Processes, socket files and connection file of an engine."""
-    files = [path for path in (Path(info.run_dir), connection_file(info.name)) if path.exists()]
-    return [*session_processes(info), *files]
+    """Processes, socket files, connection file and shared memory of an engine."""
+    run_dir = Path(info.run_dir)
+    files = [path for path in (run_dir, connection_file(info.name)) if path.exists()]
+    return [*session_processes(info), *files, *shared_memory(run_dir.parent)]
 
 
 def assert_gone(info: ConnectionInfo, within: float) -> None:
@@ -49,12 +47,12 @@ def assert_gone(info: ConnectionInfo, within: float) -> None:
 def test_a_killed_engine_is_told_with_its_log_and_leaves_nothing(
     start_kernel: StartKernel, victims: list[str]
 ) -> None:
-    before = shared_memory()
     kernel = start_kernel()
     kernel.run(start_line(tokens_per_second=100))
     info = the_engine()
     host, core = session_processes(info)
     pids = {"host": host.pid, "core": core.pid}
+    assert shared_memory(Path(info.run_dir).parent)
     cell = kernel.start("%%generate -o answer --max-tokens 3000\nhi\n")
     kernel.wait_for_text(cell, "ABC")
     for victim in victims:
@@ -74,7 +72,6 @@ def test_a_killed_engine_is_told_with_its_log_and_leaves_nothing(
     assert text
     assert (ALPHABET * 200).startswith(text)
     assert_gone(info, within=5)
-    assert shared_memory() == before
     assert "no engine is running here" in kernel.run_any("%%generate\nhi\n").text
     kernel.run(start_line(tokens_per_second=1000))
     assert the_engine().name == info.name
@@ -83,7 +80,6 @@ def test_a_killed_engine_is_told_with_its_log_and_leaves_nothing(
 
 
 def test_a_killed_kernel_leaves_nothing_after_the_keep_alive(start_kernel: StartKernel) -> None:
-    before = shared_memory()
     kernel, observer = start_kernel(), start_kernel()
     kernel.run(start_line(tokens_per_second=100) + f" --keep-alive {KEEP_ALIVE}")
     info = the_engine()
@@ -96,12 +92,10 @@ def test_a_killed_kernel_leaves_nothing_after_the_keep_alive(start_kernel: Start
     psutil.wait_procs(processes, timeout=KEEP_ALIVE + 5)
     assert time.monotonic() - killed_at >= KEEP_ALIVE - 0.1
     assert_gone(info, within=2)
-    assert shared_memory() == before
     assert "keep_alive" in observer.run(f"%engine logs {info.name}").text
 
 
 def test_everything_killed_at_once_is_gone_after_a_reap(start_kernel: StartKernel) -> None:
-    before = shared_memory()
     kernel, other = start_kernel(), start_kernel()
     kernel.run(start_line(tokens_per_second=100))
     info = the_engine()
@@ -112,7 +106,6 @@ def test_everything_killed_at_once_is_gone_after_a_reap(start_kernel: StartKerne
     kernel.kill()
     assert f"cleaned up after engine {info.name!r}" in other.run("%engine reap").text
     assert remains_of(info) == []
-    assert shared_memory() == before
     other.run(start_line(tokens_per_second=1000))
     other.run("%engine stop")
 

@@ -13,11 +13,20 @@ from nbengine.client.directory import list_engines, stop_engine
 
 SETTLE_SECONDS = 8.0
 LASTING_FILES = ("nbengine-launch.lock",)
+SHM = Path("/dev/shm")
+
+
+def shared_memory(directory: Path) -> list[str]:
+    """What engines with run directories in `directory` have there; other engines may run on this machine."""
+    if not SHM.is_dir():
+        return []
+    return [str(path) for path in SHM.iterdir() if path.name.startswith(f"nbengine-{directory.name}-")]
 
 
 def engine_remains(directory: Path) -> list[str]:
-    """Processes of engines whose log lies in a directory, and the files of engines in it."""
-    remains = [
+    """Processes of engines whose log lies in a directory, their files in it, and their shared memory."""
+    remains = [f"shared memory {path}" for path in shared_memory(directory)]
+    remains += [
         f"file {path}"
         for path in directory.rglob("*")
         if not path.is_dir()
