@@ -13,21 +13,21 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested
-from nbengine.magics.chat_arguments import ChatOptions, chat_parser, parse_chat
-from nbengine.magics.chat_view import AnswerNotes, chat_view, conversation_bundle
 from nbengine.magics.config import NBEngine
-from nbengine.magics.conversation import CellRun, Conversation, Conversations, Exchange
+from nbengine.magics.conversations.arguments import ChatOptions, chat_parser, parse_chat
+from nbengine.magics.conversations.conversation import CellRun, Conversation, Conversations, Exchange
+from nbengine.magics.conversations.reasoning import split_reasoning, tag_opened_by
+from nbengine.magics.conversations.view import AnswerNotes, chat_view, conversation_bundle
 from nbengine.magics.errors import without_traceback
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.generation.submission import Submitter
+from nbengine.magics.generation.turn import Turn
 from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
-from nbengine.magics.reasoning import split_reasoning, tag_opened_by
-from nbengine.magics.render import count
-from nbengine.magics.result import GenerationResult
 from nbengine.magics.session import AttachedEngine, NotebookSession
-from nbengine.magics.submission import Submitter
-from nbengine.magics.turn import Turn
 from nbengine.widgets.live import publish_bundle
+from nbengine.widgets.words import count
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from nbengine.config.model import DEVICES, DTYPES, LOAD_FORMATS
 from nbengine.config.parallel import DATA_PARALLEL_BACKENDS, EXECUTOR_BACKENDS
 from nbengine.config.scheduler import POLICIES
 from nbengine.magics.arguments import MagicParser, split_prompt
-from nbengine.magics.chat_arguments import chat_parser
-from nbengine.magics.conversation import Conversations
+from nbengine.magics.conversations.arguments import chat_parser
+from nbengine.magics.conversations.conversation import Conversations
 from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.engine import EngineMagics
-from nbengine.magics.generate_arguments import generate_parser
+from nbengine.magics.generation.arguments import generate_parser
 from nbengine.magics.session import NotebookSession, live_engines
 from nbengine.models.files import list_aliases
 

@@ -20,15 +20,15 @@ from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
-from nbengine.magics.render import count
 from nbengine.magics.session import NotebookSession
+from nbengine.widgets.following.ownership import WAITING, Owner
 from nbengine.widgets.live import LiveDisplay, in_kernel, publish_bundle
-from nbengine.widgets.ownership import WAITING, Owner
+from nbengine.widgets.words import count
 
 if TYPE_CHECKING:
-    from nbengine.widgets.dashboard import Dashboard
-    from nbengine.widgets.glance import Glance
-    from nbengine.widgets.plain_view import PlainView
+    from nbengine.widgets.dashboard.glance import Glance
+    from nbengine.widgets.dashboard.plain_view import PlainView
+    from nbengine.widgets.dashboard.widget import Dashboard
 
 
 @magics_class
@@ -92,8 +92,8 @@ class DashboardMagics(Magics):
     def _show_widget(
         self, info: ConnectionInfo, owner: Owner | None, form: str, parsed: argparse.Namespace
     ) -> None:
-        from nbengine.widgets.dashboard import Dashboard
-        from nbengine.widgets.plain_view import PlainView
+        from nbengine.widgets.dashboard.plain_view import PlainView
+        from nbengine.widgets.dashboard.widget import Dashboard
 
         view: Dashboard | PlainView
         if form == "plain":
@@ -106,7 +106,7 @@ class DashboardMagics(Magics):
             self.shell.user_ns[parsed.out] = view
 
     def _show_text(self, info: ConnectionInfo, owner: Owner | None, interval: float | None) -> None:
-        from nbengine.widgets.glance import Glance
+        from nbengine.widgets.dashboard.glance import Glance
 
         with Glance(info, owner) as glance:
             if interval is None:
@@ -146,7 +146,7 @@ class DashboardMagics(Magics):
 
     def _on_engine_end(self, info: ConnectionInfo) -> None:
         if self._shown:
-            from nbengine.widgets.feed import EngineFeed
+            from nbengine.widgets.following.feed import EngineFeed
 
             EngineFeed.announce_end(info, "the engine was stopped")
 

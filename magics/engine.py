@@ -13,29 +13,29 @@ from nbengine.config import EngineArgs
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
 from nbengine.magics.config import NBEngine
-from nbengine.magics.control import ControlCommands
-from nbengine.magics.engine_arguments import StartOptions, arguments_of, parse_start
-from nbengine.magics.engine_config import ConfigCommand
-from nbengine.magics.errors import without_traceback
-from nbengine.magics.fit import FitCommand
-from nbengine.magics.help import ENGINE_HELP, documented
-from nbengine.magics.interpolate import interpolate
-from nbengine.magics.launching import Launcher
-from nbengine.magics.logs import LogCommands
-from nbengine.magics.namespace import prompt_namespace
-from nbengine.magics.parallel import ParallelCommands
-from nbengine.magics.recover import RecoverCommands
-from nbengine.magics.render import seconds
-from nbengine.magics.reports import (
+from nbengine.magics.engines.arguments import StartOptions, arguments_of, parse_start
+from nbengine.magics.engines.config import ConfigCommand
+from nbengine.magics.engines.control import ControlCommands
+from nbengine.magics.engines.fit import FitCommand
+from nbengine.magics.engines.launching import Launcher
+from nbengine.magics.engines.logs import LogCommands
+from nbengine.magics.engines.parallel import ParallelCommands
+from nbengine.magics.engines.reports import (
     capacity,
     engines_table,
     reap_sentences,
     status_table,
 )
+from nbengine.magics.errors import without_traceback
+from nbengine.magics.generation.recover import RecoverCommands
+from nbengine.magics.help import ENGINE_HELP, documented
+from nbengine.magics.interpolate import interpolate
+from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
 from nbengine.widgets.live import publish, publish_bundle
-from nbengine.widgets.process_tree import read_process_tree
-from nbengine.widgets.progress import StartProgress
+from nbengine.widgets.processes.progress import StartProgress
+from nbengine.widgets.processes.tree import read_process_tree
+from nbengine.widgets.words import seconds
 
 
 @magics_class

@@ -11,7 +11,7 @@ from IPython.core.magic import Magics
 from nbengine.magics.chat import ChatMagics
 from nbengine.magics.completion import Completion
 from nbengine.magics.config import NBEngine
-from nbengine.magics.conversation import Conversations
+from nbengine.magics.conversations.conversation import Conversations
 from nbengine.magics.dashboard import DashboardMagics
 from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics

@@ -9,18 +9,18 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import HelpRequested
-from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
-from nbengine.magics.compare_run import ComparisonRun
-from nbengine.magics.compare_view import grid_view_for
+from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
+from nbengine.magics.comparison.run import ComparisonRun
+from nbengine.magics.comparison.view import grid_view_for
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import GenerateOptions, generate_parser
+from nbengine.magics.generation.arguments import GenerateOptions, generate_parser
+from nbengine.magics.generation.rerun import EarlierAnswers
+from nbengine.magics.generation.stream import Stream
+from nbengine.magics.generation.submission import Submitter
+from nbengine.magics.generation.turn import Turn
 from nbengine.magics.help import documented
 from nbengine.magics.namespace import prompt_namespace
-from nbengine.magics.rerun import EarlierAnswers
 from nbengine.magics.session import NotebookSession
-from nbengine.magics.stream import Stream
-from nbengine.magics.submission import Submitter
-from nbengine.magics.turn import Turn
 
 
 @magics_class

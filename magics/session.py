@@ -18,9 +18,9 @@ from nbengine.errors import NBEngineError
 from nbengine.frontend.control import Control
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.arguments import did_you_mean
-from nbengine.magics.ledger import Ledger
-from nbengine.magics.ongoing import OngoingRequests
-from nbengine.magics.stream import Collector
+from nbengine.magics.generation.ledger import Ledger
+from nbengine.magics.generation.ongoing import OngoingRequests
+from nbengine.magics.generation.stream import Collector
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.live import in_kernel

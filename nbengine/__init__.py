@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
-    from nbengine.widgets.fit_report import FitReport
+    from nbengine.widgets.processes.fit_report import FitReport
 
 __version__ = "0.1.0"
 
@@ -83,7 +83,7 @@ _HOMES = {
         "ScoringOutput",
         "ScoringRequestOutput",
     ),
-    "nbengine.widgets.fit_report": ("FitReport",),
+    "nbengine.widgets.processes.fit_report": ("FitReport",),
     "nbengine.sampling_params": (
         "PoolingParams",
         "RequestOutputKind",

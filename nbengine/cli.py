@@ -102,7 +102,7 @@ def _fit(options: argparse.Namespace) -> int:
     from nbengine.config import EngineArgs
     from nbengine.frontend.fit import fit
     from nbengine.magics.arguments import HelpRequested
-    from nbengine.magics.engine_arguments import parse_start
+    from nbengine.magics.engines.arguments import parse_start
 
     try:
         asked = parse_start(options.arguments, "fit", prog="nbengine fit")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+SHORTEST_SPAN = 0.02
+"""Seconds that a request's tokens must span for a speed to be made of them."""
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -34,6 +37,17 @@ class RequestMetrics:
         if self.first_token_time is None or self.last_token_time is None or self.num_generation_tokens < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second after the first one; None where they span less than `SHORTEST_SPAN`.
+
+        Tokens that one message brought say how fast it was read, not how fast the engine is.
+        """
+        latency = self.inter_token_latency
+        if latency is None or latency * (self.num_generation_tokens - 1) < SHORTEST_SPAN:
+            return None
+        return 1 / latency
 
 
 # Every step makes two of these a request: structs take less than half of a dataclass's time to make, and the garbage

@@ -19,7 +19,7 @@ from nbengine.models.files import resolve_configuration
 from nbengine.models.hf_config import load_hf_config
 from nbengine.models.progress import ProgressCallback
 from nbengine.models.sharding import tensor_parallel_sizes
-from nbengine.widgets.fit_report import FitReport, MemoryPlace, TensorParallelFit
+from nbengine.widgets.processes.fit_report import FitReport, MemoryPlace, TensorParallelFit
 
 _MAX_SUGGESTED_SIZE = 8
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.connection import ConnectionInfo
 from nbengine.errors import NBEngineError
-from nbengine.widgets.ownership import Owner
-from nbengine.widgets.process_tree import ProcessTree, read_process_tree
-from nbengine.widgets.wave_recording import WaveRecording, record_for
-from nbengine.widgets.wave_timeline import WaveTimeline
+from nbengine.widgets.following.ownership import Owner
+from nbengine.widgets.processes.tree import ProcessTree, read_process_tree
+from nbengine.widgets.waves.recording import WaveRecording, record_for
+from nbengine.widgets.waves.timeline import WaveTimeline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from nbengine.widgets.dashboard import Dashboard
+    from nbengine.widgets.dashboard.widget import Dashboard
 
 
 class Inspection(ABC):
@@ -54,7 +54,7 @@ class Inspection(ABC):
         Args:
             height: in pixels; 0: as high as its content.
         """
-        from nbengine.widgets.dashboard import Dashboard
+        from nbengine.widgets.dashboard.widget import Dashboard
 
         return Dashboard(self.connection, Owner(self), height=height)
 

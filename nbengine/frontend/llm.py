@@ -22,13 +22,13 @@ from nbengine.frontend.tools import Tool
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
-from nbengine.widgets.process_tree import ProcessTree
-from nbengine.widgets.wave_recording import WaveRecording
+from nbengine.widgets.processes.tree import ProcessTree
+from nbengine.widgets.waves.recording import WaveRecording
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from nbengine.widgets.dashboard import Dashboard
+    from nbengine.widgets.dashboard.widget import Dashboard
 
 TqdmChoice = bool | Callable[..., Any]
 

@@ -21,7 +21,7 @@ from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import PoolingParams, SamplingParams
-from nbengine.widgets.process_tree import ProcessTree, read_own_process_tree
+from nbengine.widgets.processes.tree import ProcessTree, read_own_process_tree
 
 
 class LLMEngine(Prompting, Control, Inspection):

@@ -12,7 +12,7 @@ from tests.unit.widgets.frame_decoder import unpacked
 
 COMPARE = """
 import time
-from nbengine.widgets.feed import EngineFeed
+from nbengine.widgets.following.feed import EngineFeed
 
 class Notes:
     follows = True

@@ -12,8 +12,8 @@ import pytest
 from nbengine import AsyncLLM, RequestOutput, SamplingParams
 from nbengine.config import ModelConfig
 from nbengine.errors import NBEngineError
-from nbengine.magics.branch import Branch
-from nbengine.magics.branching import BranchTree
+from nbengine.magics.tokens.branch import Branch
+from nbengine.magics.tokens.branching import BranchTree
 from nbengine.models.files import resolve_model
 
 PROMPT = "The capital of France is a city that is known for its museums"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.magics.branching import BranchTree, Origin
-from nbengine.magics.result import GenerationResult
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.tokens.branching import BranchTree, Origin
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 

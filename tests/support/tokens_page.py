@@ -9,8 +9,8 @@ from typing import Any
 from dashboard_page import ADDRESS, LIGHT, MODELS
 from playwright.sync_api import Page, expect
 
-from nbengine.magics.branching import BranchTree
-from nbengine.magics.tokens_feed import TokensFeed
+from nbengine.magics.tokens.branching import BranchTree
+from nbengine.magics.tokens.feed import TokensFeed
 from nbengine.widgets.scripts import bundled, stylesheet
 
 

@@ -16,6 +16,40 @@ PATHS = sorted(
 NAMED = sorted(set(re.findall(r"`((?:nbengine|magics|kernels|widgets)/[\w./]+\.py)` `([A-Za-z_.]+)`", PAGE)))
 
 
+# What each part may not import, at whatever depth: data flows one way.
+FORBIDDEN = {
+    "nbengine/scheduler": ("torch", "zmq", "numpy", "nbengine.engine", "nbengine.worker", "nbengine.client"),
+    "nbengine/kv_cache": ("torch", "zmq", "numpy", "nbengine.engine", "nbengine.worker", "nbengine.client"),
+    "nbengine/models": ("nbengine.engine", "nbengine.client", "nbengine.frontend"),
+    "nbengine/engine": ("nbengine.frontend", "nbengine.magics", "nbengine.widgets"),
+    "nbengine/client": ("torch", "nbengine.frontend", "nbengine.magics", "nbengine.widgets"),
+    "nbengine/frontend": ("nbengine.magics",),
+    "kernels": ("nbengine.engine", "nbengine.models"),
+    "widgets": ("nbengine.magics", "nbengine.engine", "torch"),
+    "magics": ("torch", "zmq"),
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules that a file imports when it is run; what only type checkers read does not count."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
 def names_in(path: Path) -> set[str]:
     """Top-level names, and `Class.method` for methods."""
     found = set()
@@ -41,3 +75,17 @@ def test_path_exists(path: str) -> None:
 @pytest.mark.parametrize(("path", "name"), NAMED)
 def test_name_is_in_its_file(path: str, name: str) -> None:
     assert name in names_in(ROOT / path)
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_data_flows_one_way(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    against = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files
+        for module in imports_of(path)
+        for forbidden in FORBIDDEN[folder]
+        if module == forbidden or module.startswith(f"{forbidden}.")
+    ]
+    assert not against, "\n".join(against)

@@ -22,10 +22,10 @@ from notebook_support.lab import WIDE, set_width, wait_until_idle
 from notebook_support.paced import start_line
 from playwright.sync_api import expect
 
-from nbengine.widgets.palette import ROLES
+from nbengine.widgets.dashboard.palette import ROLES
 
 HASTE = """
-import nbengine.widgets.dashboard as module
+import nbengine.widgets.dashboard.widget as module
 assert "ALIVE_MS = 5000;" in module.Dashboard._esm
 module.Dashboard._esm = module.Dashboard._esm.replace("ALIVE_MS = 5000;", "ALIVE_MS = 200;")
 module.SILENCE = 2.0

@@ -37,7 +37,7 @@ from notebook_support.lab import (
 from notebook_support.paced import start_line
 from playwright.sync_api import Browser, expect
 
-from nbengine.widgets.palette import CACHED_OPACITY, ROLES
+from nbengine.widgets.dashboard.palette import CACHED_OPACITY, ROLES
 
 ENDED = re.compile("the engine was (stopped|shut down)")
 HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'

@@ -19,7 +19,7 @@ from notebook_support.dashboard_script import (
 )
 from playwright.sync_api import expect
 
-from nbengine.widgets.palette import CACHED_OPACITY, FREE_OPACITY, REQUESTS, ROLES
+from nbengine.widgets.dashboard.palette import CACHED_OPACITY, FREE_OPACITY, REQUESTS, ROLES
 
 pytestmark = needs_chromium
 

@@ -25,7 +25,7 @@ from notebook_support.dashboard_script import (
 )
 from playwright.sync_api import expect
 
-from nbengine.widgets.palette import REQUESTS, ROLES
+from nbengine.widgets.dashboard.palette import REQUESTS, ROLES
 
 pytestmark = needs_chromium
 

@@ -29,7 +29,7 @@ from notebook_support.dashboard_script import (
 )
 from playwright.sync_api import Browser, expect
 
-from nbengine.widgets.palette import REQUESTS
+from nbengine.widgets.dashboard.palette import REQUESTS
 
 PICTURES = os.environ.get("NBENGINE_TEST_PICTURES")
 

@@ -22,7 +22,7 @@ from notebook_support.lab import (
 )
 from playwright.sync_api import Dialog, Locator, Page, expect
 
-from nbengine.widgets.palette import REQUESTS
+from nbengine.widgets.dashboard.palette import REQUESTS
 
 Color = tuple[int, int, int]
 OpenCockpit = Callable[..., "Cockpit"]

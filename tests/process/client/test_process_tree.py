@@ -14,7 +14,7 @@ from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 
 from nbengine import LLM, AsyncLLM
 from nbengine.client.connection import ConnectionInfo
-from nbengine.widgets.process_tree import read_process_tree
+from nbengine.widgets.processes.tree import read_process_tree
 
 StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]

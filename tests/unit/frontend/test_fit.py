@@ -21,7 +21,7 @@ from nbengine.errors import InvalidArgumentError, ModelNotFoundError, NBEngineEr
 from nbengine.ipc.fit import FitAnswer, FitQuestion
 from nbengine.models import hub
 from nbengine.models.files import resolve_configuration, resolve_model
-from nbengine.widgets.fit_report import FitReport, MemoryPlace, TensorParallelFit
+from nbengine.widgets.processes.fit_report import FitReport, MemoryPlace, TensorParallelFit
 from nbengine.worker.budget import GPUProfile
 
 GIB = 1 << 30

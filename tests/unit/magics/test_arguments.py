@@ -12,10 +12,10 @@ from IPython.core.error import UsageError
 
 from nbengine.config import EngineArgs
 from nbengine.magics.arguments import HelpRequested, key_value, literal, memory_size, split_prompt
-from nbengine.magics.compare_arguments import parse_request
+from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.config import NBEngine
-from nbengine.magics.engine_arguments import arguments_of, parse_start, start_parser
-from nbengine.magics.generate_arguments import (
+from nbengine.magics.engines.arguments import arguments_of, parse_start, start_parser
+from nbengine.magics.generation.arguments import (
     GenerateOptions,
     generate_parser,
     sampling_params,

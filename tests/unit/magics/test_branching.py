@@ -10,9 +10,9 @@ import pytest
 from answers import PROMPT, HandDrivenClient, Word, delta_of, token_id, tree_of
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.magics.branch import Branch
-from nbengine.magics.branching import BranchTree, Origin
-from nbengine.magics.result import GenerationResult
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.tokens.branch import Branch
+from nbengine.magics.tokens.branching import BranchTree, Origin
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 

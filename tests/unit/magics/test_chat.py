@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, NBEngineError
-from nbengine.magics.conversation import Conversation
+from nbengine.magics.conversations.conversation import Conversation
 from tests.unit.magics.conftest import FakeClient
 
 Capture = pytest.CaptureFixture[str]

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.chat_view import chat_bundle, conversation_bundle
-from nbengine.magics.conversation import Conversation, Exchange
-from nbengine.magics.reasoning import Answer
+from nbengine.magics.conversations.conversation import Conversation, Exchange
+from nbengine.magics.conversations.reasoning import Answer
+from nbengine.magics.conversations.view import chat_bundle, conversation_bundle
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import publisher, run, until
 

@@ -19,12 +19,12 @@ from nbengine.errors import (
     RequestError,
 )
 from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
-from nbengine.magics.compare_result import ComparisonHandle, ComparisonResult
-from nbengine.magics.compare_view import GridState, GridTerminalView
+from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
+from nbengine.magics.comparison.result import ComparisonHandle, ComparisonResult
+from nbengine.magics.comparison.view import GridState, GridTerminalView
 from nbengine.magics.config import NBEngine
 from nbengine.magics.extension import Extension
-from nbengine.magics.result import GenerationResult
+from nbengine.magics.generation.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import SamplingParams
 from tests.unit.magics.conftest import FakeBackend, FakeClient

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
 from nbengine.magics.arguments import values_of
-from nbengine.magics.compare_arguments import ComparisonPlan, parse_request
+from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import GenerateOptions, generate_parser
+from nbengine.magics.generation.arguments import GenerateOptions, generate_parser
 
 
 class Column:

@@ -10,8 +10,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, RequestError
-from nbengine.magics.compare_result import ComparisonResult
-from nbengine.magics.view import UPDATE_SECONDS
+from nbengine.magics.comparison.result import ComparisonResult
+from nbengine.magics.generation.view import UPDATE_SECONDS
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import publisher, run, until
 

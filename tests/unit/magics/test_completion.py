@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.config import EngineArgs
 from nbengine.magics.completion import CHOICES
-from nbengine.magics.engine_arguments import start_parser
+from nbengine.magics.engines.arguments import start_parser
 from nbengine.magics.extension import Extension, unload
 from tests.unit.magics.conftest import FakeClient
 

@@ -14,14 +14,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineDeadError, NotSupportedError
 from nbengine.magics.extension import unload
 from nbengine.metrics.trace import RequestAdded, RequestFinished, RequestTrace, StepPlanned
-from nbengine.widgets import dashboard as dashboard_module
-from nbengine.widgets import feed as feed_module
-from nbengine.widgets.chrome_trace import EngineHistory
-from nbengine.widgets.dashboard import Dashboard, answer_at_once
-from nbengine.widgets.feed import EngineFeed
+from nbengine.widgets.dashboard import widget as dashboard_module
+from nbengine.widgets.dashboard.chrome_trace import EngineHistory
+from nbengine.widgets.dashboard.plain_view import PlainView
+from nbengine.widgets.dashboard.throttle import Throttle
+from nbengine.widgets.dashboard.widget import Dashboard, answer_at_once
+from nbengine.widgets.following import feed as feed_module
+from nbengine.widgets.following.feed import EngineFeed
 from nbengine.widgets.idle import IdleClock
-from nbengine.widgets.plain_view import PlainView
-from nbengine.widgets.throttle import Throttle
 from tests.unit.widgets.frame_decoder import FrameDecoder
 from tests.unit.widgets.publishing import DEADLINE, Publisher
 

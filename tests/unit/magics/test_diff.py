@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.magics.diff import AnswerDiff, Earlier, diff_html, diff_text, word_diff
-from nbengine.magics.result import GenerationResult
+from nbengine.magics.generation.diff import AnswerDiff, Earlier, diff_html, diff_text, word_diff
+from nbengine.magics.generation.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestOutput
 
 TEXT = st.lists(

@@ -14,7 +14,7 @@ from nbengine.client.directory import ReapReport
 from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineDeadError, EngineStartError
 from nbengine.ipc.control_messages import WorkerInfo
-from nbengine.magics.ledger import Ledger
+from nbengine.magics.generation.ledger import Ledger
 from nbengine.metrics.stats import WorkerStats
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 

@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, RequestError
 from nbengine.magics.extension import unload
-from nbengine.magics.result import GenerationHandle, GenerationResult
+from nbengine.magics.generation.result import GenerationHandle, GenerationResult
 from tests.unit.magics.conftest import FakeBackend, FakeClient
 
 Capture = pytest.CaptureFixture[str]

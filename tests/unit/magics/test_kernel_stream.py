@@ -13,9 +13,9 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.generation.view import UPDATE_SECONDS, CellView
 from nbengine.magics.interrupts import Interrupted, ticking
-from nbengine.magics.result import GenerationResult
-from nbengine.magics.view import UPDATE_SECONDS, CellView
 from nbengine.outputs import CompletionOutput
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import publisher, run, until

@@ -15,8 +15,8 @@ from nbengine.client import logs
 from nbengine.client.logs import follow_log
 from nbengine.config import EngineArgs
 from nbengine.errors import EngineStartError, ModelNotFoundError
+from nbengine.magics.engines.logs import SHOWN_CHARACTERS, SHOWN_LINES, RollingLines
 from nbengine.magics.extension import Extension
-from nbengine.magics.logs import SHOWN_CHARACTERS, SHOWN_LINES, RollingLines
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 
 Capture = pytest.CaptureFixture[str]
@@ -133,7 +133,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield from pieces
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbengine.magics.logs.follow_log", follow)
+    monkeypatch.setattr("nbengine.magics.engines.logs.follow_log", follow)
     return pieces
 
 

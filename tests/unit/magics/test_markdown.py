@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nbengine.magics.markdown import closed_markdown, fenced, harmless_markdown, unfenced
+from nbengine.magics.generation.markdown import closed_markdown, fenced, harmless_markdown, unfenced
 
 OWN_TAGS = re.compile(r"</?(?:pre|code)>")
 PIECES = st.sampled_from(

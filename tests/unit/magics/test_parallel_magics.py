@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.errors import NBEngineError
-from nbengine.widgets.wave_timeline import RankSpan, Span, WaveTimeline
+from nbengine.widgets.waves.timeline import RankSpan, Span, WaveTimeline
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 
 Capture = pytest.CaptureFixture[str]
@@ -98,7 +98,7 @@ class FakeRecording:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbengine.magics.parallel.WaveRecording", FakeRecording)
+    monkeypatch.setattr("nbengine.magics.engines.parallel.WaveRecording", FakeRecording)
 
 
 @pytest.mark.usefixtures("recorded")
@@ -132,6 +132,6 @@ def test_an_interrupt_ends_the_recording_and_shows_it(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbengine.magics.parallel.time.sleep", interrupt)
+    monkeypatch.setattr("nbengine.magics.engines.parallel.time.sleep", interrupt)
     shell.run_cell("%engine waves").raise_error()
     assert "2 engine cores in lock step" in capsys.readouterr().out

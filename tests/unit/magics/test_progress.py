@@ -7,7 +7,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.config import ParallelConfig
 from nbengine.ipc.control_messages import Progress
-from nbengine.widgets.progress import StartProgress
+from nbengine.widgets.processes.progress import StartProgress
 from tests.unit.magics.conftest import RecordingPublisher
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.magics.reasoning import TAGS, Answer, split_reasoning, tag_opened_by
+from nbengine.magics.conversations.reasoning import TAGS, Answer, split_reasoning, tag_opened_by
 
 
 @pytest.mark.parametrize(("opening", "closing"), TAGS)

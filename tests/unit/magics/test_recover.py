@@ -15,10 +15,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.client.connection import write_connection
 from nbengine.errors import EngineDeadError, RequestLostError, UtilityError
 from nbengine.frontend.transcripts import Transcript
-from nbengine.magics.answers import Answers, kept_answer, merged, selected
+from nbengine.magics.generation.answers import Answers, kept_answer, merged, selected
+from nbengine.magics.generation.recover import MAX_SHOWN
+from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.interrupts import Interrupted
-from nbengine.magics.recover import MAX_SHOWN
-from nbengine.magics.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestOutput
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 from tests.unit.magics.kernel_cells import publisher, run, until
@@ -366,7 +366,7 @@ def test_an_interrupt_ends_the_showing_and_not_the_generation(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nbengine.magics.recover.time.sleep", interrupt)
+        patch.setattr("nbengine.magics.generation.recover.time.sleep", interrupt)
         with pytest.raises(Interrupted, match="what is being written goes on"):
             shell.run_cell("%engine recover").raise_error()
     assert engine.aborted == []

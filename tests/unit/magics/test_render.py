@@ -8,18 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.magics.render import (
-    answer_bundle,
-    answers_bundle,
-    count,
-    footer_of,
-    indented_json,
-    seconds,
-    table,
-)
-from nbengine.magics.result import GenerationResult
+from nbengine.magics.generation.render import answer_bundle, answers_bundle, footer_of, indented_json
+from nbengine.magics.generation.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nbengine.units import size
+from nbengine.widgets.words import count, seconds, table
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nbengine.config import ParallelConfig
 from nbengine.ipc.control_messages import Progress
-from nbengine.widgets.stages import StartStages
+from nbengine.widgets.processes.stages import StartStages
 
 FOUR = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 LABELS = ["TP0 PP0", "TP1 PP0", "TP0 PP1", "TP1 PP1"]
@@ -25,7 +25,7 @@ def load(
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are those that are reported."""
-    monkeypatch.setattr("nbengine.widgets.stages.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("nbengine.widgets.processes.stages.time.monotonic", lambda: 0.0)
 
 
 @pytest.mark.usefixtures("frozen")

@@ -11,9 +11,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine import IncompleteOutputError, StructuredOutputsParams
-from nbengine.magics.compare_arguments import parse_request
+from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generate_arguments import GenerateOptions
+from nbengine.magics.generation.arguments import GenerateOptions
 from tests.unit.magics.conftest import FakeClient, RecordingPublisher
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

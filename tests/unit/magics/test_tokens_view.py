@@ -11,13 +11,14 @@ import pytest
 from answers import Word, delta_of, token_id, tree_of
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics import open_views, tokens_view
-from nbengine.magics.branching import BranchTree
 from nbengine.magics.extension import unload
-from nbengine.magics.open_views import OpenViews
-from nbengine.magics.tokens_feed import EAGER_ALTERNATIVES, TokensFeed, num_in_text
-from nbengine.magics.tokens_view import static_bundle
-from nbengine.widgets.tokens import TokensWidget
+from nbengine.magics.generation import open_views
+from nbengine.magics.generation.open_views import OpenViews
+from nbengine.magics.tokens import view as tokens_view
+from nbengine.magics.tokens.branching import BranchTree
+from nbengine.magics.tokens.feed import EAGER_ALTERNATIVES, TokensFeed, num_in_text
+from nbengine.magics.tokens.view import static_bundle
+from nbengine.widgets.tokens.widget import TokensWidget
 from tests.unit.magics.conftest import FakeClient, RecordingPublisher
 
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -214,7 +215,7 @@ def widgets(monkeypatch: pytest.MonkeyPatch) -> list[TokensWidget]:
         def send(self, content: Any, buffers: Any = None) -> None:
             self.__dict__["sent"].append(content)
 
-    monkeypatch.setattr("nbengine.widgets.tokens.TokensWidget", Recorded)
+    monkeypatch.setattr("nbengine.widgets.tokens.widget.TokensWidget", Recorded)
     return made
 
 
@@ -267,7 +268,7 @@ async def test_without_anywidget_there_is_the_static_form(
     original = builtins.__import__
 
     def refuse(name: str, *args: Any, **more: Any) -> Any:
-        if name == "nbengine.widgets.tokens":
+        if name == "nbengine.widgets.tokens.widget":
             raise ImportError("no anywidget here")
         return original(name, *args, **more)
 

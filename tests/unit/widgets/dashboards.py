@@ -22,8 +22,8 @@ from nbengine.metrics.trace import (
     TraceEvent,
     TraceSnapshot,
 )
-from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
-from nbengine.widgets.wave_timeline import WaveTimeline
+from nbengine.widgets.following.dashboard_state import DashboardState, EngineLabel, Rates
+from nbengine.widgets.waves.timeline import WaveTimeline
 
 START = 1_700_000_000.0
 LABEL = EngineLabel("demo", "random-tiny", "1 engine core", "cpu", "float32")

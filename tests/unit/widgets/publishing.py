@@ -24,7 +24,7 @@ from nbengine.metrics.trace import (
     TraceMessage,
     TraceSnapshot,
 )
-from nbengine.widgets.dashboard_state import DashboardState
+from nbengine.widgets.following.dashboard_state import DashboardState
 
 DEADLINE = 20.0
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.widgets.chrome_trace import chrome_trace, history_of
+from nbengine.widgets.dashboard.chrome_trace import chrome_trace, history_of
 from tests.unit.widgets.dashboards import SmallEngine, busy_engine, state_of
 
 HOSTILE = '</script>"\\\x00\u202e'

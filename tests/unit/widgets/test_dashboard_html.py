@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from nbengine.client.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.widgets.dashboard_blocks import cells_of
-from nbengine.widgets.dashboard_figures import header
-from nbengine.widgets.dashboard_html import MAX_TABLE_RANKS, page, pictures, static_bundle
-from nbengine.widgets.dashboard_state import DashboardState, EngineLabel, Rates
-from nbengine.widgets.dashboard_steps import grid_of
-from nbengine.widgets.dashboard_svg_blocks import PITCHES, geometry, levels
-from nbengine.widgets.dashboard_svg_parts import PAD, WIDTH
-from nbengine.widgets.dashboard_svg_steps import MAX_LENGTH, MAX_STEPS
-from nbengine.widgets.dashboard_text import MIN_WIDTH, cells, text_dashboard
-from nbengine.widgets.palette import REQUESTS, ROLES, request_color
-from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
-from nbengine.widgets.wave_timeline import RankSpan, Span, WaveTimeline
+from nbengine.widgets.dashboard.palette import REQUESTS, ROLES, request_color
+from nbengine.widgets.dashboard.step_frames import DECODE, PROMPT, RECOMPUTED
+from nbengine.widgets.following.dashboard_state import DashboardState, EngineLabel, Rates
+from nbengine.widgets.pictures.blocks import cells_of
+from nbengine.widgets.pictures.figures import header
+from nbengine.widgets.pictures.html import MAX_TABLE_RANKS, page, pictures, static_bundle
+from nbengine.widgets.pictures.steps import grid_of
+from nbengine.widgets.pictures.svg_blocks import PITCHES, geometry, levels
+from nbengine.widgets.pictures.svg_parts import PAD, WIDTH
+from nbengine.widgets.pictures.svg_steps import MAX_LENGTH, MAX_STEPS
+from nbengine.widgets.pictures.text import MIN_WIDTH, cells, text_dashboard
+from nbengine.widgets.waves.timeline import RankSpan, Span, WaveTimeline
 from tests.unit.widgets.dashboards import LABEL, START, SmallEngine, busy_engine, state_of, vast_mirror
 from tests.unit.widgets.pictures import SVG, Stroke, strokes_in, texts_fit
 

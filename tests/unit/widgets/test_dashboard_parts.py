@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from nbengine.client.trace_mirror import BlockMap, RequestView, StepView, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.metrics.trace import RequestAdded
-from nbengine.widgets.dashboard_blocks import cells_of, summary, top_holders
-from nbengine.widgets.dashboard_figures import (
+from nbengine.widgets.dashboard.palette import REQUESTS
+from nbengine.widgets.dashboard.step_frames import DECODE, PROMPT, RECOMPUTED
+from nbengine.widgets.following.dashboard_state import Rates
+from nbengine.widgets.pictures.blocks import cells_of, summary, top_holders
+from nbengine.widgets.pictures.figures import (
     count,
     duration,
     header,
@@ -23,11 +26,8 @@ from nbengine.widgets.dashboard_figures import (
     share,
     title,
 )
-from nbengine.widgets.dashboard_loads import SECONDS, loads_of
-from nbengine.widgets.dashboard_state import Rates
-from nbengine.widgets.dashboard_steps import grid_of
-from nbengine.widgets.palette import REQUESTS
-from nbengine.widgets.step_frames import DECODE, PROMPT, RECOMPUTED
+from nbengine.widgets.pictures.loads import SECONDS, loads_of
+from nbengine.widgets.pictures.steps import grid_of
 from tests.unit.widgets.dashboards import START, SmallEngine, busy_engine, state_of, vast_mirror
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from nbengine.widgets.dashboard_plain import INTERVAL, PlainDashboard
-from nbengine.widgets.dashboard_state import DashboardState
+from nbengine.widgets.following.dashboard_state import DashboardState
+from nbengine.widgets.pictures.plain import INTERVAL, PlainDashboard
 from tests.unit.widgets.dashboards import LABEL, SmallEngine, busy_engine, state_of
 
 HOSTILE = "</div><script>alert(1)</script>"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.widgets.dashboard_state import DashboardState
-from nbengine.widgets.dashboard_text import MIN_WIDTH, cells, cut, letter, padded, sparkline, text_dashboard
+from nbengine.widgets.following.dashboard_state import DashboardState
+from nbengine.widgets.pictures.text import MIN_WIDTH, cells, cut, letter, padded, sparkline, text_dashboard
 from tests.unit.widgets.dashboards import SmallEngine, busy_engine, state_of, vast_mirror
 
 

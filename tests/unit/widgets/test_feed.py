@@ -16,10 +16,10 @@ from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import SchedulerStats, WorkerStats
 from nbengine.metrics.trace import RequestAdded, RequestFinished, StepContinued, StepDone, StepPlanned
-from nbengine.widgets import feed as feed_module
-from nbengine.widgets import rates as rates_module
-from nbengine.widgets.feed import EngineFeed
-from nbengine.widgets.ownership import WAITING, Owner
+from nbengine.widgets.following import feed as feed_module
+from nbengine.widgets.following import rates as rates_module
+from nbengine.widgets.following.feed import EngineFeed
+from nbengine.widgets.following.ownership import WAITING, Owner
 from tests.unit.widgets.publishing import DEADLINE, Listener, Publisher, make_info
 
 Follow = Callable[..., EngineFeed]

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from nbengine.client.trace_mirror import BlockMap, RequestView, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
 from nbengine.metrics.trace import BlocksCached, RequestAdded, RequestTrace, TraceSnapshot
-from nbengine.widgets.dashboard_state import DashboardState, Rates
-from nbengine.widgets.frames import FRAME_BYTES, MOST_ENDED, MOST_REQUESTS, RESET_BYTES, Frame, FrameBuilder
-from nbengine.widgets.step_frames import MOST_LAG
-from nbengine.widgets.wave_timeline import RankSpan, Span, WaveTimeline
+from nbengine.widgets.dashboard.frames import (
+    FRAME_BYTES,
+    MOST_ENDED,
+    MOST_REQUESTS,
+    RESET_BYTES,
+    Frame,
+    FrameBuilder,
+)
+from nbengine.widgets.dashboard.step_frames import MOST_LAG
+from nbengine.widgets.following.dashboard_state import DashboardState, Rates
+from nbengine.widgets.waves.timeline import RankSpan, Span, WaveTimeline
 from tests.unit.widgets.dashboards import START, SmallEngine, busy_engine, state_of, vast_mirror
 from tests.unit.widgets.frame_decoder import FrameDecoder, unpacked
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.widgets.grid import MOST_COLUMNS, GridCell, layout_of
-from nbengine.widgets.grid_html import GridHtml
-from nbengine.widgets.grid_pace import WINDOW_SECONDS, AnswerCount, Pace
-from nbengine.widgets.grid_text import final_text
+from nbengine.widgets.grid.grid import MOST_COLUMNS, GridCell, layout_of
+from nbengine.widgets.grid.html import GridHtml
+from nbengine.widgets.grid.pace import WINDOW_SECONDS, AnswerCount, Pace
+from nbengine.widgets.grid.text import final_text
 
 AXES = st.lists(st.integers(1, 6), max_size=4).map(
     lambda sizes: [

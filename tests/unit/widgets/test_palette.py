@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nbengine.widgets import palette
+from nbengine.widgets.dashboard import palette
+from nbengine.widgets.scripts import STATIC
 
-SCRIPT = Path(palette.__file__).parent / "static" / "dashboard" / "palette.js"
+SCRIPT = STATIC / "dashboard" / "palette.js"
 
 VISION = {
     "usual": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
@@ -71,7 +71,7 @@ def contrast(first: str, second: str) -> float:
 
 
 def test_the_script_has_the_same_colours() -> None:
-    assert SCRIPT.read_text() == palette.script(), "run: python -m nbengine.widgets.palette"
+    assert SCRIPT.read_text() == palette.script(), "run: python -m nbengine.widgets.dashboard.palette"
 
 
 @pytest.mark.parametrize("vision", VISION)

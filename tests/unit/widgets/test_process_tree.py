@@ -12,7 +12,7 @@ import pytest
 from nbengine.client.connection import ConnectionInfo
 from nbengine.config import EngineArgs
 from nbengine.ipc.control_messages import EngineReady, WorkerInfo
-from nbengine.widgets.process_tree import read_own_process_tree, read_process_tree
+from nbengine.widgets.processes.tree import read_own_process_tree, read_process_tree
 from tests.unit.widgets.trees import FIRST_CORE, HOST, OWN, make_tree
 
 TWO_BY_TWO = """\

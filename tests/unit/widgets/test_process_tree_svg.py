@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nbengine.widgets.process_tree import ProcessTree
+from nbengine.widgets.processes.tree import ProcessTree
 from nbengine.widgets.svg import fitted, text_width
 from tests.unit.widgets.trees import FIRST_CORE, HOST, make_tree, usage
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
-from nbengine.widgets import rates as rates_module
-from nbengine.widgets.rates import RateMeter
+from nbengine.widgets.following import rates as rates_module
+from nbengine.widgets.following.rates import RateMeter
 from tests.unit.widgets.dashboards import START, SmallEngine
 
 

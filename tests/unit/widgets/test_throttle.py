@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.widgets.throttle import Throttle
+from nbengine.widgets.dashboard.throttle import Throttle
 
 INTERVAL, RATE, SLACK = 0.2, 1000.0, 0.05
 

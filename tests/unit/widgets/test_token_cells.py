@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.outputs import Logprob
-from nbengine.widgets.token_cells import PART, alternatives_of, label_of, percent, shade, token_cells
-from nbengine.widgets.tokens_html import tokens_html, tooltip
+from nbengine.widgets.tokens.cells import PART, alternatives_of, label_of, percent, shade, token_cells
+from nbengine.widgets.tokens.html import tokens_html, tooltip
 
 HOSTILE = ["<script>alert(1)</script>", "</span>", '"', "' onload='x", "&lt;", "<!--", "]]>", "`${x}`"]
 

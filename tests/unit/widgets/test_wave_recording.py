@@ -18,7 +18,7 @@ from nbengine.config import EngineArgs
 from nbengine.ipc.messages import STATS_TOPIC
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.widgets.wave_recording import WaveRecording, record_for
+from nbengine.widgets.waves.recording import WaveRecording, record_for
 
 DEADLINE = 20.0
 

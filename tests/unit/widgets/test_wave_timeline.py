@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
-from nbengine.widgets.wave_timeline import RankSpan, Span, WaveRecorder, WaveSpan, WaveTimeline
-from nbengine.widgets.wave_timeline_text import COLUMNS
+from nbengine.widgets.waves.timeline import RankSpan, Span, WaveRecorder, WaveSpan, WaveTimeline
+from nbengine.widgets.waves.timeline_text import COLUMNS
 
 SVG = "{http://www.w3.org/2000/svg}"
 

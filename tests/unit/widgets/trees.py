@@ -7,7 +7,7 @@ from collections.abc import Collection
 from nbengine.client.process_usage import ProcessUsage
 from nbengine.config import ParallelConfig
 from nbengine.ipc.control_messages import WorkerInfo
-from nbengine.widgets.process_tree import CoreNode, ProcessTree, WorkerNode
+from nbengine.widgets.processes.tree import CoreNode, ProcessTree, WorkerNode
 
 OWN, HOST, FIRST_CORE = 900, 1000, 1001
 LAYERS_A_STAGE = 15

@@ -1,4 +1,4 @@
-// Made from widgets/palette.py: change the colours there.
+// Made from widgets/dashboard/palette.py: change the colours there.
 export const REQUESTS = [
   "#15c3fb",
   "#eab401",

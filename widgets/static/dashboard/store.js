@@ -1,4 +1,4 @@
-// What a dashboard knows: built from the kernel's frames (the protocol is in widgets/frames.py).
+// What a dashboard knows: built from the kernel's frames (the protocol is in widgets/dashboard/frames.py).
 
 import { History } from "./history.js";
 import { Ring } from "./ring.js";

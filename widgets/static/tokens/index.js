@@ -1,4 +1,4 @@
-// Shows the tokens of answers; widgets/tokens.py has the messages.
+// Shows the tokens of answers; widgets/tokens/widget.py has the messages.
 import { element } from "./dom.js";
 import { Popover } from "./popover.js";
 import { Tree } from "./tree.js";

@@ -1,0 +1,1 @@
+"""Many settings or prompts at once, side by side."""

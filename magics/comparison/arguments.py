@@ -1,0 +1,169 @@
+"""From a line of `%%generate` with lists in it to all the requests that it stands for."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbengine.magics.arguments import values_of
+from nbengine.magics.comparison.axes import (
+    EACH,
+    RAISE_LIMIT,
+    Axis,
+    Choice,
+    Several,
+    bindings_of,
+    each_axis,
+    flag_axis,
+)
+from nbengine.magics.config import NBEngine
+from nbengine.magics.generation.arguments import GenerateLine, GenerateOptions, options_of, read_line
+from nbengine.magics.interpolate import interpolate
+from nbengine.sampling_params import SamplingParams
+
+VARIED_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+"""Flags that take a list, outermost first; those of `--set` and the engines follow."""
+_LIST_PARAMETERS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+"""Parameters whose value is a list: only a list of lists has several values for them."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One request of a comparison, and the values that make it what it is, by the name of their axis."""
+
+    settings: dict[str, Any]
+    options: GenerateOptions
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """All combinations of the axes' values, the last axis's changing fastest; those of `--each` come first."""
+
+    axes: tuple[Axis, ...]
+    num_each: int
+    """So many axes are of `--each`."""
+    combinations: tuple[Combination, ...]
+
+    @property
+    def options(self) -> GenerateOptions:
+        """What is common to all requests: where the result goes, how it is shown."""
+        return self.combinations[0].options
+
+
+class _Expansion:
+    """Puts the variables of a namespace into texts; another row has another namespace."""
+
+    def __init__(self, namespace: Mapping[str, object]) -> None:
+        self.namespace = namespace
+
+    def __call__(self, text: str) -> str:
+        return interpolate(text, self.namespace)
+
+
+def parse_request(
+    line: str, body: str | None, config: NBEngine, namespace: Mapping[str, object]
+) -> GenerateOptions | ComparisonPlan:
+    """Read a line, and the cell's body if there is one: one request, or a comparison where something has several values.
+
+    Raises:
+        UsageError: the line cannot be understood, or asks for too many answers.
+        HelpRequested: `-h` was given.
+    """
+    expand = _Expansion(namespace)
+    given = read_line(line, body, expand)
+    specs = values_of("--each", given.words, given.parser)
+    each = [each_axis(spec, namespace, given.prog, config.max_answers) for spec in specs]
+    if each:
+        return _plan(given, each, config, expand)
+    parsed = given.parser.parse_words(given.words)
+    varied = _flag_axes(parsed, given.prog)
+    if not varied:
+        return options_of(given, parsed, config, expand, namespace)
+    return _plan(given, each, config, expand)
+
+
+def _plan(given: GenerateLine, each: list[Axis], config: NBEngine, expand: _Expansion) -> ComparisonPlan:
+    prog, base = given.prog, expand.namespace
+    axes: list[Axis] | None = None
+    combinations: list[Combination] = []
+    used: set[str] = set()
+    for row in itertools.product(*(axis.choices for axis in each)):
+        bindings = bindings_of(each, row, base)
+        expand.namespace = bindings
+        parsed = given.parser.parse_words(given.words)
+        varied = _flag_axes(parsed, prog)
+        if axes is None:
+            axes = _checked([*each, *varied], parsed.n or 1, config.max_answers, prog)
+        elif axes[len(each) :] != varied:
+            raise UsageError(f"{prog}: the lists in flags must be the same for each element of --each")
+        for choices in itertools.product(*(axis.choices for axis in varied)):
+            chosen = _with_values(parsed, varied, choices)
+            options = options_of(given, chosen, config, expand, bindings)
+            combinations.append(Combination(_settings(axes, (*row, *choices)), options))
+        used |= bindings.used
+    expand.namespace = base
+    _check_use(each, used, prog)
+    return ComparisonPlan(tuple(axes or ()), len(each), tuple(combinations))
+
+
+def _flag_axes(parsed: argparse.Namespace, prog: str) -> list[Axis]:
+    axes = [
+        flag_axis("--" + name.replace("_", "-"), name, value, prog)
+        for name in VARIED_FLAGS
+        if isinstance(value := getattr(parsed, name), Several)
+    ]
+    for name, value in dict(parsed.set).items():
+        if name in SamplingParams.__struct_fields__ and _is_several(name, value):
+            if name in ("n", "logprobs", "structured_outputs"):
+                raise UsageError(f"{prog}: --set {name} takes one value, which all requests share")
+            axes.append(flag_axis(f"--set {name}", name, Several(value), prog))
+    if isinstance(parsed.engine, Several):
+        axes.append(flag_axis("--engine", "engine", parsed.engine, prog))
+    return axes
+
+
+def _is_several(name: str, value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return name not in _LIST_PARAMETERS or all(isinstance(item, list) for item in value)
+
+
+def _checked(axes: list[Axis], n: int, limit: int, prog: str) -> list[Axis]:
+    names = [axis.name for axis in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{prog}: two lists are called {name!r}: --each NAME=… gives another name")
+    total = n
+    for axis in axes:
+        total *= len(axis.choices)
+    if total > limit:
+        sizes = [f"{len(axis.choices)} × {axis.name}" for axis in axes] + ([f"-n {n}"] if n > 1 else [])
+        raise UsageError(f"{prog}: {total} answers ({', '.join(sizes)}), more than {limit}{RAISE_LIMIT}")
+    return axes
+
+
+def _with_values(
+    parsed: argparse.Namespace, axes: Sequence[Axis], choices: Sequence[Choice]
+) -> argparse.Namespace:
+    chosen = copy.copy(parsed)
+    values = {axis.name: choice.value for axis, choice in zip(axes, choices, strict=True)}
+    chosen.set = [(name, values.pop(name, value)) for name, value in dict(parsed.set).items()]
+    for name, value in values.items():
+        setattr(chosen, name, value)
+    return chosen
+
+
+def _settings(axes: Sequence[Axis], choices: Sequence[Choice]) -> dict[str, Any]:
+    return {axis.name: choice.setting for axis, choice in zip(axes, choices, strict=True)}
+
+
+def _check_use(each: Sequence[Axis], used: set[str], prog: str) -> None:
+    for axis in each:
+        if axis.name not in used and not (len(each) == 1 and EACH in used):
+            raise UsageError(f"{prog}: --each: neither the prompt nor a flag names {{{axis.name}}}")

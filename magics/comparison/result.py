@@ -1,0 +1,142 @@
+"""What a comparison leaves behind: the results, by position and by settings, as rows and as a table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+from nbengine.errors import InvalidArgumentError, NBEngineError, NotSupportedError
+from nbengine.magics.comparison.axes import Axis
+from nbengine.magics.generation.result import GenerationResult, Handle, ShownOnce
+from nbengine.outputs import CompletionOutput
+
+Settings = dict[str, Any]
+
+
+class ComparisonResult(ShownOnce):
+    """The answers to all combinations of what was varied, which grow while they stream.
+
+    `comparison[2]` is the third one's result; `comparison[{"temperature": 0}]` the one with these settings.
+    `settings[i]` says what was special about `results[i]`; `axes` has the values of each setting, the last setting
+    changing fastest. `errors` has what went wrong, by position: such a result is empty or cut off, and its
+    `finish_reason` is "error".
+    """
+
+    def __init__(
+        self, axes: Sequence[Axis], settings: Sequence[Settings], results: Sequence[GenerationResult]
+    ) -> None:
+        self.axes: dict[str, list[Any]] = {axis.name: axis.settings for axis in axes}
+        self.settings = list(settings)
+        self.results = list(results)
+        self.errors: dict[int, NBEngineError] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return all(result.finished for result in self.results)
+
+    def select(self, **settings: Any) -> list[GenerationResult]:
+        """The results that have all these settings.
+
+        Raises:
+            InvalidArgumentError: nothing of that name was varied.
+        """
+        return [self.results[index] for index in self._positions(settings)]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row an answer, of which a result has several with `-n`; times are seconds.
+
+        A setting that is called as a column of the answer has `_given` behind its name.
+        """
+        return [
+            self._row(index, completion)
+            for index, result in enumerate(self.results)
+            for completion in result.outputs or [CompletionOutput(0, "", [])]
+        ]
+
+    def to_frame(self) -> Any:
+        """`rows()` as a pandas DataFrame.
+
+        Raises:
+            NotSupportedError: pandas is not installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise NotSupportedError(
+                "to_frame() needs pandas, which is not installed: `pip install pandas`, or take .rows()"
+            ) from None
+        return pandas.DataFrame(self.rows())
+
+    @overload
+    def __getitem__(self, key: int | Mapping[str, Any]) -> GenerationResult: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[GenerationResult]: ...
+
+    def __getitem__(self, key: int | slice | Mapping[str, Any]) -> GenerationResult | list[GenerationResult]:
+        if not isinstance(key, Mapping):
+            return self.results[key]
+        found = self._positions(key)
+        if len(found) != 1:
+            raise KeyError(f"{len(found) or 'no'} results have {dict(key)!r}; .select(…) gives all that do")
+        return self.results[found[0]]
+
+    def __iter__(self) -> Iterator[GenerationResult]:
+        return iter(self.results)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __repr__(self) -> str:
+        varied = " × ".join(f"{len(values)} {name}" for name, values in self.axes.items())
+        failed = f", {len(self.errors)} failed" if self.errors else ""
+        state = "" if self.finished else ", running"
+        return f"ComparisonResult({len(self)} results: {varied}{failed}{state})"
+
+    def _positions(self, settings: Mapping[str, Any]) -> list[int]:
+        for name in settings:
+            if name not in self.axes:
+                raise InvalidArgumentError("setting", name, f"one that was varied: {', '.join(self.axes)}")
+        return [
+            index
+            for index, given in enumerate(self.settings)
+            if all(given[name] == value for name, value in settings.items())
+        ]
+
+    def _row(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        result = self.results[index]
+        metrics = result.metrics
+        row: dict[str, Any] = {
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "tokens": len(completion.token_ids),
+            "ttft": metrics.time_to_first_token,
+            "tokens_per_second": metrics.tokens_per_second,
+            "prompt_tokens": result.num_prompt_tokens,
+            "cached_tokens": result.num_cached_tokens,
+        }
+        if any(len(other.outputs) > 1 for other in self.results):
+            row = {"sample": completion.index, **row}
+        if any(answer.cumulative_logprob is not None for other in self.results for answer in other.outputs):
+            row["logprob"] = completion.cumulative_logprob
+        if self.errors:
+            error = self.errors.get(index)
+            row["error"] = None if error is None else str(error)
+        given = {
+            f"{name}_given" if name in row else name: value for name, value in self.settings[index].items()
+        }
+        return {**given, **row}
+
+
+class ComparisonHandle(Handle[ComparisonResult]):
+    """A comparison that goes on while other cells run."""
+
+    def __init__(self, partial: ComparisonResult, cancel: Callable[[], None]) -> None:
+        super().__init__(f"{len(partial)} results", partial, cancel)
+
+    @property
+    def results(self) -> list[GenerationResult]:
+        """The results so far."""
+        return self._partial.results

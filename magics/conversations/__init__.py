@@ -1,0 +1,1 @@
+"""`%%chat`: conversations and their history."""

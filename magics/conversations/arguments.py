@@ -1,0 +1,165 @@
+"""Command lines of `%chat` and `%%chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbengine.magics.arguments import MagicParser, split_body
+from nbengine.magics.config import NBEngine
+from nbengine.magics.conversations.conversation import DEFAULT_NAME
+from nbengine.magics.generation.arguments import Expand, GenerateOptions, generate_parser, sampling_given
+from nbengine.magics.generation.structured import add_constraint_flags, constraint_of
+
+_SHARED = (
+    "out",
+    "engine",
+    "rank",
+    "format",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "seed",
+    "stop",
+    "no_stream",
+    "set",
+    "logprobs",
+)
+"""Flags of `%%generate` that mean the same in a conversation, by where they are read into."""
+_DESCRIPTION = """\
+Talk with the model: each message is answered with all of the conversation before it in mind.
+
+  %%chat [flags]          the cell's body is the message
+  %chat [flags] MESSAGE   the rest of the line is the message
+  %chat --show | --undo [N] | --reset | --save FILE | --load FILE
+
+Running a cell again replaces what it had said, and drops what came after that; --append adds to the end instead.
+An interrupted answer stays in the conversation as far as it came. A model's reasoning is folded away.
+{name} in the message becomes the value of a variable, as in %%generate."""
+_EPILOG = """\
+The conversation is in _ (and in NAME with -o): .text .reasoning .messages .turns .to_openai() .save(FILE)
+.last (the last answer's result: .token_ids .logprobs .metrics …)
+It is text in this notebook: it goes on after %engine restart or load, and with another --engine.
+
+examples:
+  %%chat --system "You are a poet." --temperature 0.9
+  %chat And now in French
+  %chat --undo
+  %%chat --name second -o other
+"""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a line of `%%chat` asks for; `message` is None where it says nothing to the model."""
+
+    message: str | None
+    name: str
+    system: str | None
+    undo: int | None
+    reset: bool
+    show: bool
+    append: bool
+    save: str | None
+    load: str | None
+    generate: GenerateOptions
+
+
+def chat_parser(expand: Expand = str, prog: str = "%%chat") -> MagicParser:
+    """Parser of the flags; `expand` is applied to each value before it is read."""
+    usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " MESSAGE")
+    parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
+    add = parser.add_argument
+    add("--name", metavar="CONVERSATION", default=DEFAULT_NAME, help="one of several (default: %(default)s)")
+    add("--system", metavar="S", type=expand, help="system message of the conversation, from now on")
+    add(
+        "--undo",
+        metavar="N",
+        nargs="?",
+        type=int,
+        const=1,
+        help="forget the last N turns (default: 1), before the message if there is one",
+    )
+    add("--reset", action="store_true", help="forget the whole conversation, its system message as well")
+    add("--show", action="store_true", help="show the conversation")
+    add("--append", action="store_true", help="add a turn even if this cell has added one before")
+    add("--save", metavar="FILE", help="write the conversation to a JSON file")
+    add("--load", metavar="FILE", help="go on with a conversation from such a file")
+    parser.take_flags(generate_parser(expand, prog), _SHARED)
+    add_constraint_flags(parser)
+    return parser
+
+
+def parse_chat(
+    line: str, body: str | None, config: NBEngine, expand: Expand, namespace: Mapping[str, object]
+) -> ChatOptions:
+    """Read a line, and the cell's body if there is one, into options; values are checked later.
+
+    Raises:
+        UsageError: the line cannot be understood.
+        HelpRequested: `-h` was given.
+    """
+    prog = "%chat" if body is None else "%%chat"
+    parser = chat_parser(expand, prog)
+    words, message = split_body(line, body, parser, "message")
+    parsed = parser.parse_words(words)
+    message = expand(message)
+    has_message = bool(message.strip())
+    acts = parsed.undo is not None or parsed.reset or parsed.save or parsed.load or parsed.system is not None
+    if not (has_message or acts or parsed.show):
+        raise UsageError(f"{prog}: the message is empty ({prog} -h lists what else there is)")
+    if has_message and parsed.show:
+        raise UsageError(f"{prog}: --show takes no message")
+    if parsed.reset and parsed.undo is not None:
+        raise UsageError(f"{prog}: --reset forgets all turns, so it cannot go with --undo")
+    if parsed.load and (parsed.reset or parsed.undo is not None):
+        raise UsageError(
+            f"{prog}: --load begins with the file's turns, so it cannot go with --reset or --undo"
+        )
+    if parsed.out is not None and not parsed.out.isidentifier():
+        raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
+    if not parsed.name.strip():
+        raise UsageError(f"{prog}: --name needs the name of a conversation, got {parsed.name!r}")
+    return ChatOptions(
+        message=message if has_message else None,
+        name=parsed.name,
+        system=parsed.system,
+        undo=parsed.undo,
+        reset=parsed.reset,
+        show=parsed.show,
+        append=parsed.append,
+        save=parsed.save,
+        load=parsed.load,
+        generate=_generate_options(parsed, message, config, namespace, prog),
+    )
+
+
+def _generate_options(
+    parsed: Any, message: str, config: NBEngine, namespace: Mapping[str, object], prog: str
+) -> GenerateOptions:
+    sampling = sampling_given(parsed, prog)
+    if sampling.get("n", 1) != 1:
+        raise UsageError(f"{prog}: --set n={sampling['n']}: a conversation goes on with one answer")
+    constraint = constraint_of(parsed, namespace, prog)
+    if constraint is not None:
+        sampling["structured_outputs"] = constraint
+    parse_json = parsed.json is not None
+    return GenerateOptions(
+        prompt=message,
+        chat=True,
+        system=parsed.system,
+        out=parsed.out,
+        background=False,
+        engine=parsed.engine,
+        format=parsed.format or ("json" if parse_json else config.format),
+        stream=not parsed.no_stream,
+        footer=config.footer,
+        sampling=sampling,
+        rank=parsed.rank,
+        parse_json=parse_json,
+    )

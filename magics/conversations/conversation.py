@@ -1,0 +1,288 @@
+"""What `%%chat` keeps: conversations, which are text and outlive the engines that wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.errors import InvalidArgumentError, NBEngineError
+from nbengine.magics.arguments import did_you_mean
+from nbengine.magics.generation.result import GenerationResult
+
+DEFAULT_NAME = "default"
+_FORMAT = "nbengine-conversation"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CellRun:
+    """One execution of a notebook's cell."""
+
+    cell_id: str
+    run_id: str
+
+    @classmethod
+    def current(cls, shell: InteractiveShell) -> CellRun | None:
+        """What is being executed; None in a terminal, and under frontends that do not say which cell it is."""
+        parent = getattr(shell, "parent_header", None) or {}
+        cell_id = (parent.get("metadata") or {}).get("cellId")
+        run_id = (parent.get("header") or {}).get("msg_id")
+        return cls(cell_id, run_id) if cell_id and run_id else None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A turn of a conversation: what was said, and what the model answered, `reasoning` apart.
+
+    `finish_reason` is "stop", "length", or "abort" for an answer that was interrupted.
+    """
+
+    user: str
+    text: str
+    reasoning: str = ""
+    finish_reason: str | None = "stop"
+    cell: CellRun | None = field(default=None, compare=False)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the answer lacks its end because somebody stopped it."""
+        return self.finish_reason == "abort"
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The two messages. Reasoning is a field of its own, which a chat template takes or leaves."""
+        answer = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            answer["reasoning_content"] = self.reasoning
+        return [{"role": "user", "content": self.user}, answer]
+
+
+class Conversation:
+    """A conversation with a model, which grows by a turn with each `%%chat`.
+
+    `text` and `reasoning` are those of the last answer, and `last` is its `GenerationResult` with token ids, log
+    probabilities and metrics. `str(conversation)` is the text, so that `{conversation}` in a prompt is, too.
+    """
+
+    def __init__(self, name: str = DEFAULT_NAME, system: str | None = None) -> None:
+        self.name = name
+        self.system = system
+        self.last: GenerationResult | None = None
+        self._turns: list[Exchange] = []
+        self._displayed = True
+
+    @property
+    def turns(self) -> tuple[Exchange, ...]:
+        """The turns, the first one first."""
+        return tuple(self._turns)
+
+    @property
+    def text(self) -> str:
+        """The last answer, without its reasoning; empty before there is one."""
+        return self._turns[-1].text if self._turns else ""
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of the last answer, empty if it has none."""
+        return self._turns[-1].reasoning if self._turns else ""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All messages as a chat template takes them, reasoning in `reasoning_content`."""
+        return self.messages_before(len(self._turns), self.system)
+
+    def messages_before(self, position: int, system: str | None) -> list[dict[str, str]]:
+        """The messages of the first `position` turns, behind this system message."""
+        start = [{"role": "system", "content": system}] if system else []
+        return start + [message for turn in self._turns[:position] for message in turn.messages]
+
+    def to_openai(self) -> list[dict[str, str]]:
+        """All messages as chat services take them: role and content."""
+        return [{"role": message["role"], "content": message["content"]} for message in self.messages]
+
+    def position_of(self, cell: CellRun | None) -> int | None:
+        """Where the first turn is that an earlier run of this cell has added; None if there is none."""
+        if cell is None:
+            return None
+        for position, turn in enumerate(self._turns):
+            if turn.cell is not None and turn.cell.cell_id == cell.cell_id and turn.cell != cell:
+                return position
+        return None
+
+    def add(self, turn: Exchange, position: int | None = None) -> None:
+        """Add a turn at the end, or at `position` in place of all that follow."""
+        if position is not None:
+            del self._turns[position:]
+        self._turns.append(turn)
+
+    def check_undo(self, count: int) -> None:
+        """Check that so many turns can be removed.
+
+        Raises:
+            InvalidArgumentError: there are not so many.
+        """
+        if not 1 <= count <= len(self._turns):
+            allowed = f"from 1 to {len(self._turns)}, the turns of conversation {self.name!r}"
+            raise InvalidArgumentError(
+                "undo", count, allowed if self._turns else "left out: there are no turns"
+            )
+
+    def undo(self, count: int = 1) -> list[Exchange]:
+        """Remove the last turns, and return them.
+
+        Raises:
+            InvalidArgumentError: there are not so many.
+        """
+        self.check_undo(count)
+        removed = self._turns[-count:]
+        del self._turns[-count:]
+        self.last = None
+        return removed
+
+    def reset(self) -> None:
+        """Forget all turns and the system message."""
+        self._turns.clear()
+        self.system = self.last = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that is needed to go on later, in plain values."""
+        turns = [
+            {
+                "user": turn.user,
+                "text": turn.text,
+                "reasoning": turn.reasoning,
+                "finish_reason": turn.finish_reason,
+                "cell": None if turn.cell is None else turn.cell.cell_id,
+            }
+            for turn in self._turns
+        ]
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "name": self.name,
+            "system": self.system,
+            "turns": turns,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a JSON file."""
+        Path(path).write_text(
+            json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Conversation:
+        """Read what `save` has written.
+
+        Raises:
+            NBEngineError: the file cannot be read, or is no conversation.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise NBEngineError(f"cannot read a conversation from {path}: {error}") from error
+        try:
+            return cls.from_dict(content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise NBEngineError(
+                f"{path} is no saved conversation: {type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Conversation:
+        """The conversation that `to_dict` has described.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        if content["format"] != _FORMAT or content["version"] != _VERSION:
+            raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
+        conversation = cls(_text(content["name"]), _text_or_none(content["system"]))
+        for turn in content["turns"]:
+            cell = _text_or_none(turn["cell"])
+            exchange = Exchange(
+                _text(turn["user"]),
+                _text(turn["text"]),
+                _text(turn["reasoning"]),
+                _text_or_none(turn["finish_reason"]),
+                None if cell is None else CellRun(cell, ""),
+            )
+            conversation.add(exchange)
+        return conversation
+
+    def silence_once(self) -> None:
+        """Let the next display pass in silence: the answer has just streamed into the same cell."""
+        self._displayed = False
+
+    def _ipython_display_(self) -> None:
+        if self._displayed:
+            raise NotImplementedError  # IPython then shows the other forms
+        self._displayed = True
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from nbengine.magics.conversations.view import conversation_bundle
+
+        del include, exclude
+        return {"text/html": conversation_bundle(self)["text/html"]}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Conversation({self.name!r}, {len(self)} turn{'' if len(self) == 1 else 's'})"
+
+
+class Conversations:
+    """A notebook's conversations by name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Conversation] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Those that there are, in the order in which they were begun."""
+        return list(self._by_name)
+
+    def open(self, name: str) -> Conversation:
+        """The conversation of that name, begun now if there is none."""
+        return self._by_name.setdefault(name, Conversation(name))
+
+    def find(self, name: str) -> Conversation:
+        """The conversation of that name; the default one is always there.
+
+        Raises:
+            InvalidArgumentError: there is none; the message lists those there are.
+        """
+        if name == DEFAULT_NAME:
+            return self.open(name)
+        if name not in self._by_name:
+            known = ", ".join(map(repr, self._by_name)) or "none has begun yet"
+            allowed = f"a conversation of this notebook ({known}{did_you_mean(name, self._by_name)})"
+            raise InvalidArgumentError("name", name, allowed)
+        return self._by_name[name]
+
+    def put(self, conversation: Conversation, name: str) -> None:
+        """Have a conversation under a name, in place of the one that had it."""
+        conversation.name = name
+        self._by_name[name] = conversation
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _text_or_none(value: object) -> str | None:
+    return None if value is None else _text(value)

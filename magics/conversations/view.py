@@ -1,0 +1,201 @@
+"""How conversations look: an answer while it is written, its reasoning folded away, and all of the turns."""
+
+from __future__ import annotations
+
+import sys
+import time
+from html import escape
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.magics.conversations.conversation import Conversation, Exchange
+from nbengine.magics.conversations.reasoning import Answer, split_reasoning
+from nbengine.magics.generation.render import answer_bundle, footer_of
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.generation.view import UPDATE_SECONDS, View, pause_after
+from nbengine.widgets.live import LiveDisplay, in_kernel
+from nbengine.widgets.words import MUTED, count, joined
+
+_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;word-break:normal;line-height:1.4;font-family:inherit;margin:0"
+_FOLD = (
+    f'<details style="margin:0 0 0.5em 0"><summary style="{MUTED};cursor:pointer">{{}}</summary>'
+    f'<pre style="{_PROSE};{MUTED};border-left:3px solid var(--jp-border-color2,#bbb);padding-left:0.8em">{{}}</pre>'
+    "</details>"
+)
+_MESSAGE = f'<div style="{MUTED}">{{}}</div>{{}}<pre style="{_PROSE};padding-bottom:0.8em">{{}}</pre>'
+
+
+def chat_bundle(
+    answer: Answer, output_format: str, footer: str = "", *, complete: bool = True
+) -> dict[str, str]:
+    """The MIME bundle of an answer; reasoning is a folded element above it, and one line of the plain text."""
+    bundle = answer_bundle(answer.text, output_format, footer, complete=complete)
+    if not (answer.reasoning or answer.is_reasoning):
+        return bundle
+    plain = bundle.pop("text/plain")
+    ((kind, shown),) = bundle.items()
+    gap = "\n\n" if kind == "text/markdown" else ""
+    return {"text/plain": f"[{_label(answer)}]\n\n{plain}", kind: f"{_fold(answer)}{gap}{shown}"}
+
+
+def conversation_bundle(conversation: Conversation) -> dict[str, str]:
+    """All messages of a conversation."""
+    if not (conversation.turns or conversation.system):
+        nothing = f"conversation {conversation.name!r} is empty"
+        return {"text/plain": nothing, "text/html": f'<div style="{MUTED}">{escape(nothing)}</div>'}
+    plain, html = [], []
+    if conversation.system:
+        plain.append(f"system: {conversation.system}")
+        html.append(_message_html("system", "", conversation.system))
+    for number, turn in enumerate(conversation.turns, 1):
+        user, model = f"{number}. user", f"{number}. assistant{_ending(turn)}"
+        answer = Answer(turn.text, turn.reasoning)
+        note = f"[{_label(answer)}] " if turn.reasoning else ""
+        plain += [f"{user}: {turn.user}", f"{model}: {note}{turn.text}"]
+        html += [
+            _message_html(user, "", turn.user),
+            _message_html(model, _fold(answer) if turn.reasoning else "", turn.text),
+        ]
+    return {"text/plain": "\n\n".join(plain), "text/html": "".join(html)}
+
+
+class AnswerNotes:
+    """What is said under an answer besides its figures."""
+
+    def __init__(self, dropped: int, max_model_len: int) -> None:
+        self._dropped = dropped
+        self._max_model_len = max_model_len
+
+    def of(self, result: GenerationResult) -> str:
+        """The notes of a complete answer."""
+        size = result.num_prompt_tokens + len(result.token_ids)
+        is_full = result.finish_reason == "length" and size >= self._max_model_len
+        return joined(
+            f"{count(self._dropped, 'later turn')} dropped" if self._dropped else "",
+            f"the context of {self._max_model_len:,} tokens is full: %chat --undo or --reset"
+            if is_full
+            else "",
+        )
+
+
+class ChatCellView:
+    """An answer as one output of the cell, replaced in place; its reasoning is folded from the beginning.
+
+    `closing` is the tag that ends reasoning which the prompt has begun.
+    """
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        output_format: str,
+        closing: str | None,
+        notes: AnswerNotes,
+        *,
+        stream: bool,
+        footer: bool,
+    ) -> None:
+        self.interval = UPDATE_SECONDS
+        self._live = LiveDisplay(shell)
+        self._format = output_format
+        self._closing = closing
+        self._notes = notes
+        self._stream = stream
+        self._footer = footer
+
+    def update(self, result: GenerationResult) -> None:
+        """Replace the answer and set the pace by what that cost."""
+        if not self._stream or result.finished:
+            return
+        started = time.perf_counter()
+        answer = split_reasoning(result.text, self._closing, complete=False)
+        size = self._live.show(chat_bundle(answer, self._format, complete=False))
+        self.interval = pause_after(size, time.perf_counter() - started)
+
+    def finish(self, result: GenerationResult, note: str = "") -> None:
+        """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
+        footer = joined(footer_of(result) if self._footer else "", self._notes.of(result), note)
+        if result.text or footer or self._live.shown:
+            answer = split_reasoning(result.text, self._closing)
+            self._live.show(chat_bundle(answer, self._format, footer))
+
+
+class ChatTerminalView:
+    """An answer printed as it comes; of its reasoning only how long it was."""
+
+    interval = UPDATE_SECONDS
+
+    def __init__(self, closing: str | None, notes: AnswerNotes, *, stream: bool, footer: bool) -> None:
+        self._closing = closing
+        self._notes = notes
+        self._stream = stream
+        self._footer = footer
+        self._printed = 0
+        self._is_reasoning = False
+
+    def update(self, result: GenerationResult) -> None:
+        """Print what is new."""
+        if self._stream:
+            self._print(split_reasoning(result.text, self._closing, complete=False))
+
+    def finish(self, result: GenerationResult, note: str = "") -> None:
+        """Print the rest and the footer."""
+        answer = split_reasoning(result.text, self._closing)
+        self._print(answer)
+        if self._is_reasoning:
+            print(f" {_words(answer.reasoning)}, not finished]", end="")
+        print()
+        footer = joined(footer_of(result) if self._footer else "", self._notes.of(result), note)
+        if footer:
+            print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")
+
+    def _print(self, answer: Answer) -> None:
+        if (answer.is_reasoning or answer.reasoning) and not (self._is_reasoning or self._printed):
+            self._is_reasoning = True
+            print("[reasoning …", end="", flush=True)
+        if self._is_reasoning and not answer.is_reasoning:
+            self._is_reasoning = False
+            print(f" {_words(answer.reasoning)}]\n", flush=True)
+            self._printed = -1
+        start = max(0, self._printed)
+        if len(answer.text) > start:
+            print(answer.text[start:], end="", flush=True)
+            self._printed = len(answer.text)
+
+
+def chat_view(
+    shell: InteractiveShell,
+    output_format: str,
+    closing: str | None,
+    notes: AnswerNotes,
+    *,
+    stream: bool,
+    footer: bool,
+) -> View:
+    """The view of the running cell."""
+    if in_kernel(shell):
+        return ChatCellView(shell, output_format, closing, notes, stream=stream, footer=footer)
+    return ChatTerminalView(closing, notes, stream=stream, footer=footer)
+
+
+def _message_html(role: str, fold: str, text: str) -> str:
+    return _MESSAGE.format(escape(role), fold, escape(text))
+
+
+def _fold(answer: Answer) -> str:
+    # One line: a blank one would end a block of HTML in Markdown, and a dollar sign or a backslash begin mathematics.
+    text = escape(answer.reasoning).replace("$", "&#36;").replace("\\", "&#92;").replace("\n", "&#10;")
+    return _FOLD.format(escape(_label(answer)), text)
+
+
+def _label(answer: Answer) -> str:
+    ending = " …" if answer.is_reasoning else ""
+    return f"reasoning, {_words(answer.reasoning)}{ending}"
+
+
+def _words(text: str) -> str:
+    return count(len(text.split()), "word")
+
+
+def _ending(turn: Exchange) -> str:
+    endings = {"abort": " (interrupted)", "length": " (stopped at the limit)"}
+    return endings.get(turn.finish_reason or "", "")

@@ -1,0 +1,1 @@
+"""`%engine`: what its subcommands do."""

@@ -1,0 +1,291 @@
+"""Command lines of `%generate` and `%%generate`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbengine.errors import InvalidArgumentError
+from nbengine.magics.arguments import (
+    MagicParser,
+    did_you_mean,
+    key_value,
+    split_body,
+    unescaped,
+)
+from nbengine.magics.comparison.axes import Several, one_or_several
+from nbengine.magics.config import FORMATS, NBEngine
+from nbengine.magics.generation.structured import add_constraint_flags, constraint_of
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+Expand = Callable[[str], str]
+"""Puts the notebook's variables into a string."""
+
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "logprobs")
+_LATER_PARAMETERS = {
+    "output_kind": None,
+    "eos_token_id": None,
+}
+_DESCRIPTION = """\
+Send a prompt to the engine; the answer streams into the cell.
+
+  %%generate [flags]        the cell's body is the prompt
+  %generate [flags] PROMPT  the rest of the line is the prompt
+
+{name}, {obj.attr}, {row["key"]}, {In[3]} and {Out[3]} in the prompt become the values of the notebook's
+variables where they exist; other braces stay as they are, and {{name}} gives {name}.
+
+Lists compare: --temperature 0,0.7,1, and so --top-p, --top-k, --min-p, --max-tokens, --seed, --engine, --set KEY=[A,B],
+and --system given several times. --each goes through a list, dict, array or column; the prompt and the flags name its
+element. All combinations run at once, into one grid, whatever their number up to NBEngine.max_answers."""
+_EPILOG = """\
+The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
+.logprobs (with --logprobs) .outputs (all answers, with -n; the others are the first one's)
+.value (with --json: the parsed JSON) .branch(position, token) goes on from another token, .tree has all such branches
+A comparison in _ : comparison[2], comparison[{"temperature": 0}], .results .settings .errors .rows() .to_frame()
+%config NBEngine.temperature = 0.7 changes a default. An interrupt keeps what has been written so far.
+
+examples:
+  %%generate -o answer --temperature 0
+  %%generate --system "You answer in French." --max-tokens 100
+  %%generate -o place --json '{"type": "object", "properties": {"city": {"type": "string"}}}'
+  %generate --choice yes,no Is the sky blue?
+  %generate -a -o later Write a haiku about {topic}
+  %%generate --temperature 0,0.7,1 -n 4
+  %%generate --each questions                     {questions} is each one in turn, and so is {each}
+  %%generate --each item=questions --engine A,B   {item}
+  %%generate --each df["question"] -o answers     {question}; answers.to_frame()
+  %%generate --each row=df                        {row["question"]} {row.context}
+  %generate --each word=tree,house --system "In {language}." --each language=French,Thai Translate {word}
+"""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What a line of `%%generate` asks for. `chat` is None where the model decides."""
+
+    prompt: str
+    chat: bool | None
+    system: str | None
+    out: str | None
+    background: bool
+    engine: str | None
+    format: str
+    stream: bool
+    footer: bool
+    sampling: dict[str, Any]
+    rank: int | None = None
+    """The engine core that shall answer; None: the one with the least to do."""
+    parse_json: bool = False
+    """The answer is JSON, and the result's `value` what it stands for."""
+    diff: bool = False
+    """Show how the answer differs from the cell's previous one."""
+
+
+@dataclass(frozen=True)
+class GenerateLine:
+    """A line of `%generate` or `%%generate` and what follows it, before its flags are read."""
+
+    prog: str
+    parser: MagicParser
+    words: list[str]
+    prompt: str
+
+
+class _Repeated(argparse.Action):
+    """A flag whose values are compared when it is given several times."""
+
+    def __call__(
+        self, _: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *__: object
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        several = before if isinstance(before, Several) else () if before is None else (before,)
+        setattr(namespace, self.dest, Several((*several, value)) if several else value)
+
+
+def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicParser:
+    """Parser of the flags; `expand` is applied to each value before it is read."""
+
+    def number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        def read(text: str) -> Any:
+            return kind(expand(text))
+
+        read.__name__ = kind.__name__
+        return read
+
+    def numbers(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        return number(one_or_several(kind))
+
+    usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " PROMPT")
+    parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
+    add = parser.add_argument
+    add("-o", "--out", metavar="NAME", help="bind the result to a variable")
+    add("-a", "--noblock", action="store_true", help="do not wait: the result is a handle to await or ask")
+    add(
+        "--engine",
+        metavar="NAME",
+        type=one_or_several(str.strip),
+        help="engine to ask (default: the last one started or attached)",
+    )
+    add(
+        "--each",
+        metavar="[NAME=]SOURCE",
+        action="append",
+        default=[],
+        help="ask for each element of a variable, or of words with commas between them (repeatable)",
+    )
+    add(
+        "-t",
+        dest="rank",
+        metavar="RANK",
+        type=number(int),
+        help="engine core to ask, of several (default: the one with the least to do)",
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--chat",
+        action="store_const",
+        const=True,
+        dest="chat",
+        help="use the chat template (default if there is one)",
+    )
+    mode.add_argument(
+        "--raw", action="store_const", const=False, dest="chat", help="complete the prompt as it is"
+    )
+    add(
+        "--system",
+        metavar="S",
+        type=expand,
+        action=_Repeated,
+        help="system message (repeatable: they are compared)",
+    )
+    add("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
+    add("--temperature", metavar="T", type=numbers(float), help="0 is greedy; higher is more varied")
+    add("--top-p", metavar="P", type=numbers(float), help="sample from the likeliest tokens of this total")
+    add("--top-k", metavar="K", type=numbers(int), help="sample from the K likeliest tokens")
+    add(
+        "--min-p", metavar="P", type=numbers(float), help="least probability, relative to the likeliest token"
+    )
+    add("--max-tokens", metavar="N", type=numbers(int), help="most new tokens")
+    add("--seed", metavar="N", type=numbers(int), help="the same seed gives the same answer")
+    add(
+        "--stop",
+        metavar="S",
+        type=lambda text: unescaped(expand(text)),
+        action="append",
+        help=r"end where this text appears (repeatable; \n is a line break)",
+    )
+    add_constraint_flags(parser)
+    add("--no-stream", action="store_true", help="show the answer when it is complete")
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        type=lambda text: key_value(expand(text)),
+        action="append",
+        default=[],
+        help="any other sampling parameter by its Python name, the value as JSON",
+    )
+    add("--diff", action="store_true", help="show what differs from this cell's previous answer")
+    add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
+    add(
+        "--logprobs",
+        metavar="K",
+        type=number(int),
+        help="shade tokens by probability, with the K likeliest in their place: a click on one goes on from it",
+    )
+    return parser
+
+
+def read_line(line: str, body: str | None, expand: Expand) -> GenerateLine:
+    """Take a line apart, without reading its flags."""
+    prog = "%generate" if body is None else "%%generate"
+    parser = generate_parser(expand, prog)
+    words, prompt = split_body(line, body, parser, "prompt")
+    return GenerateLine(prog, parser, words, prompt)
+
+
+def options_of(
+    line: GenerateLine,
+    parsed: argparse.Namespace,
+    config: NBEngine,
+    expand: Expand,
+    namespace: Mapping[str, object],
+) -> GenerateOptions:
+    """The options of flags that have been read, each with one value.
+
+    Raises:
+        UsageError: they do not go together, or one of them has several values.
+    """
+    prog = line.prog
+    prompt = expand(line.prompt)
+    if not prompt.strip():
+        raise UsageError(f"{prog}: the prompt is empty")
+    if parsed.out is not None and not parsed.out.isidentifier():
+        raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
+    if parsed.system is not None and parsed.chat is False:
+        raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
+    if parsed.diff and parsed.noblock:
+        raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
+    sampling = sampling_given(parsed, prog)
+    constraint = constraint_of(parsed, namespace, prog)
+    if constraint is not None:
+        sampling["structured_outputs"] = constraint
+    parse_json = parsed.json is not None
+    return GenerateOptions(
+        prompt=prompt,
+        chat=parsed.chat,
+        system=parsed.system,
+        out=parsed.out,
+        background=parsed.noblock,
+        engine=parsed.engine,
+        format=parsed.format or ("json" if parse_json else config.format),
+        stream=not parsed.no_stream,
+        footer=config.footer,
+        sampling=sampling,
+        rank=parsed.rank,
+        parse_json=parse_json,
+        diff=parsed.diff,
+    )
+
+
+def sampling_params(
+    options: GenerateOptions, model_defaults: dict[str, Any], config: NBEngine
+) -> SamplingParams:
+    """Merge, later ones winning: the model's defaults, the notebook's, the line's.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+    merged = {**model_defaults, **config.sampling_defaults(), **options.sampling}
+    try:
+        return SamplingParams(**merged, output_kind=RequestOutputKind.DELTA)
+    except InvalidArgumentError as error:
+        raise UsageError(f"%%generate: {error}") from None
+
+
+def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
+    """The sampling parameters that a line has flags for, `--set` included.
+
+    Raises:
+        UsageError: `--set` names none, or one that has a flag of its own; a flag has several values.
+    """
+    for name, value in vars(parsed).items():
+        if isinstance(value, Several):
+            raise UsageError(f"{prog}: --{name.replace('_', '-')} takes one value here, not {len(value)}")
+    given = {name: getattr(parsed, name, None) for name in (*_SAMPLING_FLAGS, "stop")}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    known = SamplingParams.__struct_fields__
+    for name, value in parsed.set:
+        if name not in known:
+            raise UsageError(f"{prog}: --set: no sampling parameter {name!r}{did_you_mean(name, known)}")
+        if name == "structured_outputs":
+            raise UsageError(f"{prog}: --set {name}: use --json, --regex or --choice")
+        if name in _LATER_PARAMETERS and value != _LATER_PARAMETERS[name]:
+            raise UsageError(f"{prog}: --set {name} is not available yet")
+        sampling[name] = value
+    sampling.pop("output_kind", None)
+    return sampling

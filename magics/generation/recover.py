@@ -1,0 +1,212 @@
+"""`%engine recover`: what was written for this notebook, after its page was reloaded or its kernel has restarted."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.client.connection import newest
+from nbengine.errors import NBEngineError
+from nbengine.magics.arguments import MagicParser
+from nbengine.magics.config import FORMATS, NBEngine
+from nbengine.magics.generation.answers import Answer, kept_answer, merged, selected
+from nbengine.magics.generation.answers_view import heading, listing
+from nbengine.magics.generation.view import view_for
+from nbengine.magics.interrupts import Interrupted
+from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
+from nbengine.widgets.live import publish
+from nbengine.widgets.words import count
+
+MAX_SHOWN = 10
+"""Answers shown at once without `--all`."""
+_DESCRIPTION = """\
+Show what was written for this notebook, also before its page was reloaded or its kernel restarted.
+
+  %engine recover           what has not been shown yet; if all has, the latest answer again
+  %engine recover -l        a list, the latest first
+  %engine recover 2         the latest but one; or an ID of the list
+  %engine recover -o NAME   bind it to a variable, too
+
+A kernel has its own answers. An engine keeps those of the notebook also when its kernel restarts, is interrupted or
+dies: all that was written until then. It keeps the latest (those go first that have been shown) until it ends."""
+
+
+class RecoverCommands:
+    """The command of `%engine` that shows answers again; `attach` joins the notebook's own engines."""
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        session: NotebookSession,
+        config: NBEngine,
+        attach: Callable[[], None],
+    ) -> None:
+        self._shell = shell
+        self._session = session
+        self._config = config
+        self._attach = attach
+        self.commands: dict[str, Callable[[Sequence[str]], None]] = {"recover": self._recover}
+
+    def _recover(self, words: Sequence[str]) -> None:
+        parsed = _parse(words)
+        engines = self._engines()
+        if parsed.clear:
+            self._clear(engines, parsed.session)
+            return
+        answers, notes = self._answers(engines, parsed.session)
+        if not answers:
+            notes = [_nothing(engines, parsed.session), *notes, *_other_sessions(engines, parsed.session)]
+        elif parsed.list:
+            publish(self._shell, *listing(answers))
+        else:
+            chosen, rest = _chosen(answers, parsed)
+            self._show_all(chosen, parsed)
+            self._note_read(engines, chosen, parsed.session)
+            notes += _about_rest(rest)
+        for note in notes:
+            print(note)
+
+    def _engines(self) -> list[AttachedEngine]:
+        if not self._session.engines and self._session.ledger.among(live_engines()):
+            self._attach()
+        return self._session.engines
+
+    def _answers(
+        self, engines: Iterable[AttachedEngine], session: str | None
+    ) -> tuple[list[Answer], list[str]]:
+        """All there are, the latest first, and what is to be said about those that there are not."""
+        kept: list[Answer] = []
+        notes: list[str] = []
+        for engine in engines:
+            try:
+                transcripts = engine.client.transcripts_blocking(session)
+            except (NBEngineError, TimeoutError) as error:
+                notes.append(
+                    f"what engine {engine.name!r} has kept cannot be read: {str(error) or 'no answer'}"
+                )
+                continue
+            kept += [kept_answer(transcript, engine.name) for transcript in transcripts]
+            notes += _losses(engine)
+        own = self._session.ongoing.answers.newest_first() if session is None else []
+        return merged(own, kept), notes
+
+    def _show_all(self, answers: Sequence[Answer], parsed: argparse.Namespace) -> None:
+        if parsed.out is not None:
+            self._shell.user_ns[parsed.out] = answers[0].result
+        if len(answers) == 1:
+            hook: Any = self._shell.displayhook
+            hook.update_user_ns(answers[0].result)
+        for answer in answers:
+            try:
+                self._show(answer, parsed.format or self._config.format)
+            except KeyboardInterrupt:
+                raise Interrupted("no longer shown; what is being written goes on") from None
+
+    def _show(self, answer: Answer, output_format: str) -> None:
+        """Show an answer; one that this kernel is still being sent streams on until its end."""
+        publish(self._shell, *heading(answer))
+        view = view_for(self._shell, output_format, stream=True, footer=self._config.footer, background=False)
+        result = answer.result
+        try:
+            while not (result.finished or answer.from_engine):
+                view.update(result)
+                time.sleep(view.interval)
+        finally:
+            view.finish(result, answer.cause if result.finished else "still being written")
+        answer.is_new = False
+
+    def _note_read(
+        self, engines: Iterable[AttachedEngine], answers: Iterable[Answer], session: str | None
+    ) -> None:
+        for engine in engines:
+            ids = [a.request_id for a in answers if a.from_engine and a.engine == engine.name]
+            if ids:
+                engine.client.read_transcripts(ids, session)
+
+    def _clear(self, engines: Iterable[AttachedEngine], session: str | None) -> None:
+        gone = set(self._session.ongoing.answers.clear()) if session is None else set()
+        for engine in engines:
+            kept = [item for item in engine.client.transcripts_blocking(session) if item.output.finished]
+            gone.update(item.request_id for item in kept)
+            engine.client.forget_transcripts_blocking(None, session)
+        print(f"{count(len(gone), 'answer')} forgotten")
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = MagicParser("%engine recover", _DESCRIPTION)
+    parser.add_argument("which", nargs="?", metavar="N|ID", help="which answer: 1 is the latest")
+    parser.add_argument("-l", "--list", action="store_true", help="list all of them")
+    parser.add_argument("--all", action="store_true", help="show all of them")
+    parser.add_argument("--clear", action="store_true", help="forget them, here and in the engine")
+    parser.add_argument("-o", "--out", metavar="NAME", help="bind the result to a variable")
+    parser.add_argument("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
+    parser.add_argument("--session", metavar="S", help="of another notebook, by its name in the engine")
+    parsed = parser.parse_words(words)
+    several = [flag for flag in ("list", "all", "clear") if getattr(parsed, flag)]
+    if len(several) > 1:
+        parser.error(f"--{several[0]} does not go with --{several[1]}")
+    if several and (parsed.which is not None or parsed.out is not None):
+        what = "-o NAME" if parsed.which is None else f"{parsed.which!r}"
+        parser.error(f"{what} means one answer, --{several[0]} all of them")
+    if parsed.out is not None and not parsed.out.isidentifier():
+        raise UsageError(f"%engine recover: -o needs the name of a variable, got {parsed.out!r}")
+    if parsed.session == "":
+        parser.error("--session needs a name")
+    return parsed
+
+
+def _chosen(answers: list[Answer], parsed: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
+    """What to show, and what has not been shown besides."""
+    if parsed.all:
+        return answers, []
+    if parsed.which is not None:
+        answer = selected(answers, parsed.which)
+        if answer is None:
+            raise UsageError(
+                f"%engine recover: no answer {parsed.which!r}; there are 1 to {len(answers)}, the latest first "
+                "(%engine recover -l lists them with their IDs)"
+            )
+        return [answer], []
+    new = [answer for answer in answers if answer.is_new]
+    return (new[:MAX_SHOWN], new[MAX_SHOWN:]) if new else (answers[:1], [])
+
+
+def _about_rest(rest: Sequence[Answer]) -> list[str]:
+    return [f"{count(len(rest), 'more answer')}: `%engine recover` again, or -l for a list"] if rest else []
+
+
+def _losses(engine: AttachedEngine) -> list[str]:
+    """What an engine cannot have any more."""
+    again = [core.rank for core in newest(engine.client.connection).ready if core.incarnation]
+    return [
+        f"engine core {rank} of engine {engine.name!r} has died and was started again: what it had kept is lost"
+        for rank in again
+    ]
+
+
+def _nothing(engines: Sequence[AttachedEngine], session: str | None) -> str:
+    if session is not None:
+        return f"nothing has been kept of session {session!r}"
+    if engines:
+        return "nothing to recover: no answer of this notebook is kept"
+    alive = ", ".join(info.name for info in live_engines())
+    if alive:
+        return f"nothing to recover: this notebook is attached to no engine (`%engine attach`: {alive})"
+    return "nothing to recover: no engine runs, and what an engine has kept is gone with it"
+
+
+def _other_sessions(engines: Iterable[AttachedEngine], session: str | None) -> list[str]:
+    """Whose answers there are, when this notebook has none: its kernel may have had another name."""
+    if session is not None:
+        return []
+    return [
+        f"engine {engine.name!r} has {count(number, 'answer')} that nobody has read: %engine recover --session {name}"
+        for engine in engines
+        for name, number in engine.client.transcript_sessions_blocking().items()
+        if number
+    ]

@@ -1,0 +1,150 @@
+"""What the magics show of an answer: a MIME bundle, and the line under it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+
+from nbengine.magics.generation.markdown import closed_markdown, fenced, harmless_markdown, unfenced
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.outputs import CompletionOutput
+from nbengine.widgets.grid.html import side_by_side
+from nbengine.widgets.words import MUTED, count, joined, muted, seconds
+
+_JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"\s]+', re.DOTALL)
+"""Strings, the last of which may lack its end, brackets, and what stands between them but white space."""
+_HEADINGS = {
+    "text/html": f'<div style="{MUTED}">{{}}.</div>',
+    "text/markdown": "**{}.**\n\n",
+}
+_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
+_CODE = f"{_PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
+
+
+def answer_bundle(
+    text: str, output_format: str, footer: str = "", *, complete: bool = True
+) -> dict[str, str]:
+    """The MIME bundle of an answer: `text/plain`, and `text/html` or `text/markdown` beside it.
+
+    `complete` is False while the answer streams, when JSON cannot be parsed yet.
+    """
+    if output_format == "markdown":
+        rich = {"text/markdown": closed_markdown(harmless_markdown(text)) + _markdown_footer(footer)}
+    elif output_format == "code":
+        text, language = unfenced(text)
+        rich = {"text/markdown": harmless_markdown(fenced(text, language)) + _markdown_footer(footer)}
+    elif output_format == "json":
+        text, note = pretty_json(text) if complete else (indented_json(text), "")
+        footer = joined(footer, note)
+        rich = {"text/html": f'<pre style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
+    else:
+        rich = {"text/html": f'<div style="{_PROSE}">{escape(text)}</div>{muted(footer)}'}
+    plain = f"{text}\n\n[{footer}]" if footer else text
+    return {"text/plain": plain, **rich}
+
+
+def answers_bundle(
+    answers: Sequence[CompletionOutput], output_format: str, footer: str = "", *, complete: bool = True
+) -> dict[str, str]:
+    """The MIME bundle of a request's completions: several have a numbered heading each."""
+    if len(answers) < 2:
+        return answer_bundle(answers[0].text if answers else "", output_format, footer, complete=complete)
+    plain, rich = [], []
+    for answer in answers:
+        bundle = answer_bundle(answer.text, output_format, complete=complete)
+        plain.append(f"{answer.index + 1}.\n{bundle.pop('text/plain')}")
+        ((kind, shown),) = bundle.items()
+        rich.append(_HEADINGS[kind].format(answer.index + 1) + shown)
+    if footer:
+        plain.append(f"[{footer}]")
+    if kind == "text/html":
+        return {"text/plain": "\n\n".join(plain), kind: side_by_side(rich) + muted(footer)}
+    return {"text/plain": "\n\n".join(plain), kind: "\n\n".join(rich) + _markdown_footer(footer)}
+
+
+def pretty_json(text: str) -> tuple[str, str]:
+    """Indent JSON, taken out of a fence if it is in one: (text, complaint); text that is not JSON stays."""
+    code, _ = unfenced(text)
+    try:
+        return json.dumps(json.loads(code), indent=2, ensure_ascii=False), ""
+    except json.JSONDecodeError as error:
+        return text, f"not valid JSON: {error}"
+
+
+def indented_json(text: str) -> str:
+    """Indent JSON whose end is still missing, as `pretty_json` will when it is there; other text stays."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    parts: list[str] = []
+    depth = 0
+    for match in _JSON_PARTS.finditer(text):
+        part = match[0]
+        if part[0] in "{[" and len(part) > 1:
+            parts += part[0], part[-1]
+        elif part[0] in "{[":
+            depth += 1
+            parts += part[0], "\n", "  " * depth
+        elif part[0] in "}]":
+            depth -= 1
+            parts += "\n", "  " * depth, part
+        elif part == ",":
+            parts += ",\n", "  " * depth
+        else:
+            parts.append(": " if part == ":" else part)
+    return "".join(parts).rstrip()
+
+
+def footer_of(result: GenerationResult) -> str:
+    """The quiet line under an answer: tokens, speed, reuse and why it ended, first where it ended early. Empty if
+    nothing came."""
+    num_tokens = sum(len(completion.token_ids) for completion in result.outputs)
+    if not num_tokens:
+        return ""
+    metrics = result.metrics
+    early = _early_ending(result)
+    parts = [early, count(num_tokens, "token")]
+    if metrics.tokens_per_second:
+        parts.append(f"{metrics.tokens_per_second:,.1f} tok/s")
+    if metrics.time_to_first_token is not None:
+        parts.append(f"first token after {seconds(metrics.time_to_first_token)}")
+    if result.num_cached_tokens:
+        parts.append(f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens reused")
+    if metrics.num_preemptions:
+        parts.append(f"preempted {count(metrics.num_preemptions, 'time')}")
+    parts.append("" if early else _ending(result))
+    if result.names_ranks and metrics.data_parallel_ranks:
+        ranks = sorted(metrics.data_parallel_ranks)
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
+    return joined(*parts)
+
+
+def branch_footer(own: GenerationResult, error: str = "") -> str:
+    """The line under a branch, whose own request may have brought nothing but an end."""
+    ending = _early_ending(own) or _ending(own)
+    return joined(footer_of(own) or (ending if own.finished and not error else ""), error)
+
+
+def _ending(result: GenerationResult) -> str:
+    """How it ended of itself; of several answers, only that they have."""
+    if not result.finished:
+        return ""
+    stop = result.stop_reason if len(result.outputs) == 1 else None
+    if stop is None:
+        return "finished"
+    return f"stopped at {stop!r}" if isinstance(stop, str) else f"stopped at token {stop}"
+
+
+def _early_ending(result: GenerationResult) -> str:
+    reasons = [completion.finish_reason for completion in result.outputs]
+    if "abort" in reasons:
+        return "ended early"
+    at_limit = reasons.count("length")
+    if len(reasons) > 1 and at_limit:
+        return f"{at_limit} of {len(reasons)} stopped at the limit"
+    return "stopped at the limit" if at_limit else ""
+
+
+def _markdown_footer(footer: str) -> str:
+    return f"\n\n{muted(footer)}" if footer else ""

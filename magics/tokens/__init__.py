@@ -1,0 +1,1 @@
+"""The tokens of an answer and the branches that begin at them."""

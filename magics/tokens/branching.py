@@ -1,0 +1,289 @@
+"""Going on from another token: the tree of an answer and of what else could have been said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.magics.generation.answers import keep_answer
+from nbengine.magics.generation.ongoing import OngoingRequests
+from nbengine.magics.generation.result import GenerationResult, Handle
+from nbengine.magics.generation.stream import Collector, Generation
+from nbengine.magics.generation.view import UPDATE_SECONDS
+from nbengine.magics.tokens.branch import Branch
+from nbengine.outputs import RequestOutput
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nbengine.frontend.async_llm import AsyncLLM
+
+_EXCERPT = 60
+"""Characters of a text that `print(tree)` shows."""
+_NEEDS_START = "its answer follows a grammar, which cannot begin in the middle"
+
+
+class BranchClient(Protocol):
+    """The part of `AsyncLLM` that branches use."""
+
+    @property
+    def engine_ranks(self) -> Sequence[int]:
+        """The engine cores that take requests now."""
+
+    def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        *,
+        data_parallel_rank: int | None = None,
+        written: Sequence[int] = (),
+        transcript: str | None = None,
+    ) -> Collector:
+        """Send a request, which goes on behind `written` and which the engine keeps as the answer to `transcript`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+
+    def read_transcripts(self, request_ids: Iterable[str]) -> None:
+        """Tell the engine, without waiting, that these have been seen."""
+
+    def abort_soon(self, request_id: str) -> None:
+        """End a request, without waiting."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who has answered, and what it was asked: what it takes to go on from the middle of the answer."""
+
+    client: BranchClient
+    params: SamplingParams
+    cache_salt: str | None = None
+    ongoing: OngoingRequests = field(default_factory=OngoingRequests)
+    on_start: Callable[[Handle[GenerationResult]], object] = lambda _handle: None
+    """Called with each branch's handle."""
+
+    @property
+    def refusal(self) -> str:
+        """Why no answer of this request can branch, empty if it can."""
+        return _NEEDS_START if self.params.structured_outputs is not None else ""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the same question has the same answer."""
+        return self.params.is_greedy or self.params.seed is not None
+
+
+class BranchTree:
+    """The answers to one prompt and all their branches, in the order in which they were begun: `tree[0]` is the first
+    answer. `print(tree)` draws it. Safe on any thread."""
+
+    def __init__(self, result: GenerationResult, origin: Origin) -> None:
+        self.origin = origin
+        self.listeners: list[Callable[[Branch], object]] = []
+        """Called when a branch has begun, has more tokens or has ended, on the thread that noticed."""
+        self._result = result
+        self._lock = threading.Lock()
+        self._nodes = [Branch(self, index, result, index=index) for index in range(origin.params.n)]
+
+    @classmethod
+    def of(
+        cls, llm: AsyncLLM, output: RequestOutput, params: SamplingParams, *, cache_salt: str | None = None
+    ) -> BranchTree:
+        """The tree of a whole answer that a script has got from an `AsyncLLM`; `params` and `cache_salt` are those it was
+        asked for with."""
+        result = GenerationResult(output.request_id, output.prompt or "")
+        result.absorb(output)
+        result.tree = cls(result, Origin(llm, params, cache_salt))
+        return result.tree
+
+    @property
+    def roots(self) -> list[Branch]:
+        """The first answers, of which there are several with `-n`."""
+        return [node for node in self if node.parent is None]
+
+    @property
+    def leaves(self) -> list[Branch]:
+        """The answers that no other one branches from."""
+        return [node for node in self if not node.children]
+
+    def paths(self) -> list[list[Branch]]:
+        """From a first answer to each leaf."""
+        return [leaf.path for leaf in self.leaves]
+
+    def branch(self, position: int, token: int | str, *, node: Branch | None = None) -> Branch:
+        """Go on from `node`, the first answer if None; see `GenerationResult.branch`."""
+        node = node or self._nodes[0]
+        token_id = self._checked_token(node, self._checked_position(node, position), token)
+        while node.parent is not None and node.position is not None and position <= node.position:
+            node = node.parent
+        origin = self.origin
+        prompt: dict[str, Any] = {"prompt_token_ids": self._prompt_token_ids()}
+        if origin.cache_salt is not None:
+            prompt["cache_salt"] = origin.cache_salt
+        written = [*node.token_ids[:position], token_id]
+        collector = origin.client.submit(
+            prompt,
+            self._branch_params(),
+            data_parallel_rank=self._rank(node),
+            written=written,
+            transcript=self._result.prompt,
+        )
+        view = _BranchView(self.notify)
+        generation = Generation(
+            collector,
+            self._result.prompt,
+            view,
+            origin.client.abort_soon,
+            origin.ongoing,
+            foreground=False,
+        )
+        keep_answer(origin.ongoing.answers, generation, origin.client, collector.engine_request_id)
+        with self._lock:
+            branch = Branch(
+                self,
+                len(self._nodes),
+                generation.result,
+                parent=node,
+                position=position,
+                token_id=token_id,
+            )
+            view.branch = branch
+            self._nodes.append(branch)
+            node.children.append(branch)
+        self.notify(branch)
+        origin.on_start(branch.run(generation))
+        return branch
+
+    def existing(self, node: Branch, position: int, token_id: int) -> Branch | None:
+        """A branch that says what a new one would say."""
+        same = (
+            branch
+            for branch in self
+            if branch.token_id == token_id
+            and branch.position == position
+            and branch.token_ids[:position] == node.token_ids[:position]
+            and branch.finish_reason != "abort"
+        )
+        return next(same, None) if self.origin.is_repeatable else None
+
+    def notify(self, branch: Branch) -> None:
+        """Tell the listeners of news of a branch."""
+        for listener in list(self.listeners):
+            listener(branch)
+
+    def abort_first(self) -> None:
+        """End the request of the first answers."""
+        self.origin.client.abort_soon(self._result.request_id)
+
+    def _branch_params(self) -> SamplingParams:
+        return msgspec.structs.replace(
+            self.origin.params,
+            n=1,
+            # It is cut already.
+            truncate_prompt_tokens=None,
+            # They would keep the request from the prefix cache.
+            prompt_logprobs=None,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _prompt_token_ids(self) -> list[int]:
+        if self.origin.refusal:
+            raise NBEngineError(f"request {self._result.request_id} cannot branch: {self.origin.refusal}")
+        token_ids = self._result.prompt_token_ids
+        if not token_ids:
+            raise NBEngineError(
+                f"request {self._result.request_id} cannot branch: its prompt has no tokens (it was given as embeddings)"
+            )
+        return token_ids
+
+    def _rank(self, node: Branch) -> int | None:
+        """The engine core that has the beginning in its prefix cache, while it takes requests."""
+        ranks = node.metrics.data_parallel_ranks
+        there = self.origin.client.engine_ranks
+        return ranks[0] if len(there) > 1 and len(ranks) == 1 and ranks[0] in there else None
+
+    @staticmethod
+    def _checked_position(node: Branch, position: object) -> int:
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise InvalidTypeError("position", position, "an integer")
+        count = len(node.token_ids)
+        if not 0 <= position < count:
+            allowed = f"in [0, {count}), for the answer has {count} tokens" if count else "that of a token"
+            raise InvalidArgumentError("position", position, allowed)
+        return position
+
+    @staticmethod
+    def _checked_token(node: Branch, position: int, token: object) -> int:
+        if isinstance(token, int) and not isinstance(token, bool):
+            if token < 0:
+                raise InvalidArgumentError("token", token, "a token id, 0 or greater")
+            return token
+        if not isinstance(token, str):
+            raise InvalidTypeError("token", token, "a token id, or the text of an alternative")
+        entries = node.logprobs
+        if entries is None:
+            raise InvalidArgumentError(
+                "token", token, "a token id: alternatives are known by their text with --logprobs"
+            )
+        texts = {
+            token_id: logprob.decoded_token
+            for token_id, logprob in entries[position].items()
+            if logprob.decoded_token
+        }
+        found = [token_id for token_id, text in texts.items() if text == token]
+        if len(found) != 1:
+            raise InvalidArgumentError(
+                "token", token, f"a token id, or one of the texts at position {position}: {[*texts.values()]}"
+            )
+        return found[0]
+
+    def __getitem__(self, node_id: int) -> Branch:
+        return self._nodes[node_id]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Branch]:
+        with self._lock:
+            return iter(list(self._nodes))
+
+    def __str__(self) -> str:
+        return "\n".join(line for root in self.roots for line in _drawn(root, "", ""))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _BranchView:
+    """The view of a branch: whoever listens to the tree."""
+
+    interval = UPDATE_SECONDS
+
+    def __init__(self, notify: Callable[[Branch], None]) -> None:
+        self.branch: Branch | None = None
+        self._notify = notify
+
+    def update(self, result: GenerationResult) -> None:
+        del result
+        if self.branch is not None:
+            self._notify(self.branch)
+
+    def finish(self, result: GenerationResult, note: str = "") -> None:
+        if self.branch is not None:
+            self.branch.error = note
+        self.update(result)
+
+
+def _drawn(node: Branch, first: str, others: str) -> Iterator[str]:
+    text = node.text if len(node.text) <= _EXCERPT else node.text[: _EXCERPT - 1] + "…"
+    state = node.finish_reason or ("failed" if node.error else "running")
+    what = f"{node.label!r} at {node.position}: " if node.parent is not None else ""
+    yield f"{first}{node.id}  {what}{text!r}  {state}, {len(node.token_ids)} tokens"
+    for child in node.children:
+        last = child is node.children[-1]
+        yield from _drawn(child, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))

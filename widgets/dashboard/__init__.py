@@ -1,0 +1,1 @@
+"""The dashboard as a widget: what its script is told, and what it asks."""

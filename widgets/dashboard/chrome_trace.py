@@ -1,0 +1,190 @@
+"""What is known of an engine's last steps as a Chrome trace: a JSON text that Perfetto and chrome://tracing open.
+
+A process a rank: a track of its steps, counters, and a track a request with spans for what was done for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from nbengine.client.trace_mirror import RequestView, StepView, TraceMirror
+from nbengine.widgets.following.dashboard_state import DashboardState, EngineLabel
+
+STEPS_TRACK = 0
+"""Thread id of a rank's steps; a request has that of its number and 1."""
+
+Event = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RankHistory:
+    """What is known of an engine core's last steps at one moment."""
+
+    steps: Sequence[StepView]
+    requests: Mapping[int, RequestView]
+    """By number."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHistory:
+    """What a trace tells. Nothing changes it any more: it can be read on any thread, for as long as that takes."""
+
+    label: EngineLabel
+    time: float
+    ranks: Mapping[int, RankHistory]
+
+
+def history_of(state: DashboardState) -> EngineHistory:
+    """A copy of what a trace needs."""
+    ranks = {rank: _rank_history(mirror) for rank, mirror in sorted(state.mirrors.items())}
+    return EngineHistory(state.label, state.time, ranks)
+
+
+def chrome_trace(history: EngineHistory) -> str:
+    """The trace of all ranks. Times are microseconds since the first event."""
+    zero = min((rank.steps[0].time for rank in history.ranks.values() if rank.steps), default=history.time)
+    events: list[Event] = []
+    for number, rank in history.ranks.items():
+        events += _RankTrace(number, rank, zero).events()
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": {"engine": history.label.name, "model": history.label.model, "began": zero},
+        "traceEvents": events,
+    }
+    return msgspec.json.encode(document).decode()
+
+
+class _RankTrace:
+    """The events of one engine core."""
+
+    def __init__(self, rank: int, history: RankHistory, zero: float) -> None:
+        self._rank = rank
+        self._history = history
+        self._zero = zero
+        self._kinds: dict[int, tuple[str, float, float, int]] = {}
+        """What is being done for a request: (name, begin, end, tokens)."""
+        self._recomputing: set[int] = set()
+        self._events: list[Event] = []
+
+    def events(self) -> list[Event]:
+        self._name("process_name", 0, f"engine core {self._rank}")
+        self._name("thread_name", STEPS_TRACK, "steps")
+        seen: set[int] = set()
+        for step in self._history.steps:
+            self._step(step)
+            seen.update(step.numbers, step.finished)
+        for number in list(self._kinds):
+            self._close(number)
+        for number in sorted(seen):
+            view = self._view(number)
+            name = f"request {number}" if view is None else view.added.request_id
+            self._name("thread_name", number + 1, name)
+        return self._events
+
+    def _step(self, step: StepView) -> None:
+        # One that is not done yet, or whose outcome was lost, has no length.
+        end = step.time + (step.seconds or 0.0)
+        arguments = {
+            "step": step.step,
+            "requests": len(step.numbers),
+            "prefill tokens": step.num_prefill_tokens,
+            "decode tokens": step.num_decode_tokens,
+            "preempted": list(step.preempted),
+        }
+        self._span("step", STEPS_TRACK, step.time, end, arguments)
+        self._counters(step)
+        for number in step.preempted:
+            self._close(number)
+            self._open(number, "preempted", step.time, step.time, 0)
+            self._recomputing.add(number)
+        prefills, admitted = set(step.prefills), set(step.admitted)
+        for number, tokens, computed in zip(step.numbers, step.num_tokens, step.num_computed, strict=True):
+            if number in admitted:
+                self._admit(number, step, computed)
+            if number not in prefills:
+                self._recomputing.discard(number)
+                kind = "decode"
+            else:
+                kind = "recompute" if number in self._recomputing else "prefill"
+            self._open(number, kind, step.time, end, tokens)
+        for number in step.finished:
+            self._end(number, end)
+
+    def _admit(self, number: int, step: StepView, computed: int) -> None:
+        view = self._view(number)
+        if number not in step.resumed and view is not None:
+            self._span("waiting", number + 1, max(view.added.time, self._zero), step.time, {})
+        elif number in self._kinds:
+            name, begin, _, tokens = self._kinds[number]
+            self._kinds[number] = (name, begin, step.time, tokens)
+        if computed:
+            self._instant("prefix hit", number, step.time, {"tokens": computed})
+
+    def _end(self, number: int, end: float) -> None:
+        self._close(number)
+        view = self._view(number)
+        reason = None if view is None else view.finish_reason
+        ended_at = end if view is None or view.ended_at is None else view.ended_at
+        self._instant("finished", number, ended_at, {"reason": reason})
+
+    def _open(self, number: int, kind: str, begin: float, end: float, tokens: int) -> None:
+        """Begin a span of a request, or go on with the one that is open."""
+        known = self._kinds.get(number)
+        if known is not None and known[0] == kind:
+            self._kinds[number] = (kind, known[1], end, known[3] + tokens)
+            return
+        if known is not None:
+            # With several steps in flight one begins before the one before has ended.
+            self._kinds[number] = (known[0], known[1], min(known[2], begin), known[3])
+            self._close(number)
+        self._kinds[number] = (kind, begin, end, tokens)
+
+    def _close(self, number: int) -> None:
+        known = self._kinds.pop(number, None)
+        if known is not None:
+            name, begin, end, tokens = known
+            self._span(name, number + 1, begin, end, {"tokens": tokens} if tokens else {})
+
+    def _counters(self, step: StepView) -> None:
+        counters = {
+            "requests": {"running": step.num_running, "waiting": step.num_waiting},
+            "free blocks": {"free": step.num_free_blocks},
+            "tokens a step": {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens},
+        }
+        for name, values in counters.items():
+            self._add(ph="C", name=name, ts=self._micros(step.time), args=values)
+
+    def _span(self, name: str, track: int, begin: float, end: float, arguments: Event) -> None:
+        start = self._micros(begin)
+        length = max(0.0, round(self._micros(end) - start, 1))
+        self._add(ph="X", name=name, cat="nbengine", ts=start, dur=length, tid=track, args=arguments)
+
+    def _instant(self, name: str, number: int, moment: float, arguments: Event) -> None:
+        self._add(ph="i", name=name, ts=self._micros(moment), tid=number + 1, s="t", args=arguments)
+
+    def _name(self, kind: str, track: int, name: str) -> None:
+        self._add(ph="M", name=kind, ts=0.0, tid=track, args={"name": name})
+
+    def _add(self, **event: object) -> None:
+        self._events.append({"pid": self._rank, "tid": STEPS_TRACK, **event})
+
+    def _micros(self, moment: float) -> float:
+        return round(max(0.0, moment - self._zero) * 1e6, 1)
+
+    def _view(self, number: int) -> RequestView | None:
+        return self._history.requests.get(number)
+
+
+def _rank_history(mirror: TraceMirror) -> RankHistory:
+    steps = list(mirror.steps)
+    # Nothing more is learnt of the others: not how long they took, and not who has ended.
+    newest = len(steps) - 1
+    steps = [
+        copy.copy(step) if step.seconds is None or at == newest else step for at, step in enumerate(steps)
+    ]
+    unfinished = {number: copy.copy(view) for number, view in mirror.requests.items()}
+    return RankHistory(steps, {**mirror.finished, **unfinished})

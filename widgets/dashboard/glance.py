@@ -1,0 +1,47 @@
+"""An engine's state for as long as somebody looks, without a widget."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from nbengine.client.connection import ConnectionInfo
+from nbengine.widgets.following.dashboard_state import DashboardState
+from nbengine.widgets.following.feed import EngineFeed, Subscribe
+from nbengine.widgets.following.ownership import Owner
+from nbengine.widgets.pictures.html import static_bundle
+
+FIRST_STATE_SECONDS = 2.0
+"""For how long the engine is waited for."""
+
+
+class Glance:
+    """A context manager; `bundle()` has the state by MIME type."""
+
+    follows = True
+
+    def __init__(
+        self, info: ConnectionInfo, owner: Owner | None = None, subscribe: Subscribe | None = None
+    ) -> None:
+        self._arguments = (info, self, owner, subscribe)
+        self.has_ended = False
+
+    def __enter__(self) -> Self:
+        self._feed = EngineFeed.listen(*self._arguments)
+        self._feed.wait_until_known(FIRST_STATE_SECONDS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._feed.leave(self)
+        self._feed.join()
+
+    def bundle(self) -> dict[str, str]:
+        """How things stand."""
+        with self._feed.state() as state:
+            return static_bundle(state)
+
+    def on_state(self, state: DashboardState) -> None:
+        """Note the end."""
+        self.has_ended = state.state == "ended"

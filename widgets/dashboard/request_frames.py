@@ -1,0 +1,109 @@
+"""The requests of an engine core on their way to a dashboard's script: of each one what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from nbengine.client.trace_mirror import RequestView
+from nbengine.metrics.trace import RequestAdded
+
+MOST_TEXT = 200
+"""Characters of an id, a name or a preview."""
+_NEW_BYTES, _STATUS_BYTES, _PROGRESS_BYTES, _GONE_BYTES = 150, 75, 15, 5
+
+RequestRow = tuple[RequestView, bool | None]
+"""A request of the table; None if it is not this notebook's own, else whether the cell that is running waits for it."""
+Status = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What a frame has of an engine core's requests; `item` is None if nothing has changed."""
+
+    item: dict[str, list[object]] | None
+    size: int
+    """Bytes of JSON, about."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    added: RequestAdded
+    status: Status | None = None
+    progress: tuple[int, int] | None = None
+
+
+class RequestEncoder:
+    """Makes the `requests` of an engine core for the protocol in `nbengine.widgets.dashboard.frames`, for one reader.
+
+    Args:
+        preview: the beginning of a request's prompt in words.
+    """
+
+    def __init__(self, preview: Callable[[RequestAdded], str]) -> None:
+        self._preview = preview
+        self._sent: dict[int, _Sent] = {}
+
+    def take(self, rows: Iterable[RequestRow]) -> Requests:
+        """What has changed, given all that the table has of this engine core now."""
+        new: list[object] = []
+        status: list[object] = []
+        progress: list[object] = []
+        known, self._sent = self._sent, {}
+        size = 0
+        for view, own in rows:
+            added = view.added
+            sent = known.pop(added.number, None)
+            # A number is given again by an engine core that was started again.
+            if sent is None or sent.added is not added:
+                sent = _Sent(added)
+                row = _unchanging(added, cut(self._preview(added)))
+                new.append(row)
+                size += _NEW_BYTES + len(str(row["id"])) + len(str(row["preview"]))
+            self._sent[added.number] = sent
+            status_now, progress_now = _status(view, own), (view.num_computed_tokens, view.num_output_tokens)
+            if sent.status != status_now:
+                sent.status = status_now
+                status.append([added.number, *status_now])
+            if sent.progress != progress_now:
+                sent.progress = progress_now
+                progress += (added.number, *progress_now)
+        gone: list[object] = list(known)
+        if not (gone or new or status or progress):
+            return Requests(None, 0)
+        size += _GONE_BYTES * len(gone) + _STATUS_BYTES * len(status) + _PROGRESS_BYTES * len(progress) // 3
+        return Requests({"gone": gone, "new": new, "status": status, "progress": progress}, size)
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that may be of any length."""
+    return text if len(text) <= MOST_TEXT else text[: MOST_TEXT - 1] + "…"
+
+
+def _unchanging(added: RequestAdded, preview: str) -> dict[str, object]:
+    return {
+        "number": added.number,
+        "id": cut(added.request_id),
+        "client": added.client_index,
+        "num_prompt_tokens": added.num_prompt_tokens,
+        "max_total_tokens": added.max_total_tokens,
+        "added_at": round(added.time, 4),
+        "preview": preview,
+    }
+
+
+def _status(view: RequestView, own: bool | None) -> Status:
+    return (
+        view.state,
+        view.num_cached_tokens,
+        view.num_preemptions,
+        _moment(view.first_token_at),
+        _moment(view.ended_at),
+        view.finish_reason,
+        own is not None,
+        own is True,
+    )
+
+
+def _moment(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

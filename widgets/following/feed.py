@@ -1,0 +1,264 @@
+"""One thread an engine and process that follows what the engine publishes, for any number of dashboards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar, Protocol
+
+from nbengine.client.connection import ConnectionInfo
+from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.widgets.following.dashboard_state import DashboardState
+from nbengine.widgets.following.feed_state import FeedState
+from nbengine.widgets.following.ownership import Owner
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_INTERVAL = 0.2
+"""Seconds between two states at least."""
+IDLE_INTERVAL = 0.5
+"""Seconds after which the thread looks around though nothing comes."""
+ALIVE_INTERVAL = 1.0
+"""Seconds between two looks at whether the engine's host lives."""
+_MESSAGES_A_TURN = 1000
+
+
+class Source(Protocol):
+    """The part of `StatsSubscriber` that the feed reads."""
+
+    @property
+    def num_losses(self) -> int:
+        """How often something was lost."""
+
+    def poll(self, timeout: float | None = None) -> object:
+        """The next message, None if there is none in time."""
+
+
+Subscribe = Callable[[ConnectionInfo], AbstractContextManager[Source]]
+
+
+class FeedListener(Protocol):
+    """What a feed tells; on any thread, with the feed's lock held."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it needs states now; nothing is read from the engine while nobody does."""
+
+    def on_state(self, state: DashboardState) -> None:
+        """How things stand, every `PUBLISH_INTERVAL` while they change, else every `IDLE_INTERVAL`; a state that says
+        "ended" is the last."""
+
+
+class EngineFeed:
+    """Follows one engine while somebody listens.
+
+    `state()` and the listeners' calls hold its lock: nobody else touches the mirrors meanwhile. A listener needs no lock
+    of its own.
+    """
+
+    _feeds: ClassVar[dict[str, EngineFeed]] = {}
+    _feeds_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, info: ConnectionInfo, subscribe: Subscribe) -> None:
+        self._info = info
+        self._subscribe = subscribe
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._known = threading.Event()
+        self._started = False
+        self._closed = False
+        self._listeners: list[FeedListener] = []
+        self._state = FeedState(info)
+        self._published_at = 0.0
+        self._looked_at = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"nbengine-feed-{info.name}", daemon=True)
+
+    @classmethod
+    def listen(
+        cls,
+        info: ConnectionInfo,
+        listener: FeedListener,
+        owner: Owner | None = None,
+        subscribe: Subscribe | None = None,
+    ) -> EngineFeed:
+        """Have a listener told how an engine is, from the one feed of this engine in this process.
+
+        Args:
+            owner: a client of this process, whose requests are then known as its own.
+            subscribe: where messages come from, if the feed is not there yet; the coordinator's publish socket if None.
+        """
+        while True:
+            with cls._feeds_lock:
+                feed = cls._feeds.get(info.run_dir)
+                if feed is None:
+                    feed = cls._feeds[info.run_dir] = cls(info, subscribe or _subscribe)
+            if feed._add(listener, owner):
+                return feed
+            feed._forget()
+
+    @classmethod
+    def announce_end(cls, info: ConnectionInfo, reason: str) -> None:
+        """An engine has ended, as this process knows: its listeners hear of it before this returns."""
+        with cls._feeds_lock:
+            feed = cls._feeds.get(info.run_dir)
+        if feed is not None:
+            feed._end(reason)
+
+    def leave(self, listener: FeedListener) -> None:
+        """Tell a listener nothing more; with the last one the thread ends. Again does nothing."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+            if not self._listeners:
+                self._close()
+
+    def look_again(self) -> None:
+        """A listener follows again."""
+        self._wake.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(timeout)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def wait_until_known(self, timeout: float) -> bool:
+        """Wait until every engine core has said how it is, or until the end; False if that takes longer."""
+        return self._known.wait(timeout)
+
+    @contextmanager
+    def state(self) -> Iterator[DashboardState]:
+        """How things stand, with its mirrors, for as long as the context lasts."""
+        with self._lock:
+            yield self._state.build(time.time())
+
+    @property
+    def owners(self) -> Sequence[Owner]:
+        """The clients of this process that have the engine."""
+        with self._lock:
+            return list(self._state.owners)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self._has_followers():
+                self._wake.wait(ALIVE_INTERVAL)
+                self._wake.clear()
+                self._look_around()
+                continue
+            self._state.is_disconnected = False
+            with self._subscribe(self._info) as source:
+                while not self._closed and not self._state.is_disconnected and self._has_followers():
+                    self._take(source)
+                    self._look_around()
+            if self._state.is_disconnected:
+                self._wake.wait(ALIVE_INTERVAL)
+
+    def _has_followers(self) -> bool:
+        with self._lock:
+            return any(listener.follows for listener in self._listeners)
+
+    def _take(self, source: Source) -> None:
+        """Wait for messages until a state is due, and take them in."""
+        due = self._published_at + (PUBLISH_INTERVAL if self._state.changed else IDLE_INTERVAL)
+        message = source.poll(max(0.0, due - time.monotonic()))
+        if message is None:
+            return
+        with self._lock:
+            for _ in range(_MESSAGES_A_TURN):
+                self._state.take(message)
+                message = source.poll(0)
+                if message is None:
+                    break
+            self._state.note_losses(source.num_losses)
+            if self._state.is_known:
+                self._known.set()
+
+    def _look_around(self) -> None:
+        now = time.monotonic()
+        reason = self._reason_of_end(now)
+        if reason is not None:
+            self._end(reason)
+            return
+        if now - self._published_at >= (PUBLISH_INTERVAL if self._state.changed else IDLE_INTERVAL):
+            self._published_at = now
+            with self._lock:
+                # Before anything has come there is nothing to say.
+                if self._state.has_stats:
+                    self._tell()
+
+    def _reason_of_end(self, now: float) -> str | None:
+        with self._lock:
+            cause = self._state.cause_of_death()
+        if cause is None and now - self._looked_at >= ALIVE_INTERVAL:
+            self._looked_at = now
+            if self._info.host_alive:
+                return None
+            cause = f"its host, process {self._info.host_pid}, is gone; the log is {self._info.log_path}"
+        return cause
+
+    # On any thread.
+
+    def _add(self, listener: FeedListener, owner: Owner | None) -> bool:
+        """False if the feed has ended meanwhile."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._listeners.append(listener)
+            if owner is not None:
+                self._state.add_owner(owner)
+            if not self._started:
+                self._started = True
+                self._thread.start()
+        self._wake.set()
+        return True
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if not self._closed:
+                self._state.end(reason)
+                self._tell()
+                self._listeners.clear()
+                self._close()
+
+    def _tell(self) -> None:
+        state = self._state.build(time.time())
+        for listener in list(self._listeners):
+            try:
+                listener.on_state(state)
+            except Exception:
+                # The others are not to suffer.
+                logger.exception("a dashboard of engine %s has failed, and is left alone", self._info.name)
+                self._listeners.remove(listener)
+
+    def _close(self) -> None:
+        self._closed = True
+        self._known.set()
+        self._wake.set()
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._feeds_lock:
+            if self._feeds.get(self._info.run_dir) is self:
+                del self._feeds[self._info.run_dir]
+
+
+def _subscribe(info: ConnectionInfo) -> AbstractContextManager[Source]:
+    return StatsSubscriber(info, trace=True)
+
+
+def _forget_after_fork() -> None:
+    # A forked child has the objects but not the threads.
+    EngineFeed._feeds = {}
+    EngineFeed._feeds_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,34 @@
+"""What a dashboard asks the clients of its process for, through its feed: texts of tokens, the end of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbengine.errors import NBEngineError
+from nbengine.widgets.following.dashboard_state import DashboardState
+from nbengine.widgets.following.feed import EngineFeed
+
+
+def decode(feed: EngineFeed, token_ids: Sequence[int]) -> str | None:
+    """The text of tokens; None if no client of this process has the engine."""
+    texts = (owner.decode(token_ids) for owner in feed.owners)
+    return next((text for text in texts if text is not None), None)
+
+
+def abort(feed: EngineFeed, state: DashboardState, rank: object, number: object) -> None:
+    """Ask for the end of a request, given by its number on a rank; one completion where it is one of several.
+
+    Raises:
+        NBEngineError: it has ended, or is not this process's; the message says so.
+    """
+    mirror = state.mirrors.get(rank) if isinstance(rank, int) else None
+    view = mirror.requests.get(number) if mirror is not None and isinstance(number, int) else None
+    if view is None:
+        raise NBEngineError(f"request {number!r} of rank {rank!r} has ended already, or never was")
+    owner = next((owner for owner in feed.owners if owner.owns(view.added)), None)
+    if owner is None:
+        raise NBEngineError(
+            f"request {view.added.request_id} is not this notebook's: only client {view.added.client_index} of the "
+            "engine, which has sent it, can end it"
+        )
+    owner.abort(view.added)

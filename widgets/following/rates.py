@@ -1,0 +1,167 @@
+"""How fast an engine is: from the steps and requests that its engine cores have published over the last seconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nbengine.client.trace_mirror import RequestView, StepView, TraceMirror
+from nbengine.metrics.stats import EngineStats
+from nbengine.widgets.following.dashboard_state import Rates
+
+WINDOW = 5.0
+"""Seconds over which tokens, and the times between them, are looked at."""
+FIRST_TOKEN_WINDOW = 60.0
+"""Seconds over which times to the first token are: there is one a request."""
+SHORTEST = 0.5
+"""Seconds that an engine must have been followed before a rate means anything."""
+_MOST_REQUESTS = 4096
+
+
+class RateMeter:
+    """Measures one engine, all its engine cores together. For one thread."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _RankMeter] = {}
+
+    def take(self, mirrors: Mapping[int, TraceMirror]) -> None:
+        """Look at what is new in the mirrors; to be called oftener than their steps are forgotten."""
+        for rank in self._ranks.keys() - mirrors.keys():
+            del self._ranks[rank]
+        for rank, mirror in mirrors.items():
+            if mirror.seq is not None:
+                self._ranks.setdefault(rank, _RankMeter()).take(mirror)
+
+    def rates(self, stats: EngineStats, now: float) -> Rates:
+        """The figures at `now`, seconds of `time.time()` on the engine's machine."""
+        meters = list(self._ranks.values())
+        for meter in meters:
+            meter.forget(now)
+        memory = sum(worker.memory_bytes for engine in stats.engines for worker in engine.workers)
+        known = [meter for meter in meters if now - meter.began >= SHORTEST]
+        return Rates(
+            tokens_in_per_second=_sum(meter.tokens_per_second(0, now) for meter in known),
+            tokens_out_per_second=_sum(meter.tokens_per_second(1, now) for meter in known),
+            time_to_first_token=_median([item for meter in meters for item in meter.first_tokens]),
+            inter_token_latency=_median([item for meter in meters for item in meter.gaps]),
+            memory_bytes=memory or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """So many durations of `seconds` each, which ended at `time`."""
+
+    time: float
+    seconds: float
+    weight: int = 1
+
+
+@dataclass(slots=True)
+class _RankMeter:
+    began: float = 0.0
+    tokens: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """(time, computed of prompts, sampled)."""
+    gaps: deque[_Measured] = field(default_factory=deque)
+    first_tokens: deque[_Measured] = field(default_factory=deque)
+    _source: tuple[int, int] | None = None
+    """(incarnation, snapshots) of the mirror: a change is a break."""
+    _newest: StepView | None = None
+    """The last step that was looked at."""
+    _group: tuple[Sequence[int], float] = ((), 0.0)
+    """The requests of that step, and when it was done."""
+    _last_tokens: dict[int, float] = field(default_factory=dict)
+    """When a request that is not in it got its last token."""
+    _first_tokens_until: float = 0.0
+
+    def take(self, mirror: TraceMirror) -> None:
+        source = (mirror.incarnation, mirror.num_snapshots)
+        if source != self._source:
+            self._start(mirror, source)
+        has_prompts = False
+        for step in self._new_steps(mirror):
+            if step.seconds is None:
+                break
+            self._take_step(step, step.time + step.seconds)
+            has_prompts = has_prompts or bool(step.prefills)
+        if has_prompts:
+            self._take_first_tokens(mirror)
+        if len(self._last_tokens) > _MOST_REQUESTS:
+            self._last_tokens = {
+                number: when for number, when in self._last_tokens.items() if number in mirror.requests
+            }
+
+    def tokens_per_second(self, index: int, now: float) -> float:
+        """Of prompts (0) or sampled (1)."""
+        return sum(item[1 + index] for item in self.tokens) / min(WINDOW, now - self.began)
+
+    def forget(self, now: float) -> None:
+        """Drop what lies too far back."""
+        while self.tokens and self.tokens[0][0] <= now - WINDOW:
+            self.tokens.popleft()
+        for measured, window in ((self.gaps, WINDOW), (self.first_tokens, FIRST_TOKEN_WINDOW)):
+            while measured and measured[0].time <= now - window:
+                measured.popleft()
+
+    def _start(self, mirror: TraceMirror, source: tuple[int, int]) -> None:
+        if self._source is None or source[0] != self._source[0]:
+            self.began = mirror.time
+            self.tokens.clear()
+        self._source = source
+        # What came before the snapshot may never be completed.
+        self._newest = mirror.steps[-1] if mirror.steps else None
+        self._group = ((), 0.0)
+        self._last_tokens.clear()
+        self._first_tokens_until = mirror.time
+
+    def _new_steps(self, mirror: TraceMirror) -> list[StepView]:
+        newest = self._newest
+        new = list(itertools.takewhile(lambda step: step is not newest, reversed(mirror.steps)))
+        return new[::-1]
+
+    def _take_step(self, step: StepView, done: float) -> None:
+        self._newest = step
+        self.tokens.append((done, step.num_prefill_tokens, step.num_sampled))
+        numbers, before = self._group
+        if not step.prefills and (step.numbers is numbers or list(step.numbers) == list(numbers)):
+            if numbers:
+                self.gaps.append(_Measured(done, done - before, len(numbers)))
+        else:
+            self._last_tokens.update(dict.fromkeys(numbers, before))
+            prefills = set(step.prefills)
+            for number in step.numbers:
+                last = self._last_tokens.pop(number, None)
+                if last is not None and number not in prefills:
+                    self.gaps.append(_Measured(done, done - last))
+        self._group = (step.numbers, done)
+
+    def _take_first_tokens(self, mirror: TraceMirror) -> None:
+        until = self._first_tokens_until
+        ended = itertools.takewhile(
+            lambda request: (request.ended_at or 0.0) >= until, reversed(mirror.finished.values())
+        )
+        for request in itertools.chain(ended, mirror.requests.values()):
+            self._take_first_token(request, until)
+        self.first_tokens = deque(sorted(self.first_tokens, key=lambda item: item.time))
+
+    def _take_first_token(self, request: RequestView, until: float) -> None:
+        first = request.first_token_at
+        if first is not None and first > until:
+            self.first_tokens.append(_Measured(first, first - request.added.time))
+            self._first_tokens_until = max(self._first_tokens_until, first)
+
+
+def _sum(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) if known else None
+
+
+def _median(items: Sequence[_Measured]) -> float | None:
+    left = sum(item.weight for item in items) / 2
+    for item in sorted(items, key=lambda item: item.seconds):
+        left -= item.weight
+        if left <= 0:
+            return item.seconds
+    return None

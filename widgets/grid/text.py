@@ -1,0 +1,42 @@
+"""A grid of answers in plain text: one answer below the other, each under its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbengine.widgets.grid.grid import GridCell, GridLayout
+
+_LABEL_CHARACTERS = 120
+_FINAL_CHARACTERS = 400_000
+_LEAST_CHARACTERS = 100
+
+
+def live_text(head: str, cells: Sequence[GridCell]) -> str:
+    """One line: a frontend that shows plain text cannot show how a grid grows."""
+    written = sum(len(answer) for cell in cells for answer in cell.answers)
+    return f"[{head} · {written:,} characters]"
+
+
+def final_text(layout: GridLayout, cells: Sequence[GridCell], foot: str, notes: Sequence[str] = ()) -> str:
+    """All answers, and the sums."""
+    limit = max(_LEAST_CHARACTERS, _FINAL_CHARACTERS // len(cells))
+    blocks = [cell_text(layout.label(index), cell, limit) for index, cell in enumerate(cells)]
+    lines = [f"[{line}]" for line in (foot, *notes) if line]
+    return "\n\n".join([*blocks, "\n".join(lines)] if lines else blocks)
+
+
+def cell_text(label: str, cell: GridCell, limit: int | None = None) -> str:
+    """One request's answers under their settings."""
+    if len(label) > _LABEL_CHARACTERS:
+        label = label[: _LABEL_CHARACTERS - 1] + "…"
+    lines = [f"── {label} ──"]
+    for number, answer in enumerate(cell.answers, 1):
+        if len(cell.answers) > 1:
+            lines.append(f"{number}.")
+        cut = limit is not None and len(answer) > limit
+        lines.append(f"{answer[:limit]} …" if cut else answer)
+    if cell.error:
+        lines.append(f"failed: {cell.error}")
+    if cell.foot:
+        lines.append(f"[{cell.foot}]")
+    return "\n".join(lines)

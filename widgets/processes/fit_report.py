@@ -1,0 +1,147 @@
+"""What an engine would take of this machine, as figures, text and tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+from nbengine.units import size
+from nbengine.widgets.words import count, table
+
+_LENGTHS = (512, 2048, 8192, 32768, 131072)
+"""Tokens of requests that the report counts."""
+
+
+@dataclass(frozen=True)
+class MemoryPlace:
+    """A memory: the machine's, or a GPU's. `total` and `free` are bytes."""
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class TensorParallelFit:
+    """How it would come out with another number of tensor-parallel workers; bytes are those of one worker."""
+
+    tensor_parallel_size: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    num_blocks: int
+    problem: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether it would start."""
+        return not self.problem
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """How an engine would come out on this machine. Sizes are bytes, of all workers of one engine core together.
+
+    `problem` says why it would not start, and is empty if it would; `advice` has flags with which it would.
+    """
+
+    model: str
+    problem: str = ""
+    advice: str = ""
+    device: str = ""
+    dtype: str = ""
+    file_bytes: int = 0
+    """Of the weights on disk."""
+    weights_bytes: int = 0
+    """Of the weights in memory."""
+    page_bytes: int = 0
+    """Of a KV cache block."""
+    block_size: int = 0
+    num_blocks: int = 0
+    max_model_len: int = 0
+    """The longest request, in tokens."""
+    context_limit: int = 0
+    """The longest request that the model was made for, in tokens."""
+    max_num_seqs: int = 0
+    num_engine_cores: int = 1
+    memory: tuple[MemoryPlace, ...] = ()
+    tensor_parallel: tuple[TensorParallelFit, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the engine would start."""
+        return not self.problem
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Of the whole KV cache."""
+        return self.num_blocks * self.page_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a token takes of the KV cache."""
+        return self.page_bytes // self.block_size if self.block_size else 0
+
+    def concurrency(self, length: int) -> int:
+        """How many requests of so many tokens, prompt and answer together, an engine core works on at once."""
+        if not self.fits or length > self.max_model_len:
+            return 0
+        if not self.num_blocks:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, self.num_blocks // -(-length // self.block_size))
+
+    @property
+    def verdict(self) -> str:
+        """In one sentence whether it fits, and if not, why and what would."""
+        if self.fits:
+            return f"{self.model} fits"
+        advice = f"; try {self.advice}" if self.advice else ""
+        return f"{self.model} does not fit, because {self.problem}{advice}"
+
+    def tables(self) -> tuple[str, str]:
+        """Everything as (plain text, HTML)."""
+        parts = [(self.verdict, f"<p><b>{escape(self.verdict)}</b></p>")]
+        if self.weights_bytes:
+            parts.append(table(self._figures()))
+        if self.fits and self.num_blocks:
+            parts.append(table(self._requests(), ["REQUESTS OF", "AT ONCE"]))
+        if len(self.tensor_parallel) > 1:
+            header = ["--tp", "WEIGHTS A WORKER", "KV A TOKEN A WORKER", "BLOCKS", ""]
+            rows = [_size_row(each, self.block_size, self.problem) for each in self.tensor_parallel]
+            parts.append(table(rows, header))
+        return "\n\n".join(plain for plain, _ in parts), "".join(html for _, html in parts)
+
+    def _figures(self) -> list[list[str]]:
+        on_disk = f", {size(self.file_bytes)} on disk" if self.file_bytes else ""
+        rows = [["weights", f"{size(self.weights_bytes)} of {self.dtype}{on_disk}"]]
+        if self.page_bytes:
+            rows.append(["KV cache", f"{size(self.kv_bytes_per_token)} a token"])
+        if self.fits and self.num_blocks:
+            blocks = f"{count(self.num_blocks, 'block')} of {count(self.block_size, 'token')}"
+            each = " in each engine core" if self.num_engine_cores > 1 else ""
+            rows[-1][1] += f", {blocks} ({size(self.kv_cache_bytes)}){each}"
+        limit = f"{count(self.context_limit, 'token')}"
+        if self.fits and self.max_model_len != self.context_limit:
+            limit = f"{count(self.max_model_len, 'token')} of the model's {limit}"
+        rows.append(["context", limit])
+        rows += [[place.name, f"{size(place.free)} of {size(place.total)} free"] for place in self.memory]
+        return rows
+
+    def _requests(self) -> list[list[str]]:
+        lengths = [length for length in _LENGTHS if length < self.max_model_len] + [self.max_model_len]
+        return [[count(length, "token"), f"{self.concurrency(length):,}"] for length in lengths]
+
+    def __str__(self) -> str:
+        return self.tables()[0]
+
+    def _repr_html_(self) -> str:
+        return self.tables()[1]
+
+
+def _size_row(each: TensorParallelFit, block_size: int, said: str) -> list[str]:
+    """A row of the table; `said` is the problem that stands above it already."""
+    outcome = "does not fit" if each.problem == said else each.problem
+    if each.fits:
+        outcome = f"{count(each.num_blocks * block_size, 'token')} of KV cache"
+    weights = size(each.weights_bytes) if each.weights_bytes else ""
+    kv = size(each.kv_bytes_per_token) if each.kv_bytes_per_token else ""
+    return [str(each.tensor_parallel_size), weights, kv, f"{each.num_blocks:,}" if each.fits else "", outcome]

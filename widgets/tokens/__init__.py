@@ -1,0 +1,1 @@
+"""An answer's tokens, shaded by their probability."""

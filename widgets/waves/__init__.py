@@ -1,0 +1,1 @@
+"""What each engine core did over time, wave by wave."""

@@ -1,0 +1,174 @@
+"""A wave timeline as a picture: a row an engine core, time from left to right.
+
+Text takes the colour of what is around it, bars take colours that show on light and on dark ground.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from nbengine.widgets.svg import LINE, PAGE_STYLE, STANDALONE_SHEET, Drawing, Rect
+from nbengine.widgets.waves.timeline import RankSpan, WaveTimeline
+from nbengine.widgets.waves.timeline_text import moment, summary, totals
+
+WIDTH = 760.0
+_GREEN, _ORANGE, _BLUE, _GREY = "#2f9e6e", "#d9822b", "#3b82f6", "#8a8f98"
+_PAD = 8.0
+_LEFT = 76.0
+_BAR = 26.0
+"""Height of a rank's bar."""
+_CURVE = 16.0
+"""Height of the curve of its requests, below."""
+_COLUMNS = 330
+_SMALLEST_MARK = 34.0
+"""Width that a wave needs for its number."""
+_TICKS = 5
+
+
+def draw(timeline: WaveTimeline, *, standalone: bool = False) -> str:
+    """The picture as SVG; `standalone` gives it a ground and a text colour of its own."""
+    return _Picture(timeline).render(standalone=standalone)
+
+
+def page_part(timeline: WaveTimeline) -> str:
+    """The picture for a page, and below it the text for whoever cannot see it or wants to copy it."""
+    return (
+        f'<div style="font-size:0">{draw(timeline)}</div><details><summary>as text</summary>'
+        f'<pre style="margin:0;overflow-x:auto;white-space:pre">{escape(str(timeline))}</pre></details>'
+    )
+
+
+class _Picture:
+    """Lays the timeline out from top to bottom while it draws it; `_y` is how far down it has come."""
+
+    def __init__(self, timeline: WaveTimeline) -> None:
+        self._timeline = timeline
+        self._drawing = Drawing()
+        self._y = 1.0
+        self._right = WIDTH - _PAD
+        most = max((timeline.total(rank).num_requests for rank in timeline.ranks), default=0)
+        self._most_requests = max(1, most)
+
+    def render(self, *, standalone: bool) -> str:
+        """The whole picture."""
+        timeline, drawing = self._timeline, self._drawing
+        drawing.text(_PAD, self._y + 12, summary(timeline), width=WIDTH - 2 * _PAD, bold=True)
+        self._y += LINE + _PAD
+        if timeline.spans:
+            if timeline.lock_step:
+                self._waves()
+            for rank in timeline.ranks:
+                self._rank(rank)
+            self._axis()
+            self._legend()
+        style, sheet = ("", STANDALONE_SHEET) if standalone else (PAGE_STYLE, "")
+        return drawing.render(WIDTH, self._y, summary(timeline), str(timeline), style=style, sheet=sheet)
+
+    def _x(self, seconds: float) -> float:
+        return _LEFT + (self._right - _LEFT) * seconds / self._timeline.seconds
+
+    def _waves(self) -> None:
+        drawing = self._drawing
+        drawing.text(_PAD, self._y + 12, "waves", width=_LEFT - _PAD, muted=True)
+        for wave in self._timeline.waves:
+            left, right = self._x(wave.start), self._x(wave.end)
+            drawing.open_group(f"wave {wave.number}: {wave.start:.2f} s to {wave.end:.2f} s")
+            drawing.bar(Rect(left, self._y + 2, max(1.0, right - left - 1), LINE - 4), _BLUE, opacity=0.18)
+            drawing.close_group()
+            if right - left >= _SMALLEST_MARK:
+                drawing.text(left + 4, self._y + 12, str(wave.number), width=right - left - 4)
+        self._y += LINE + 4
+
+    def _rank(self, rank: int) -> None:
+        drawing, top = self._drawing, self._y
+        drawing.text(_PAD, top + 17, f"rank {rank}", width=_LEFT - _PAD, bold=True)
+        columns = list(self._timeline.columns(rank, _COLUMNS))
+        width = (self._right - _LEFT) / _COLUMNS
+        drawing.open_group(f"rank {rank}: {totals(self._timeline, rank)}", rank=rank)
+        start = 0
+        for index in range(1, _COLUMNS + 1):
+            if index == _COLUMNS or _look(columns[index]) != _look(columns[start]):
+                place = Rect(_LEFT + start * width, top, (index - start) * width, _BAR)
+                self._bar(place, columns[start])
+                start = index
+        self._curve(columns, top + _BAR + 2)
+        drawing.close_group()
+        text = totals(self._timeline, rank)
+        self._y = top + _BAR + _CURVE + 4
+        drawing.text(self._right, self._y + 10, text, width=WIDTH, anchor="end", muted=True)
+        self._y += LINE + 2
+
+    def _bar(self, place: Rect, state: RankSpan | None) -> None:
+        """Steps from below, dummy steps above them, by their shares; a line in the middle where nothing runs."""
+        kind, tenths = _look(state)
+        if kind == "absent":
+            return
+        if kind == "paused":
+            self._drawing.bar(Rect(place.x, place.middle - 1, place.width, 2), _GREY, opacity=0.7)
+            return
+        real = place.height * tenths / 10
+        if tenths < 10:
+            self._drawing.bar(Rect(place.x, place.y, place.width, place.height - real), _ORANGE, opacity=0.85)
+        if tenths:
+            self._drawing.bar(Rect(place.x, place.bottom - real, place.width, real), _GREEN, opacity=0.9)
+
+    def _curve(self, columns: list[RankSpan | None], top: float) -> None:
+        width = (self._right - _LEFT) / _COLUMNS
+        points: list[tuple[float, float]] = []
+        for index, state in enumerate(columns):
+            height = 0.0 if state is None else state.num_requests / self._most_requests
+            y = top + _CURVE - 2 - height * (_CURVE - 3)
+            points += [(_LEFT + index * width, y), (_LEFT + (index + 1) * width, y)]
+        self._drawing.curve(_without_middles(points), _BLUE)
+
+    def _axis(self) -> None:
+        for tick in range(_TICKS + 1):
+            share = tick / _TICKS
+            anchor = "start" if tick == 0 else "end" if tick == _TICKS else "middle"
+            self._drawing.text(
+                self._x(self._timeline.seconds * share),
+                self._y + 12,
+                moment(self._timeline, share),
+                width=80,
+                anchor=anchor,
+                muted=True,
+            )
+        self._y += LINE + _PAD
+
+    def _legend(self) -> None:
+        x, y = _LEFT, self._y
+        parts = [(_GREEN, "steps")]
+        if self._timeline.lock_step:
+            parts.append((_ORANGE, "dummy steps"))
+        for color, name in parts:
+            self._drawing.bar(Rect(x, y + 2, 12, 12), color, opacity=0.9)
+            self._drawing.text(x + 18, y + 12, name, width=120, muted=True)
+            x += 130
+        self._drawing.bar(Rect(x, y + 7, 12, 2), _GREY, opacity=0.7)
+        self._drawing.text(
+            x + 18, y + 12, "paused" if self._timeline.lock_step else "idle", width=80, muted=True
+        )
+        self._drawing.curve([(x + 100, y + 8), (x + 112, y + 8)], _BLUE)
+        text = f"requests, up to {self._most_requests}"
+        self._drawing.text(x + 118, y + 12, text, width=200, muted=True)
+        self._y += LINE + _PAD
+
+
+def _look(state: RankSpan | None) -> tuple[str, int]:
+    """What a moment looks like: a kind, and how many tenths of its steps were real ones."""
+    if state is None:
+        return "absent", 0
+    steps = state.steps + state.dummy_steps
+    if not steps:
+        return "paused", 0
+    return "running", round(10 * state.steps / steps)
+
+
+def _without_middles(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same curve without points between two at the same height."""
+    kept = [
+        point
+        for before, point, after in zip(points, points[1:], points[2:], strict=False)
+        if not before[1] == point[1] == after[1]
+    ]
+    return [points[0], *kept, points[-1]]

@@ -1,0 +1,63 @@
+"""Quantities in words, lines and tables: what everything that is shown has in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from html import escape
+
+MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
+"""The style of a quiet line."""
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 token`, `2,000 tokens`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def seconds(duration: float) -> str:
+    """A duration in words: `84 ms`, `1.3 s`, `2 min 5 s`, `10 min`, `1 h 4 min`."""
+    if duration < 1:
+        return f"{duration * 1000:.0f} ms"
+    if duration < 60:
+        return f"{duration:.1f} s"
+    minutes, rest = divmod(round(duration), 60)
+    major, minor = (
+        (f"{minutes} min", f"{rest} s") if minutes < 60 else (f"{minutes // 60} h", f"{minutes % 60} min")
+    )
+    return major if minor.startswith("0 ") else f"{major} {minor}"
+
+
+def age(since: float) -> str:
+    """How long ago a `time.time()` was."""
+    return seconds(max(0.0, time.time() - since))
+
+
+def joined(*parts: str) -> str:
+    """The parts of a footer that are not empty, in one line."""
+    return " · ".join(part for part in parts if part)
+
+
+def muted(text: str) -> str:
+    """Text in a quiet line of its own, in HTML; nothing for none."""
+    return f'<div style="{MUTED}">{escape(text)}</div>' if text else ""
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> tuple[str, str]:
+    """A table as (plain text, HTML); without a header the first column holds the names."""
+    lines = [list(header), *map(list, rows)] if header else list(map(list, rows))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    plain = "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+    head = "<thead><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr></thead>"
+    body = "".join("<tr>" + _html_cells(row, name_first=not header) + "</tr>" for row in rows)
+    return plain, f"<table>{head if header else ''}<tbody>{body}</tbody></table>"
+
+
+def _html_cells(row: Sequence[str], *, name_first: bool) -> str:
+    cells = [f'<td style="text-align:left">{escape(cell)}</td>' for cell in row]
+    if name_first and row:
+        cells[0] = f'<th style="text-align:left">{escape(row[0])}</th>'
+    return "".join(cells)
