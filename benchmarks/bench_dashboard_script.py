@@ -10,7 +10,6 @@ python benchmarks/bench_dashboard_script.py [--json PATH] [--minutes 10]
 from __future__ import annotations
 
 import base64
-import shutil
 import statistics
 import sys
 import tempfile
@@ -23,8 +22,9 @@ from playwright.sync_api import CDPSession
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
+from chromium import CHROMIUM, browser
 from dashboard_frames import FakeEngine
-from dashboard_page import DashboardPage, browser
+from dashboard_page import DashboardPage
 
 STEPS_PER_FRAME = 6
 FRAMES_PER_MINUTE = 300
@@ -149,11 +149,10 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--minutes", type=int, default=10, help="of frames for the heap")
     options = arguments.parse_args()
-    chromium = shutil.which("chromium")
-    if chromium is None:
+    if CHROMIUM is None:
         sys.exit("chromium is not installed")
     engine = busy_engine(10_200)
-    with tempfile.TemporaryDirectory() as directory, browser(chromium, Path(directory)) as started:
+    with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as started:
         page = DashboardPage(started.new_page(), as_bundle=True)
         page.mount()
         session = page.page.context.new_cdp_session(page.page)

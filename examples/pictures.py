@@ -6,21 +6,20 @@ python examples/pictures.py [live] [examples]
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import nbformat
 from nbconvert import HTMLExporter
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-sys.path.insert(0, str(ROOT / "tests" / "notebook"))
+sys.path[:0] = [str(ROOT / "tests" / "notebook"), str(ROOT / "tests" / "support")]
 
+from chromium import CHROMIUM, browser
 from notebook_support.lab import (
-    CHROMIUM_FLAGS,
     jupyter_lab,
     notebook_page,
     run_cell,
@@ -67,9 +66,7 @@ def take_live() -> None:
         with jupyter_lab(directory, dict(environment)) as address:
             for cells, take in ((DASHBOARD, take_dashboard), (TOKENS, take_tokens)):
                 write_notebook(directory / "live.ipynb", cells)
-                with notebook_page(
-                    address, "live.ipynb", chromium(), directory, width=1280, height=1500
-                ) as page:
+                with notebook_page(address, "live.ipynb", directory, width=1280, height=1500) as page:
                     page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
                     for cell in range(len(cells) - 1):
                         run_cell(page, cell)
@@ -104,9 +101,8 @@ def take_tokens(page: Page) -> None:
 
 def take_examples() -> None:
     """A cell of each example, as it was committed."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_FLAGS)
-        page = browser.new_page(viewport={"width": 1000, "height": 900})
+    with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as started:
+        page = started.new_page(viewport={"width": 1000, "height": 900})
         for stem, beginning in EXAMPLES.items():
             notebook = nbformat.read(ROOT / "examples" / f"{stem}.ipynb", as_version=4)
             html, _ = HTMLExporter(template_name="lab").from_notebook_node(notebook)
@@ -114,7 +110,6 @@ def take_examples() -> None:
             code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
             last = max(index for index, source in enumerate(code) if source.startswith(beginning))
             page.locator(".jp-CodeCell").nth(last).screenshot(path=IMAGES / f"example_{stem}.png")
-        browser.close()
 
 
 def output(page: Page, cell: int):
@@ -122,16 +117,9 @@ def output(page: Page, cell: int):
     return page.locator(".jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea")
 
 
-def chromium() -> str:
-    """The browser.
-
-    Raises:
-        SystemExit: there is none.
-    """
-    return shutil.which("chromium") or sys.exit("pictures need chromium (Debian's package chromium)")
-
-
 if __name__ == "__main__":
+    if CHROMIUM is None:
+        sys.exit("pictures need chromium (Debian's package chromium)")
     wanted = sys.argv[1:] or ["live", "examples"]
     for part in wanted:
         {"live": take_live, "examples": take_examples}[part]()

@@ -22,6 +22,7 @@ from nbengine.magics.errors import without_traceback
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.submission import Submitter
 from nbengine.magics.generation.turn import Turn
+from nbengine.magics.generation.view import Appearance
 from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
@@ -179,9 +180,8 @@ class ChatMagics(Magics):
                 self._save(plan.conversation, options.save)
 
         notes = AnswerNotes(plan.dropped, engine.client.ready.max_model_len)
-        view = chat_view(
-            shell, generate.format, closing, notes, stream=generate.stream, footer=generate.footer
-        )
+        appearance = Appearance(generate.format, stream=generate.stream, footer=generate.footer)
+        view = chat_view(shell, appearance, closing, notes)
         turn = ChatTurn(shell, self._session, engine, plan.conversation, on_answer, is_cell=is_cell)
         try:
             turn.generation = self._submitter.submit(engine, generate, prompt=prompt, view=view)

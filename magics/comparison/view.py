@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -17,6 +18,8 @@ from nbengine.magics.generation.markdown import unfenced
 from nbengine.magics.generation.render import pretty_json
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import UPDATE_SECONDS, pause_after
+from nbengine.magics.tokens.feed import kept_alternatives
+from nbengine.magics.tokens.view import shaded
 from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.grid.grid import GridCell, GridLayout, layout_of
 from nbengine.widgets.grid.html import GridHtml
@@ -25,6 +28,8 @@ from nbengine.widgets.grid.text import cell_text, final_text, live_text
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.words import count, joined, seconds
 
+MOST_SHADED = 5000
+"""Tokens of a grid that is saved with each one shaded: about a megabyte."""
 _ERASE_LINE = "\r\x1b[2K"
 
 
@@ -120,6 +125,14 @@ class GridState:
             notes.append("--diff: there is no earlier answer with these settings in this cell")
         return notes
 
+    @property
+    def shading_note(self) -> str:
+        """Why no tokens are shaded although their probabilities were asked for."""
+        options = self._options[0]
+        if options.format != "text" or options.sampling.get("logprobs") is None or self._shades:
+            return ""
+        return f"--logprobs: more than {MOST_SHADED:,} tokens are not shaded; each result's .tree has them"
+
     def final_cell(self, index: int) -> GridCell:
         """A cell as it stays, formatted or with its difference from before."""
         result, options = self.result[index], self._options[index]
@@ -129,6 +142,9 @@ class GridState:
             diffs = [word_diff(result.previous.text, answer.text) for answer in result.outputs[:1]]
             answers = tuple(map(diff_text, diffs))
             return GridCell(answers, cell.state, foot, cell.error, tuple(map(diff_html, diffs)))
+        if options.format == "text" and self._shades and any(answer.logprobs for answer in result.outputs):
+            rich = tuple(shaded(root, self._shades) for root in result.tree.roots)
+            return GridCell(cell.answers, cell.state, foot, cell.error, rich)
         formatted = tuple(_formatted(text, options.format) for text in cell.answers)
         return GridCell(formatted, cell.state, foot, cell.error)
 
@@ -145,6 +161,13 @@ class GridState:
         foot = count(tokens, "token") + (" ✓" if state == "done" else "") if tokens else ""
         answers = tuple(answer.text for answer in result.outputs) if tokens else ()
         return GridCell(answers, state, foot, "" if error is None else _cause(error))
+
+    @cached_property
+    def _shades(self) -> int:
+        """How many alternatives each token is shaded with; 0: there are more tokens than a notebook should keep shaded."""
+        if self.num_tokens > MOST_SHADED:
+            return 0
+        return kept_alternatives(root for result in self.result.results for root in result.tree.roots)
 
     def _counts(self) -> list[AnswerCount]:
         counts: list[AnswerCount] = []
@@ -180,7 +203,7 @@ class GridCellView:
         """Replace the grid by its final form."""
         state = self._state
         cells = [state.final_cell(index) for index in range(len(state.cells))]
-        notes = [*state.notes, *([note] if note else [])]
+        notes = [*state.notes, *filter(None, [state.shading_note, note])]
         bundle = {
             "text/plain": final_text(state.layout, cells, state.foot, notes),
             "text/html": self._html.final(state.foot, cells, notes),

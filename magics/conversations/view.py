@@ -12,7 +12,7 @@ from nbengine.magics.conversations.conversation import Conversation, Exchange
 from nbengine.magics.conversations.reasoning import Answer, split_reasoning
 from nbengine.magics.generation.render import answer_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import UPDATE_SECONDS, View, pause_after
+from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, View, pause_after
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.words import MUTED, count, joined
 
@@ -85,38 +85,29 @@ class ChatCellView:
     """
 
     def __init__(
-        self,
-        shell: InteractiveShell,
-        output_format: str,
-        closing: str | None,
-        notes: AnswerNotes,
-        *,
-        stream: bool,
-        footer: bool,
+        self, shell: InteractiveShell, appearance: Appearance, closing: str | None, notes: AnswerNotes
     ) -> None:
         self.interval = UPDATE_SECONDS
         self._live = LiveDisplay(shell)
-        self._format = output_format
+        self._appearance = appearance
         self._closing = closing
         self._notes = notes
-        self._stream = stream
-        self._footer = footer
 
     def update(self, result: GenerationResult) -> None:
         """Replace the answer and set the pace by what that cost."""
-        if not self._stream or result.finished:
+        if not self._appearance.stream or result.finished:
             return
         started = time.perf_counter()
         answer = split_reasoning(result.text, self._closing, complete=False)
-        size = self._live.show(chat_bundle(answer, self._format, complete=False))
+        size = self._live.show(chat_bundle(answer, self._appearance.format, complete=False))
         self.interval = pause_after(size, time.perf_counter() - started)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
-        footer = joined(footer_of(result) if self._footer else "", self._notes.of(result), note)
+        footer = joined(footer_of(result) if self._appearance.footer else "", self._notes.of(result), note)
         if result.text or footer or self._live.shown:
             answer = split_reasoning(result.text, self._closing)
-            self._live.show(chat_bundle(answer, self._format, footer))
+            self._live.show(chat_bundle(answer, self._appearance.format, footer))
 
 
 class ChatTerminalView:
@@ -124,17 +115,16 @@ class ChatTerminalView:
 
     interval = UPDATE_SECONDS
 
-    def __init__(self, closing: str | None, notes: AnswerNotes, *, stream: bool, footer: bool) -> None:
+    def __init__(self, appearance: Appearance, closing: str | None, notes: AnswerNotes) -> None:
+        self._appearance = appearance
         self._closing = closing
         self._notes = notes
-        self._stream = stream
-        self._footer = footer
         self._printed = 0
         self._is_reasoning = False
 
     def update(self, result: GenerationResult) -> None:
         """Print what is new."""
-        if self._stream:
+        if self._appearance.stream:
             self._print(split_reasoning(result.text, self._closing, complete=False))
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
@@ -144,7 +134,7 @@ class ChatTerminalView:
         if self._is_reasoning:
             print(f" {_words(answer.reasoning)}, not finished]", end="")
         print()
-        footer = joined(footer_of(result) if self._footer else "", self._notes.of(result), note)
+        footer = joined(footer_of(result) if self._appearance.footer else "", self._notes.of(result), note)
         if footer:
             print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")
 
@@ -163,18 +153,12 @@ class ChatTerminalView:
 
 
 def chat_view(
-    shell: InteractiveShell,
-    output_format: str,
-    closing: str | None,
-    notes: AnswerNotes,
-    *,
-    stream: bool,
-    footer: bool,
+    shell: InteractiveShell, appearance: Appearance, closing: str | None, notes: AnswerNotes
 ) -> View:
     """The view of the running cell."""
     if in_kernel(shell):
-        return ChatCellView(shell, output_format, closing, notes, stream=stream, footer=footer)
-    return ChatTerminalView(closing, notes, stream=stream, footer=footer)
+        return ChatCellView(shell, appearance, closing, notes)
+    return ChatTerminalView(appearance, closing, notes)
 
 
 def _message_html(role: str, fold: str, text: str) -> str:

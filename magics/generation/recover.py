@@ -16,7 +16,7 @@ from nbengine.magics.arguments import MagicParser
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.answers import Answer, kept_answer, merged, selected
 from nbengine.magics.generation.answers_view import heading, listing
-from nbengine.magics.generation.view import view_for
+from nbengine.magics.generation.view import Appearance, view_for
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
 from nbengine.widgets.live import publish
@@ -110,7 +110,7 @@ class RecoverCommands:
     def _show(self, answer: Answer, output_format: str) -> None:
         """Show an answer; one that this kernel is still being sent streams on until its end."""
         publish(self._shell, *heading(answer))
-        view = view_for(self._shell, output_format, stream=True, footer=self._config.footer, background=False)
+        view = view_for(self._shell, Appearance(output_format, footer=self._config.footer))
         result = answer.result
         try:
             while not (result.finished or answer.from_engine):

@@ -17,7 +17,7 @@ from nbengine.magics.generation.arguments import GenerateOptions, sampling_param
 from nbengine.magics.generation.ongoing import OngoingRequests
 from nbengine.magics.generation.result import GenerationResult, Handle
 from nbengine.magics.generation.stream import Collector, Generation
-from nbengine.magics.generation.view import View, view_for
+from nbengine.magics.generation.view import Appearance, View, view_for
 from nbengine.magics.session import AttachedEngine
 from nbengine.magics.tokens.branching import BranchTree, Origin
 from nbengine.sampling_params import SamplingParams
@@ -73,18 +73,17 @@ class Submitter:
         client = engine.client
         prepared = self.prepare(engine, options, prompt)
         collector, params = prepared.send(), prepared.params
-        view = view or view_for(
+        shown_by = view_for(
             self._shell,
-            options.format,
-            stream=options.stream,
-            footer=options.footer,
+            Appearance(options.format, stream=options.stream, footer=options.footer),
             background=options.background,
+            own=view,
             on_tokens=partial(self._ongoing.views.add, client.name) if params.logprobs is not None else None,
         )
         generation = Generation(
             collector,
             options.prompt,
-            view,
+            shown_by,
             client.abort_soon,
             self._ongoing,
             foreground=not options.background,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 from weakref import WeakSet
 
@@ -32,6 +33,19 @@ def pause_after(size: int, cost: float, num_views: int = 1) -> float:
     return max(UPDATE_SECONDS, num_views * share)
 
 
+@dataclass(frozen=True)
+class Appearance:
+    """How an answer is to be shown."""
+
+    format: str = "text"
+    """"text", "markdown", "code" or "json"."""
+    stream: bool = True
+    """Whether it is shown while it grows."""
+    footer: bool = True
+    placeholder: str = ""
+    """What stands in its place before it begins."""
+
+
 class View(Protocol):
     """Shows a growing result. `interval` is how many seconds the next update should wait."""
 
@@ -49,29 +63,19 @@ class CellView:
 
     _streaming: ClassVar[WeakSet[CellView]] = WeakSet()
 
-    def __init__(
-        self,
-        shell: InteractiveShell,
-        output_format: str,
-        *,
-        stream: bool,
-        footer: bool,
-        placeholder: str = "",
-    ) -> None:
+    def __init__(self, shell: InteractiveShell, appearance: Appearance) -> None:
         self.interval = UPDATE_SECONDS
         self._live = LiveDisplay(shell)
-        self._format = output_format
-        self._stream = stream
-        self._footer = footer
-        if placeholder:
-            self._live.show(answers_bundle([], output_format, placeholder, complete=False))
+        self._appearance = appearance
+        if appearance.placeholder:
+            self._live.show(answers_bundle([], appearance.format, appearance.placeholder, complete=False))
 
     def update(self, result: GenerationResult) -> None:
         """Replace the answer and set the pace by what that cost."""
-        if not self._stream or result.finished:
+        if not self._appearance.stream or result.finished:
             return
         started = time.perf_counter()
-        size = self._live.show(answers_bundle(result.outputs, self._format, complete=False))
+        size = self._live.show(answers_bundle(result.outputs, self._appearance.format, complete=False))
         cost = time.perf_counter() - started
         self._streaming.add(self)
         self.interval = pause_after(size, cost, len(self._streaming))
@@ -79,9 +83,9 @@ class CellView:
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
         self._streaming.discard(self)
-        footer = joined(footer_of(result) if self._footer else "", note)
+        footer = joined(footer_of(result) if self._appearance.footer else "", note)
         if any(answer.text for answer in result.outputs) or footer or self._live.shown:
-            self._live.show(answers_bundle(result.outputs, self._format, footer))
+            self._live.show(answers_bundle(result.outputs, self._appearance.format, footer))
 
 
 class TerminalView:
@@ -89,14 +93,13 @@ class TerminalView:
 
     interval = UPDATE_SECONDS
 
-    def __init__(self, *, stream: bool, footer: bool) -> None:
-        self._stream = stream
-        self._footer = footer
+    def __init__(self, appearance: Appearance) -> None:
+        self._appearance = appearance
         self._printed = 0
 
     def update(self, result: GenerationResult) -> None:
         """Print what is new."""
-        if self._stream and len(result.text) > self._printed:
+        if self._appearance.stream and len(result.text) > self._printed:
             print(result.text[self._printed :], end="", flush=True)
             self._printed = len(result.text)
 
@@ -105,7 +108,7 @@ class TerminalView:
         print(result.text[self._printed :])
         for completion in result.outputs[1:]:
             print(f"\n{completion.index + 1}.\n{completion.text}")
-        footer = joined(footer_of(result) if self._footer else "", note)
+        footer = joined(footer_of(result) if self._appearance.footer else "", note)
         if footer:
             print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")
 
@@ -124,22 +127,25 @@ class SilentView:
 
 def view_for(
     shell: InteractiveShell,
-    output_format: str,
+    appearance: Appearance,
     *,
-    stream: bool,
-    footer: bool,
-    background: bool,
+    background: bool = False,
+    own: View | None = None,
     on_tokens: Callable[[ClosableView], object] | None = None,
 ) -> View:
-    """The view of the running cell; with `on_tokens` it is that of single tokens, and is given to it. In a terminal a
-    background answer would run into what is being typed."""
-    if in_kernel(shell):
-        placeholder = "in the background …" if background else ""
-        if on_tokens is not None:
-            from nbengine.magics.tokens.view import TokensView
+    """The view of the running cell, with `own` for the answer if a magic has a view of its own; with `on_tokens` it
+    is that of single tokens, too, and is given to it. In a terminal a background answer would run into what is being
+    typed."""
+    if not in_kernel(shell):
+        return own or (SilentView() if background else TerminalView(appearance))
+    if background:
+        appearance = replace(appearance, placeholder="in the background …")
+    if on_tokens is None:
+        return own or CellView(shell, appearance)
+    from nbengine.magics.tokens.view import TokensView
 
-            view = TokensView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
-            on_tokens(view)
-            return view
-        return CellView(shell, output_format, stream=stream, footer=footer, placeholder=placeholder)
-    return SilentView() if background else TerminalView(stream=stream, footer=footer)
+    if own is None and appearance.format != "text":
+        own = CellView(shell, appearance)
+    view = TokensView(shell, appearance, own)
+    on_tokens(view)
+    return view

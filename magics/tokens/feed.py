@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -182,9 +182,9 @@ def line_below(branch: Branch, *, footer: bool, folded: bool) -> str:
     return branch_footer(branch.own, branch.error) if footer else branch.error
 
 
-def kept_alternatives(tree: BranchTree) -> int:
+def kept_alternatives(nodes: Iterable[Branch]) -> int:
     """How many alternatives of each token a saved notebook keeps: fewer of many tokens."""
-    count = sum(len(node.own_token_ids) for node in tree)
+    count = sum(len(node.own_token_ids) for node in nodes)
     return max(1, min(EAGER_ALTERNATIVES, _KEPT_ALTERNATIVES // max(1, count)))
 
 

@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.magics.generation.render import answers_bundle
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import DUTY, UPDATE_SECONDS, CellView
+from nbengine.magics.generation.view import DUTY, UPDATE_SECONDS, Appearance, View
 from nbengine.magics.tokens.branch import Branch
 from nbengine.magics.tokens.branching import BranchTree
 from nbengine.magics.tokens.feed import TokensFeed, kept_alternatives, line_below, num_in_text, shown_label
@@ -34,30 +34,17 @@ _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
 class TokensView:
     """The tokens as one output of the cell, which lives on after the cell: branches go on in it.
 
-    With another format than text the answer is shown in that format, and its tokens in an output below, folded.
+    Where the answer itself is `rendered` by another view, they are in an output below it, folded.
     """
 
-    def __init__(
-        self,
-        shell: InteractiveShell,
-        output_format: str,
-        *,
-        stream: bool,
-        footer: bool,
-        placeholder: str = "",
-    ) -> None:
+    def __init__(self, shell: InteractiveShell, appearance: Appearance, rendered: View | None = None) -> None:
         self.interval = UPDATE_SECONDS
         self._live = LiveDisplay(shell)
         self._idle = IdleClock.of(shell)
-        self._stream = stream
-        self._footer = footer
-        self._rendered: CellView | None = None
-        if output_format != "text":
-            self._rendered = CellView(
-                shell, output_format, stream=stream, footer=footer, placeholder=placeholder
-            )
-        elif placeholder:
-            self._live.show(answers_bundle([], "text", placeholder, complete=False))
+        self._appearance = appearance
+        self._rendered = rendered
+        if rendered is None and appearance.placeholder:
+            self._live.show(answers_bundle([], "text", appearance.placeholder, complete=False))
         self._widget: TokensWidget | None = None
         self._feed: TokensFeed | None = None
         self._tree: BranchTree | None = None
@@ -75,7 +62,7 @@ class TokensView:
             self._rendered.update(result)
             self.interval = self._rendered.interval
             return
-        if not self._stream or result.finished:
+        if not self._appearance.stream or result.finished:
             return
         started = time.perf_counter()
         self._show(result)
@@ -137,7 +124,7 @@ class TokensView:
         self._feed = TokensFeed(
             self._tree,
             self._widget,
-            footer=self._footer,
+            footer=self._appearance.footer,
             folded=self._rendered is not None,
             on_hello=self._on_hello,
             on_rest=self._on_rest,
@@ -190,7 +177,7 @@ class TokensView:
             if self._tree is None:
                 return
             bundle: dict[str, Any] = dict(
-                static_bundle(self._tree, footer=self._footer, folded=self._rendered is not None)
+                static_bundle(self._tree, footer=self._appearance.footer, folded=self._rendered is not None)
             )
             if self._widget is not None and not self._given_up:
                 bundle.update(self._widget.mime_bundle())
@@ -204,13 +191,9 @@ def static_bundle(tree: BranchTree, *, footer: bool, folded: bool = False) -> di
     several = len(tree) > 1
     html, plain = [], []
     for node in tree:
-        cells = token_cells(node.own_token_ids, node.own_logprobs, most)
         heading = _heading(node) if several else ""
         line = line_below(node, footer=footer, folded=folded)
-        in_text = num_in_text(node) - (node.position or 0) if node.done else None
-        html.append(
-            muted(heading) + f'<div style="{_PROSE}">{tokens_html(cells, in_text)}</div>' + muted(line)
-        )
+        html.append(muted(heading) + shaded(node, most) + muted(line))
         if not folded or node.parent is not None:
             plain.append("\n".join(filter(None, [heading, node.text + (f"\n\n[{line}]" if line else "")])))
     body = "".join(html)
@@ -218,6 +201,13 @@ def static_bundle(tree: BranchTree, *, footer: bool, folded: bool = False) -> di
         body = f"<details><summary>Tokens and their probabilities</summary>{body}</details>"
         plain.insert(0, f"[{count} tokens with their probabilities]")
     return {"text/plain": "\n\n".join(plain), "text/html": body}
+
+
+def shaded(node: Branch, most: int) -> str:
+    """What an answer or a branch has written itself, in HTML, with at most so many alternatives of each token."""
+    cells = token_cells(node.own_token_ids, node.own_logprobs, most)
+    in_text = num_in_text(node) - (node.position or 0) if node.done else None
+    return f'<div style="{_PROSE}">{tokens_html(cells, in_text)}</div>'
 
 
 def _heading(node: Branch) -> str:

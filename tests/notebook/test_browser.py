@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
+from chromium import needs_chromium
 from notebook_support.lab import (
     jupyter_lab,
     notebook_page,
@@ -16,11 +16,10 @@ from notebook_support.lab import (
 )
 from notebook_support.paced import start_line
 
-CHROMIUM = shutil.which("chromium") or ""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 pytestmark = [
-    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)"),
+    needs_chromium,
     # Chromium and the lab's server take their time on two cores.
     pytest.mark.timeout(180),
 ]
@@ -40,7 +39,7 @@ def test_a_cell_streams_and_the_stop_button_ends_it(
     write_notebook(tmp_path / "demo.ipynb", cells)
     with (
         jupyter_lab(tmp_path, notebook_environment) as address,
-        notebook_page(address, "demo.ipynb", CHROMIUM, tmp_path) as page,
+        notebook_page(address, "demo.ipynb", tmp_path) as page,
     ):
         for _ in range(3):
             run_command(page, "notebook:run-cell-and-select-next")

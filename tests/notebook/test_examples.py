@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from chromium import browser
 from notebook_support.lab import (
     jupyter_lab,
-    lab_browser,
     open_notebook,
     run_command,
     save,
@@ -47,13 +46,10 @@ def run_example(
     notebook_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunExample]:
     """Run an example as a person does, by the menu, and save it; returns its code cells."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed (Debian's package chromium)")
     directory = tmp_path_factory.mktemp("examples")
     with (
         jupyter_lab(directory, notebook_environment) as address,
-        lab_browser(chromium, directory) as browser,
+        browser(directory) as started,
     ):
 
         def run(stem: str) -> list[nbformat.NotebookNode]:
@@ -62,7 +58,7 @@ def run_example(
                 cell.outputs, cell.execution_count = [], None
             path = directory / f"{stem}.ipynb"
             nbformat.write(notebook, path)
-            page = open_notebook(browser, address, path.name)
+            page = open_notebook(started, address, path.name)
             run_command(page, "notebook:run-all-cells")
             page.wait_for_function(HAS_BEGUN)
             page.wait_for_function(HAS_ENDED, timeout=200_000)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import needs_chromium
 from notebook_support.lab import jupyter_lab, notebook_page, run_command, wait_for_prompt, write_notebook
 from playwright.sync_api import Page
 
-CHROMIUM = shutil.which("chromium") or ""
 START = "%engine start random-tiny --tp 2 --pp 2 --num-blocks 64"
 THEMES = ("JupyterLab Light", "JupyterLab Dark")
 WIDTHS = (1280, 800)
@@ -92,7 +91,7 @@ def check_legible(page: Page) -> None:
         assert contrast(mixed, ground) >= SMALLEST_CONTRAST, text
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)")
+@needs_chromium
 @pytest.mark.timeout(240)
 def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
     notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
@@ -100,7 +99,7 @@ def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
     write_notebook(tmp_path / "tree.ipynb", ["%load_ext nbengine", START, "%engine tree", "%engine stop"])
     with (
         jupyter_lab(tmp_path, notebook_environment) as address,
-        notebook_page(address, "tree.ipynb", CHROMIUM, tmp_path) as page,
+        notebook_page(address, "tree.ipynb", tmp_path) as page,
     ):
         for _ in range(3):
             run_command(page, "notebook:run-cell-and-select-next")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chromium import needs_chromium
 from notebook_support.kernel import Kernel
 from notebook_support.lab import (
     NARROW,
@@ -30,11 +30,7 @@ from notebook_support.paced import start_line
 
 StartKernel = Callable[[], Kernel]
 
-CHROMIUM = shutil.which("chromium") or ""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-needs_browser = pytest.mark.skipif(
-    not CHROMIUM, reason="chromium is not installed (Debian's package chromium)"
-)
 
 
 def is_alphabet(text: str, at_least: int) -> bool:
@@ -81,7 +77,7 @@ def test_a_kernel_killed_in_the_middle_of_an_answer_finds_it_after_its_restart(
     assert "is gone with it" in kernel.run("%engine recover").text
 
 
-@needs_browser
+@needs_chromium
 @pytest.mark.timeout(180)
 def test_a_page_loaded_anew_in_the_middle_of_an_answer_shows_all_of_it(
     notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
@@ -99,7 +95,7 @@ def test_a_page_loaded_anew_in_the_middle_of_an_answer_shows_all_of_it(
     whole = (ALPHABET * 12)[:300]
     with (
         jupyter_lab(tmp_path, notebook_environment) as address,
-        notebook_page(address, "demo.ipynb", CHROMIUM, tmp_path, width=WIDE) as page,
+        notebook_page(address, "demo.ipynb", tmp_path, width=WIDE) as page,
     ):
         for cell in range(3):
             run_cell(page, cell)
@@ -133,7 +129,7 @@ def test_a_page_loaded_anew_in_the_middle_of_an_answer_shows_all_of_it(
         assert "processes are gone" in output_of(page, 6)
 
 
-@needs_browser
+@needs_chromium
 @pytest.mark.timeout(180)
 def test_notebook_7_shows_it_again_after_a_reload(
     notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
@@ -148,7 +144,7 @@ def test_notebook_7_shows_it_again_after_a_reload(
     write_notebook(tmp_path / "demo.ipynb", cells)
     with (
         jupyter_notebook(tmp_path, notebook_environment) as address,
-        notebook_page(address, "demo.ipynb", CHROMIUM, tmp_path, frontend="notebooks") as page,
+        notebook_page(address, "demo.ipynb", tmp_path, frontend="notebooks") as page,
     ):
         for cell in range(3):
             run_cell(page, cell)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
+from chromium import needs_chromium
 from notebook_support.lab import (
     NOTEBOOK,
     jupyter_lab,
@@ -17,7 +17,6 @@ from notebook_support.lab import (
 )
 from playwright.sync_api import Page, expect
 
-CHROMIUM = shutil.which("chromium") or ""
 FLAGS = "--raw --temperature 0 --max-tokens 40 --set ignore_eos=true"
 PROMPT = "the quick brown fox jumps over the lazy dog"
 BUSY = "import time\nfor _ in range(3000):\n    if len(answer.tree) > 2: break\n    time.sleep(0.01)\nlen(answer.tree)"
@@ -30,7 +29,7 @@ SAVED_HTML = """() => {
 }"""
 
 pytestmark = [
-    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)"),
+    needs_chromium,
     pytest.mark.timeout(180),
 ]
 
@@ -60,7 +59,7 @@ def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
     write_notebook(tmp_path / "tokens.ipynb", cells)
     with (
         jupyter_lab(tmp_path, notebook_environment) as address,
-        notebook_page(address, "tokens.ipynb", CHROMIUM, tmp_path) as page,
+        notebook_page(address, "tokens.ipynb", tmp_path) as page,
     ):
         for _ in range(2):
             run_command(page, "notebook:run-cell-and-select-next")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 from answers import Word, token_id, tree_of
-from dashboard_page import DARK, LIGHT, browser
+from chromium import browser, needs_chromium
+from dashboard_page import DARK, LIGHT
 from playwright.sync_api import Browser, expect
 from tokens_page import TokensPage
 
 from nbengine.errors import EngineDeadError
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 
-CHROMIUM = shutil.which("chromium") or ""
 HOSTILE = "<img src=x onerror='document.title=\"hurt\"'>"
 WORDS: list[Word] = [
     ("The", 0.9, {"A": 0.05, "In": 0.02}),
@@ -30,13 +29,13 @@ WORDS: list[Word] = [
 ]
 TEXT = "".join(word[0] for word in WORDS[:-1])
 
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)")
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One browser for all tests."""
-    with browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as started:
+    with browser(tmp_path_factory.mktemp("browser")) as started:
         yield started
 
 

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from dashboard_frames import Frame
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Page, Route
 
 from nbengine.widgets.scripts import STATIC, bundled, stylesheet
 
 ADDRESS = "http://dashboard.test"
-CHROMIUM_FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 LIGHT = {"--jp-layout-color1": "#ffffff", "--jp-ui-font-color1": "rgba(0, 0, 0, 0.87)"}
 DARK = {
     "--jp-layout-color1": "#111111",
@@ -79,18 +65,6 @@ def page_text(config: dict[str, Any] | None) -> str:
         f"<style>{stylesheet('dashboard')}</style><body>{data if config else ''}<div id=cells></div>"
         f"<script>{MODELS}</script></body></html>"
     )
-
-
-@contextmanager
-def browser(chromium: str, directory: Path) -> Iterator[Browser]:
-    """A browser that keeps its files in `directory`."""
-    with sync_playwright() as playwright:
-        own = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
-        started = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS, env=own)
-        try:
-            yield started
-        finally:
-            started.close()
 
 
 class DashboardPage:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_support.cockpit import CHROMIUM, ENGINE, WHOLE, Cockpit, OpenCockpit
+from chromium import browser
+from notebook_support.cockpit import ENGINE, WHOLE, Cockpit, OpenCockpit
 from notebook_support.kernel import Kernel
-from notebook_support.lab import jupyter_lab, lab_browser, open_notebook, write_notebook
+from notebook_support.lab import jupyter_lab, open_notebook, write_notebook
 from notebook_support.leaks import end_engines
 from notebook_support.paced import start_line
 from playwright.sync_api import Browser
@@ -34,8 +35,8 @@ def lab(notebook_environment: dict[str, str], kernel: Kernel, directory: Path) -
 @pytest.fixture(scope="module")
 def chromium(lab: str, directory: Path) -> Iterator[Browser]:
     """One browser."""
-    with lab_browser(CHROMIUM, directory) as browser:
-        yield browser
+    with browser(directory) as started:
+        yield started
 
 
 @pytest.fixture

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from dashboard_page import DashboardPage, browser
-from notebook_support.dashboard_script import CHROMIUM, OpenPage
+from chromium import browser
+from dashboard_page import DashboardPage
+from notebook_support.dashboard_script import OpenPage
 from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as started:
+    with browser(tmp_path_factory.mktemp("browser")) as started:
         yield started
 
 

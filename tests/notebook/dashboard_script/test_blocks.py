@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from chromium import needs_chromium
 from dashboard_frames import NUMBERS
 from dashboard_page import DARK, LIGHT
 from notebook_support.dashboard_script import (
@@ -13,7 +14,6 @@ from notebook_support.dashboard_script import (
     cell,
     frame,
     hover,
-    needs_chromium,
     request,
     word,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from chromium import needs_chromium
 from dashboard_frames import START, table_change
 from notebook_support.dashboard_script import (
     AXIS,
@@ -17,7 +18,6 @@ from notebook_support.dashboard_script import (
     frame,
     freeze,
     hover,
-    needs_chromium,
     request,
     step,
     word,

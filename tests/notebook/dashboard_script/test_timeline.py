@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from chromium import needs_chromium
 from dashboard_frames import START, FakeEngine
 from notebook_support.dashboard_script import (
     AXIS,
@@ -18,7 +19,6 @@ from notebook_support.dashboard_script import (
     frame,
     freeze,
     hover,
-    needs_chromium,
     request,
     step,
     word,

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from chromium import needs_chromium
 from dashboard_frames import FakeEngine
 from dashboard_page import DARK, LIGHT
 from notebook_support.dashboard_script import (
@@ -21,7 +22,6 @@ from notebook_support.dashboard_script import (
     frame,
     freeze,
     hover,
-    needs_chromium,
     request,
     step,
     tile,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from operator import sub
 from typing import Any
 
 import pytest
+from chromium import needs_chromium
 from notebook_support.lab import (
     DEADLINE_SECONDS,
     SESSION,
@@ -27,7 +27,6 @@ from nbengine.widgets.dashboard.palette import REQUESTS
 Color = tuple[int, int, int]
 OpenCockpit = Callable[..., "Cockpit"]
 
-CHROMIUM = shutil.which("chromium") or ""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ENGINE = "paced"
 """The engine that all notebooks may attach to."""
@@ -36,7 +35,7 @@ WHOLE = 1500
 """A window's height at which all of a dashboard and a cell below it are in sight."""
 
 MARKS = [
-    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed (Debian's package chromium)"),
+    needs_chromium,
     pytest.mark.timeout(180),
 ]
 

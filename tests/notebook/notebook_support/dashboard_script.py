@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 from dashboard_frames import NUMBERS, START, FakeEngine, Frame, table_change
 from dashboard_page import DashboardPage
 
-CHROMIUM = shutil.which("chromium") or ""
 BLOCKS = ".nbe-blocks canvas"
 TIMELINE = ".nbe-timeline canvas"
 TIP = ".nbe-tip:not([hidden])"
 GUTTER, AXIS, LARGEST = 56, 20, 26
 
 OpenPage = Callable[..., DashboardPage]
-
-needs_chromium = pytest.mark.skipif(
-    not CHROMIUM, reason="chromium is not installed (Debian's package chromium)"
-)
 
 
 def step(number: int, entries: list[int] | None = None, **how: Any) -> list[Any]:

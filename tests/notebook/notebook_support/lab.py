@@ -20,22 +20,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 import nbformat
-from playwright.sync_api import Browser, Dialog, Locator, Page, sync_playwright
+from chromium import browser
+from playwright.sync_api import Browser, Dialog, Locator, Page
 
 DEADLINE_SECONDS = 60.0
 TOKEN = "secret"
 WIDE, NARROW = 1280, 800
 """Widths at which everything has to be readable."""
-CHROMIUM_FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {
         "fetchNews": "false",
@@ -139,7 +130,6 @@ def write_notebook(path: Path, cells: list[str]) -> None:
 def notebook_page(
     address: str,
     name: str,
-    chromium: str,
     directory: Path,
     *,
     width: int = 1100,
@@ -150,20 +140,8 @@ def notebook_page(
 
     `frontend` is "lab" or "notebooks". Questions that the browser itself asks are answered with yes.
     """
-    with lab_browser(chromium, directory) as browser:
-        yield open_notebook(browser, address, name, width=width, height=height, frontend=frontend)
-
-
-@contextmanager
-def lab_browser(chromium: str, directory: Path) -> Iterator[Browser]:
-    """A browser that keeps its files in `directory`."""
-    own = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS, env=own)
-        try:
-            yield browser
-        finally:
-            browser.close()
+    with browser(directory) as started:
+        yield open_notebook(started, address, name, width=width, height=height, frontend=frontend)
 
 
 def open_notebook(

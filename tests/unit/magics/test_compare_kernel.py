@@ -273,3 +273,28 @@ async def test_a_comparison_differs_cell_by_cell(kernel_shell: InteractiveShell,
     assert result[0].diff().changed
     assert result[1].previous is None
     assert not result[0].diff(result[1]).changed
+
+
+async def test_tokens_are_shaded_where_their_probabilities_were_asked_for(
+    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.words = ["<b>", " & so"]
+    line = "%%generate --temperature 0,1 --logprobs 1"
+    (await run(kernel_shell, f"{line}\nhi\n")).raise_error()
+    (shown,) = publisher(kernel_shell).outputs()
+    # A probability of exp(-0.5) shades a token.
+    assert shown["text/html"].count('<span title="61 %') == 4
+    assert shown["text/html"].count("&lt;b&gt;</span>") == 2
+    assert "<b>" not in shown["text/html"].replace("<b>0</b>", "").replace("<b>1</b>", "")
+    assert shown["text/plain"].count("<b> & so\n[2 tokens") == 2
+
+    monkeypatch.setattr("nbengine.magics.comparison.view.MOST_SHADED", 3)
+    for asked, noted in ((line, True), ("%%generate --temperature 0,1", False)):
+        (await run(kernel_shell, f"{asked}\nhi\n")).raise_error()
+        shown = publisher(kernel_shell).outputs()[-1]
+        assert "<span title" not in shown["text/html"]
+        assert ("more than 3 tokens are not shaded" in shown["text/html"]) == noted
+    (await run(kernel_shell, f"{line} -f markdown\nhi\n")).raise_error()
+    shown = publisher(kernel_shell).outputs()[-1]
+    assert "<span title" not in shown["text/html"]
+    assert "not shaded" not in shown["text/html"]

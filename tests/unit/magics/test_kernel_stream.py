@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import UPDATE_SECONDS, CellView
+from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.outputs import CompletionOutput
 from tests.unit.magics.conftest import FakeClient
@@ -259,7 +259,7 @@ async def test_without_a_footer_only_the_text_is_shown(
 
 def test_long_answers_are_updated_less_often(kernel_shell: InteractiveShell) -> None:
     result = GenerationResult("r", "prompt")
-    view = CellView(kernel_shell, "text", stream=True, footer=True)
+    view = CellView(kernel_shell, Appearance())
     result.outputs = [CompletionOutput(0, "short", [1])]
     view.update(result)
     assert view.interval < 2 * UPDATE_SECONDS

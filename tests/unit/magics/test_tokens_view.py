@@ -262,6 +262,23 @@ async def test_markdown_is_rendered_with_its_tokens_folded_below(
     assert outputs[1]["text/plain"] == "[3 tokens with their probabilities]"
 
 
+async def test_in_a_conversation_they_are_folded_below_the_answer_and_branches_are_no_turns(
+    kernel_shell: InteractiveShell, engine: FakeClient, widgets: list[Any]
+) -> None:
+    await run(kernel_shell, "%%chat -o talk --logprobs 2\nhi\n")
+    answer, tokens = kernel_shell.display_pub.outputs()  # type: ignore[attr-defined]
+    talk = kernel_shell.user_ns["talk"]
+    assert answer["text/plain"].startswith(talk.turns[0].text)
+    assert VIEW not in answer
+    assert tokens[VIEW]["model_id"] == widgets[0].model_id
+    assert tokens["text/html"].startswith("<details>")
+    talk.last.branch(0, 7).result(5)
+    assert "↳ token 7 at 0 of 1." in messages(kernel_shell)[-1]["text/plain"]
+    assert [turn.user for turn in talk.turns] == ["hi"]
+    await run(kernel_shell, "%%chat -o talk\nand without\n")
+    assert len(widgets) == 1
+
+
 async def test_without_anywidget_there_is_the_static_form(
     kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,40 @@
+"""Chromium without a window, for the tests, benchmarks and pictures that need a browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium is not installed (Debian's package chromium)"
+)
+
+
+@contextmanager
+def browser(directory: Path) -> Iterator[Browser]:
+    """A browser that keeps its files in `directory`."""
+    with sync_playwright() as playwright:
+        own = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, env=own)
+        try:
+            yield started
+        finally:
+            started.close()
