@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("process_support")
 
 from process_support.engine_under_test import EngineUnderTest, fake_config
-from process_support.leaks import leftovers, take_snapshot
+from process_support.leaks import leftovers, set_modules_aside, take_snapshot
 
 StartEngine = Callable[..., EngineUnderTest]
 
@@ -33,6 +33,7 @@ def private_socket_dir() -> Iterator[Path]:
 def no_leftovers(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[None]:
     """No process, thread, socket, file or shared-memory segment outlives its test."""
     directories = [private_runtime_dir, private_socket_dir]
+    set_modules_aside()
     before = take_snapshot(directories)
     yield
     found = leftovers(before, directories)

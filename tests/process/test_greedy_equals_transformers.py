@@ -78,7 +78,7 @@ def small_pool(**arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("budget", [16, 2048])
 def test_with_preemption(budget: int, assert_greedy: CheckTokens) -> None:
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     with LLM(**small_pool(max_num_batched_tokens=budget)) as engine:
         outputs = engine.generate(RAW_PROMPTS, params, use_tqdm=False)
         stats = engine.stats().engines[0]

@@ -13,7 +13,7 @@ from nbengine.errors import InvalidArgumentError
 
 CheckTokens = Callable[[list[int], list[int]], None]
 
-TOPICS = ["the sea", "a clock", "bread", "the moon", "an old map", "rain", "a bicycle", "glass"]
+TOPICS = ["the sea", "a clock", "bread", "the moon", "an old map"]
 RAW_PROMPTS = [f"Once upon a time there was a story about {topic}" for topic in TOPICS]
 CHATS = [[{"role": "user", "content": f"Write two sentences about {topic}."}] for topic in TOPICS]
 MAX_TOKENS = 20
@@ -38,7 +38,7 @@ def test_greedy_tokens_are_those_of_transformers(sizes: dict[str, Any], assert_g
         "smollm2-135m",
         dtype="float32",
         max_model_len=160,
-        num_gpu_blocks_override=24,
+        num_gpu_blocks_override=14,
         max_num_seqs=16,
         max_num_batched_tokens=64,
         **sizes,

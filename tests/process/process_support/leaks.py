@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -21,6 +22,19 @@ LASTING_FILES = ("nbengine-launch.lock",)
 
 Things = dict[object, str]
 """Identity and description of what there is."""
+
+
+_num_modules_aside = 0
+
+
+def set_modules_aside() -> None:
+    """Keep what imported modules consist of out of garbage collections and of `gc.get_objects()`: it stays anyway, and
+    going through it for every test takes minutes."""
+    global _num_modules_aside
+    if len(sys.modules) != _num_modules_aside:
+        _num_modules_aside = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def take_snapshot(directories: Iterable[Path]) -> Things:
