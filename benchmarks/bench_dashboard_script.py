@@ -48,16 +48,17 @@ SCRUB = """async (seconds) => {
 FEED = """(texts) => {
     let next = 0;
     window.feeding = setInterval(() => {
-        const [content, buffers] = texts[next % texts.length];
+        const [content, buffers] = texts[next];
         models[0].deliver({ ...content, seq: (window.seq += 1) }, buffers);
         next += 1;
+        if (next === texts.length) clearInterval(window.feeding);
     }, 200);
 }"""
 
 
 def busy_engine(steps: int) -> FakeEngine:
     """64 requests at any time, in 100,000 blocks."""
-    engine = FakeEngine(num_blocks=100_000, budget=2048, seqs=64)
+    engine = FakeEngine(num_blocks=100_000, budget=2048, seqs=64, is_computing=True)
     keep_busy(engine, steps)
     return engine
 
@@ -80,7 +81,7 @@ def scrubbing(page: DashboardPage, session: CDPSession, engine: FakeEngine) -> l
     page.deliver(engine.frame(reset=True))
     page.page.evaluate("(seq) => { window.seq = seq; }", engine.seq)
     frames = []
-    for _ in range(20):
+    for _ in range(FRAMES_PER_MINUTE):
         keep_busy(engine, STEPS_PER_FRAME)
         content, buffers = engine.frame()
         frames.append([content, [base64.b64encode(buffer).decode() for buffer in buffers]])

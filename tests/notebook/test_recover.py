@@ -85,14 +85,14 @@ def test_a_page_loaded_anew_in_the_middle_of_an_answer_shows_all_of_it(
     cells = [
         "%load_ext nbengine",
         start_line(tokens_per_second=200),
-        "%%generate -o answer --max-tokens 300\nWrite the <b>alphabet</b>",
+        "%%generate -o answer --max-tokens 1000\nWrite the <b>alphabet</b>",
         "%engine recover -o again",
         "again is answer, answer.finish_reason, len(answer.text)",
         "%load_ext nbengine\n%engine recover -l\n%engine recover",
         "%engine stop",
     ]
     write_notebook(tmp_path / "demo.ipynb", cells)
-    whole = (ALPHABET * 12)[:300]
+    whole = (ALPHABET * 39)[:1000]
     with (
         jupyter_lab(tmp_path, notebook_environment) as address,
         notebook_page(address, "demo.ipynb", tmp_path, width=WIDE) as page,
@@ -110,8 +110,8 @@ def test_a_page_loaded_anew_in_the_middle_of_an_answer_shows_all_of_it(
         shown = output_of(page, 3)
         assert whole in shown
         assert "Write the <b>alphabet</b>" in shown
-        assert "300 tokens" in shown
-        assert "(True, 'length', 300)" in output_of(page, 4)
+        assert "1,000 tokens" in shown
+        assert "(True, 'length', 1000)" in output_of(page, 4)
         screenshot(page, "recover-after-reload")
         restart_kernel(page)
         run_cell(page, 5)
@@ -137,11 +137,12 @@ def test_notebook_7_shows_it_again_after_a_reload(
     cells = [
         "%load_ext nbengine",
         start_line(tokens_per_second=200),
-        "%%generate --max-tokens 200\nhi",
+        "%%generate --max-tokens 800\nhi",
         "%engine recover",
         "%engine stop",
     ]
     write_notebook(tmp_path / "demo.ipynb", cells)
+    whole = (ALPHABET * 31)[:800]
     with (
         jupyter_notebook(tmp_path, notebook_environment) as address,
         notebook_page(address, "demo.ipynb", tmp_path, frontend="notebooks") as page,
@@ -151,9 +152,11 @@ def test_notebook_7_shows_it_again_after_a_reload(
         wait_for_text(page, ALPHABET, 2)
         save(page)
         reload(page)
+        # This is what the page has lost.
+        assert whole not in output_of(page, 2)
         run_cell(page, 3)
         wait_for_prompt(page, 3)
-        assert (ALPHABET * 8)[:200] in output_of(page, 3)
+        assert whole in output_of(page, 3)
         screenshot(page, "recover-notebook-7")
         run_cell(page, 4)
         wait_for_prompt(page, 4)

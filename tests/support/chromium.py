@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -22,6 +22,9 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+# A machine that does other things must not fail a test.
+expect.set_options(timeout=60_000)
 
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="chromium is not installed (Debian's package chromium)"

@@ -58,6 +58,7 @@ class Rank:
         self.numbers = self.step_number = self.preemptions = self.queries = self.hits = self.wave = 0
         self.now = START
         self.steps: list[list[Any]] = []
+        self.late: list[Any] | None = None
         self.all_steps: deque[list[Any]] = deque(maxlen=10_000)
         self.spans: list[dict[str, Any]] = []
         self.last_decodes: list[int] | None = None
@@ -234,7 +235,7 @@ def part(row: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
 
 
 class FakeEngine:
-    """Ranks of it and the frames that tell of them."""
+    """Ranks of it and the frames that tell of them. With `is_computing` the newest step's outcome comes a frame later."""
 
     def __init__(
         self,
@@ -243,8 +244,10 @@ class FakeEngine:
         budget: int = 512,
         seqs: int = 24,
         lock_step: bool = False,
+        is_computing: bool = False,
         seed: int = 7,
     ) -> None:
+        self.is_computing = is_computing
         self.ranks = [Rank(rank, num_blocks, budget, seqs, seed + rank) for rank in range(ranks)]
         self.lock_step, self.random, self.seq = lock_step, random.Random(seed), 0
         self.state, self.note = "running", ""
@@ -335,6 +338,16 @@ class FakeEngine:
             "preview": request.preview,
         }
 
+    def steps_part(self, rank: Rank, reset: bool) -> list[list[Any]]:
+        steps, late = rank.steps, rank.late
+        rank.steps, rank.late = [], None
+        if reset:
+            return list(rank.all_steps)
+        if self.is_computing and steps:
+            rank.late = steps[-1]
+            steps = [*steps[:-1], [*rank.late[:2], None, *rank.late[3:9], None]]
+        return steps if late is None else [[late[0], None, late[2], late[9]], *steps]
+
     def rank_part(self, rank: Rank, reset: bool, buffers: list[bytes]) -> dict[str, Any]:
         words = rank.words()
         changed = np.flatnonzero(words != rank.sent).astype(np.uint32)
@@ -344,8 +357,6 @@ class FakeEngine:
             pairs = np.stack([changed, words[changed]], 1)
             buffers.append((words if reset else pairs).astype("<u4").tobytes())
         rank.sent = words
-        steps = list(rank.all_steps) if reset else rank.steps
-        rank.steps = []
         return {
             "rank": rank.rank,
             "alive": True,
@@ -368,7 +379,7 @@ class FakeEngine:
                 {"rank": 0, "memory_bytes": 734003200, "num_steps": rank.step_number, "step_seconds": 0.01}
             ],
             "history_lost": False,
-            "steps": steps,
+            "steps": self.steps_part(rank, reset),
             "requests": self.requests_part(rank, reset),
             "blocks": blocks,
         }

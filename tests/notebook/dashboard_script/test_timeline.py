@@ -151,7 +151,7 @@ def test_pausing_going_back_and_zooming(open_page: OpenPage) -> None:
 def test_ten_thousand_steps_are_kept_and_told_right(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
-    engine = FakeEngine(num_blocks=150, seqs=8)
+    engine = FakeEngine(num_blocks=150, seqs=8, is_computing=True)
     rank = engine.ranks[0]
     told: list[list[Any]] = []
     for _ in range(6):

@@ -83,6 +83,14 @@ _FAULTS = """(root) => {
     return faults;
 }"""
 
+_SETTLE = """async (root) => {
+    const widths = () => [root, ...root.querySelectorAll('canvas')].map((node) => node.getBoundingClientRect().width).join();
+    for (let same = 0, last = ''; same < 10; same = widths() === last ? same + 1 : 0) {
+        last = widths();
+        await new Promise(requestAnimationFrame);
+    }
+}"""
+
 
 class Cockpit:
     """A notebook that is open in a page.
@@ -160,6 +168,10 @@ class DashboardView:
         """Bring it into sight: what nobody sees is not drawn."""
         self.root.evaluate("(node) => node.scrollIntoView({ block: 'start' })")
 
+    def wait_until_settled(self) -> None:
+        """Wait until everything has the width that the page has now."""
+        self.root.evaluate(_SETTLE)
+
     @property
     def state(self) -> Locator:
         """The engine's state."""
@@ -206,7 +218,8 @@ class DashboardView:
         self.page.wait_for_function(
             "([bar, tokens]) => Number(bar.getAttribute('aria-valuenow')) >= tokens", arg=[handle, tokens]
         )
-        return int(bar.get_attribute("aria-valuenow") or 0)
+        # The request may have ended meanwhile, and no longer be one of those the locator finds.
+        return int(handle.get_attribute("aria-valuenow") or 0)
 
     def colors(self, panel: str) -> Counter[Color]:
         """How many pixels of a canvas have which colour; "blocks" or "timeline"."""

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,7 +112,7 @@ def wait_until_serving(address: str, server: subprocess.Popen[bytes], log: Path)
         try:
             with urllib.request.urlopen(f"{address}/api", timeout=5):
                 return
-        except urllib.error.URLError:
+        except OSError:
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.1)
