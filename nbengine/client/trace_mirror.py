@@ -301,7 +301,7 @@ class TraceMirror:
 
 
 def _give_tokens(request: RequestView, count: int, time: float) -> None:
+    if not request.num_output_tokens:
+        request.first_token_at = time
     request.num_output_tokens += count
     request.last_token_at = time
-    if request.first_token_at is None:
-        request.first_token_at = time

@@ -23,6 +23,7 @@ class RequestView:
     num_preemptions: int = 0
     admitted_at: float | None = None
     first_token_at: float | None = None
+    """None of a request that has tokens, too, when the first one came before it was followed or was lost."""
     last_token_at: float | None = None
     ended_at: float | None = None
     finish_reason: str | None = None

@@ -120,6 +120,20 @@ def test_a_gap_is_noticed_and_nothing_is_taken_until_a_snapshot_comes() -> None:
     assert mirror.requests[1].num_output_tokens == 3
 
 
+def test_a_first_token_that_nobody_was_told_of_has_no_time() -> None:
+    mirror = begun(added(0), admit(0, 0, [3]))
+    assert not mirror.apply(batch(3))
+    requests = [
+        RequestTrace(added(0), True, 6, 2, 0, 0, [3, 4, 5]),
+        RequestTrace(added(1), True, 4, 0, 0, 0, [7]),
+    ]
+    assert mirror.apply(snapshot(3, requests=requests))
+    assert mirror.apply(batch(4, StepDone(9, 40.0, [1, 1], [0, 1])))
+    assert mirror.apply(batch(5, StepDone(10, 41.0, [1, 1], [0, 1])))
+    assert [view.num_output_tokens for view in mirror.requests.values()] == [4, 2]
+    assert [view.first_token_at for view in mirror.requests.values()] == [None, 40.0]
+
+
 def test_old_messages_change_nothing() -> None:
     mirror = begun(added(0))
     before = mirror.version
