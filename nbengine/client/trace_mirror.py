@@ -233,7 +233,6 @@ class TraceMirror:
             request.prefill_until = max(request.added.num_prompt_tokens, request.num_tokens - 1)
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = hits[number]
-                request.admitted_at = event.time
         self._num_running += len(event.admitted)
 
     def _continued(self, event: StepContinued) -> None:
@@ -301,7 +300,6 @@ class TraceMirror:
 
 
 def _give_tokens(request: RequestView, count: int, time: float) -> None:
-    request.num_output_tokens += count
-    request.last_token_at = time
-    if request.first_token_at is None:
+    if not request.num_output_tokens:
         request.first_token_at = time
+    request.num_output_tokens += count

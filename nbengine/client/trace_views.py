@@ -21,9 +21,8 @@ class RequestView:
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int = 0
-    admitted_at: float | None = None
     first_token_at: float | None = None
-    last_token_at: float | None = None
+    """None of a request that has tokens, too, when the first one came before it was followed or was lost."""
     ended_at: float | None = None
     finish_reason: str | None = None
     """None for a request that has ended, too, when the message that said how was lost."""

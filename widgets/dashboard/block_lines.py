@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from nbengine.client.process_usage import printable
 from nbengine.client.trace_mirror import RequestView, TraceMirror
@@ -10,6 +11,8 @@ from nbengine.client.trace_mirror import RequestView, TraceMirror
 MOST_HOLDERS = 8
 MOST_CHARACTERS = 160
 """Of each text."""
+MOST_TOKENS_BEFORE = 4 * MOST_CHARACTERS
+"""That are decoded to show the end of a text: a token is a byte at least, a character four at most."""
 MOST_TOKENS = 32
 """That are shown as numbers where there is no tokenizer."""
 
@@ -69,37 +72,44 @@ def _last_holder(mirror: TraceMirror, block: int) -> list[str]:
 
 
 def _contents(mirror: TraceMirror, view: RequestView | None, block: int, decode: Decode) -> list[str]:
-    own = _tokens(mirror, view, block)
+    prompt, position = ([], 0) if view is None else (view.added.prompt_token_ids, view.block_ids.index(block))
+    own = [token for token in _tokens(mirror, block, prompt, position) if token >= 0]
     if not own:
         return []
     lines = [f"holds: {_head(token_text(own, decode))}"]
     if view is None:
         return lines
-    before: list[int] = []
-    for earlier in view.block_ids[: view.block_ids.index(block)]:
-        tokens = _tokens(mirror, view, earlier)
-        if not tokens:
-            # What is not known would make one text of two.
-            before = []
-        before += tokens
+    nearest_first = _tokens_before(mirror, view, position)
+    before = list(itertools.islice(nearest_first, MOST_TOKENS_BEFORE))[::-1]
     if before and decode(before[:1]) is not None:
-        lines.append(f"after: {_tail(token_text(before, decode))}")
+        is_cut = next(nearest_first, None) is not None
+        lines.append(f"after: {_tail(token_text(before, decode), is_cut=is_cut)}")
     return lines
 
 
-def _tokens(mirror: TraceMirror, view: RequestView | None, block: int) -> list[int]:
-    """The tokens of a block as far as they are known: of a cached one all, else those of the prompt's beginning."""
-    known: list[int] = mirror.blocks.token_ids[block].tolist() if mirror.blocks.cached[block] else []
-    if known or view is None:
-        return [token for token in known if token >= 0]
+def _tokens_before(mirror: TraceMirror, view: RequestView, position: int) -> Iterator[int]:
+    """The tokens before a place in a request's table, backwards as far as they are known without a gap."""
+    prompt = view.added.prompt_token_ids
+    for earlier in reversed(range(position)):
+        for token in reversed(_tokens(mirror, view.block_ids[earlier], prompt, earlier)):
+            if token < 0:
+                return
+            yield token
+
+
+def _tokens(mirror: TraceMirror, block: int, prompt: Sequence[int], position: int) -> list[int]:
+    """The tokens of a block, -1 for those that are not known: of one that is not cached all but the prompt's beginning."""
+    if mirror.blocks.cached[block]:
+        known: list[int] = mirror.blocks.token_ids[block].tolist()
+        return known
     size = mirror.blocks.block_size
-    first = view.block_ids.index(block) * size
-    return list(view.added.prompt_token_ids[first : first + size])
+    tokens = prompt[position * size : (position + 1) * size]
+    return [*tokens, *[-1] * (size - len(tokens))]
 
 
 def _head(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
 
 
-def _tail(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else "…" + text[1 - MOST_CHARACTERS :]
+def _tail(text: str, *, is_cut: bool) -> str:
+    return "…" + text[1 - MOST_CHARACTERS :] if is_cut or len(text) > MOST_CHARACTERS else text

@@ -1,11 +1,13 @@
 """What is known of an engine's last steps as a Chrome trace: a JSON text that Perfetto and chrome://tracing open.
 
-A process a rank: a track of its steps, counters, and a track a request with spans for what was done for it.
+A process a rank: its steps, on as many tracks as were in flight at once, counters, and a track a request with spans for
+what was done for it. Spans of one track never overlap: viewers drop those that do.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from nbengine.client.trace_mirror import RequestView, StepView, TraceMirror
 from nbengine.widgets.following.dashboard_state import DashboardState, EngineLabel
 
 STEPS_TRACK = 0
-"""Thread id of a rank's steps; a request has that of its number and 1."""
+"""Thread id of a rank's first track of steps; the others follow, then requests by number."""
 
 Event = dict[str, object]
 
@@ -65,6 +67,8 @@ class _RankTrace:
         self._rank = rank
         self._history = history
         self._zero = zero
+        self._lanes = _lanes(history.steps)
+        self._first_request = STEPS_TRACK + max(self._lanes, default=0) + 1
         self._kinds: dict[int, tuple[str, float, float, int]] = {}
         """What is being done for a request: (name, begin, end, tokens)."""
         self._recomputing: set[int] = set()
@@ -72,22 +76,22 @@ class _RankTrace:
 
     def events(self) -> list[Event]:
         self._name("process_name", 0, f"engine core {self._rank}")
-        self._name("thread_name", STEPS_TRACK, "steps")
+        for lane in range(self._first_request - STEPS_TRACK):
+            self._name("thread_name", STEPS_TRACK + lane, f"steps {lane + 1}" if lane else "steps")
         seen: set[int] = set()
-        for step in self._history.steps:
-            self._step(step)
+        for lane, step in zip(self._lanes, self._history.steps, strict=True):
+            self._step(lane, step)
             seen.update(step.numbers, step.finished)
         for number in list(self._kinds):
             self._close(number)
         for number in sorted(seen):
             view = self._view(number)
             name = f"request {number}" if view is None else view.added.request_id
-            self._name("thread_name", number + 1, name)
+            self._name("thread_name", self._first_request + number, name)
         return self._events
 
-    def _step(self, step: StepView) -> None:
-        # One that is not done yet, or whose outcome was lost, has no length.
-        end = step.time + (step.seconds or 0.0)
+    def _step(self, lane: int, step: StepView) -> None:
+        end = _end_of(step)
         arguments = {
             "step": step.step,
             "requests": len(step.numbers),
@@ -95,10 +99,10 @@ class _RankTrace:
             "decode tokens": step.num_decode_tokens,
             "preempted": list(step.preempted),
         }
-        self._span("step", STEPS_TRACK, step.time, end, arguments)
+        self._span("step", STEPS_TRACK + lane, step.time, end, arguments)
         self._counters(step)
         for number in step.preempted:
-            self._close(number)
+            self._close(number, step.time)
             self._open(number, "preempted", step.time, step.time, 0)
             self._recomputing.add(number)
         prefills, admitted = set(step.prefills), set(step.admitted)
@@ -117,7 +121,8 @@ class _RankTrace:
     def _admit(self, number: int, step: StepView, computed: int) -> None:
         view = self._view(number)
         if number not in step.resumed and view is not None:
-            self._span("waiting", number + 1, max(view.added.time, self._zero), step.time, {})
+            track = self._first_request + number
+            self._span("waiting", track, max(view.added.time, self._zero), step.time, {})
         elif number in self._kinds:
             name, begin, _, tokens = self._kinds[number]
             self._kinds[number] = (name, begin, step.time, tokens)
@@ -137,17 +142,16 @@ class _RankTrace:
         if known is not None and known[0] == kind:
             self._kinds[number] = (kind, known[1], end, known[3] + tokens)
             return
-        if known is not None:
-            # With several steps in flight one begins before the one before has ended.
-            self._kinds[number] = (known[0], known[1], min(known[2], begin), known[3])
-            self._close(number)
+        self._close(number, begin)
         self._kinds[number] = (kind, begin, end, tokens)
 
-    def _close(self, number: int) -> None:
+    def _close(self, number: int, before: float = math.inf) -> None:
+        """End what is open. With several steps in flight one begins before the one before has ended."""
         known = self._kinds.pop(number, None)
         if known is not None:
             name, begin, end, tokens = known
-            self._span(name, number + 1, begin, end, {"tokens": tokens} if tokens else {})
+            arguments: Event = {"tokens": tokens} if tokens else {}
+            self._span(name, self._first_request + number, begin, min(end, before), arguments)
 
     def _counters(self, step: StepView) -> None:
         counters = {
@@ -164,7 +168,8 @@ class _RankTrace:
         self._add(ph="X", name=name, cat="nbengine", ts=start, dur=length, tid=track, args=arguments)
 
     def _instant(self, name: str, number: int, moment: float, arguments: Event) -> None:
-        self._add(ph="i", name=name, ts=self._micros(moment), tid=number + 1, s="t", args=arguments)
+        track = self._first_request + number
+        self._add(ph="i", name=name, ts=self._micros(moment), tid=track, s="t", args=arguments)
 
     def _name(self, kind: str, track: int, name: str) -> None:
         self._add(ph="M", name=kind, ts=0.0, tid=track, args={"name": name})
@@ -177,6 +182,22 @@ class _RankTrace:
 
     def _view(self, number: int) -> RequestView | None:
         return self._history.requests.get(number)
+
+
+def _end_of(step: StepView) -> float:
+    """One that is not done yet, or whose outcome was lost, has no length."""
+    return step.time + (step.seconds or 0.0)
+
+
+def _lanes(steps: Sequence[StepView]) -> list[int]:
+    """For each step the first lane that is free when it begins."""
+    lanes: list[int] = []
+    ends: list[float] = []
+    for step in steps:
+        lane = next((lane for lane, end in enumerate(ends) if end <= step.time), len(ends))
+        ends[lane : lane + 1] = [_end_of(step)]
+        lanes.append(lane)
+    return lanes
 
 
 def _rank_history(mirror: TraceMirror) -> RankHistory:

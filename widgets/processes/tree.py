@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -96,8 +95,6 @@ class ProcessTree:
     """The engine cores step together."""
     own_pid: int = field(default_factory=os.getpid)
     """Of the process that has taken the picture."""
-    taken_at: float = field(default_factory=time.time)
-    """`time.time()`."""
 
     @property
     def workers(self) -> tuple[WorkerNode, ...]:

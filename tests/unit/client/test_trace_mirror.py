@@ -93,12 +93,7 @@ def test_steps_that_go_on_share_what_is_equal() -> None:
     assert {step.seconds for step in steps} == {0.5}
     assert mirror.requests[0].num_output_tokens == 50
     assert mirror.requests[0].num_computed_tokens == 53
-    times = (
-        mirror.requests[1].admitted_at,
-        mirror.requests[1].first_token_at,
-        mirror.requests[1].last_token_at,
-    )
-    assert times == (20.0, 20.5, 69.5)
+    assert mirror.requests[1].first_token_at == 20.5
 
 
 def test_a_gap_is_noticed_and_nothing_is_taken_until_a_snapshot_comes() -> None:
@@ -118,6 +113,20 @@ def test_a_gap_is_noticed_and_nothing_is_taken_until_a_snapshot_comes() -> None:
     assert len(mirror.steps) == 1
     assert mirror.apply(batch(5, StepDone(9, 40.0, [1], [1])))
     assert mirror.requests[1].num_output_tokens == 3
+
+
+def test_a_first_token_that_nobody_was_told_of_has_no_time() -> None:
+    mirror = begun(added(0), admit(0, 0, [3]))
+    assert not mirror.apply(batch(3))
+    requests = [
+        RequestTrace(added(0), True, 6, 2, 0, 0, [3, 4, 5]),
+        RequestTrace(added(1), True, 4, 0, 0, 0, [7]),
+    ]
+    assert mirror.apply(snapshot(3, requests=requests))
+    assert mirror.apply(batch(4, StepDone(9, 40.0, [1, 1], [0, 1])))
+    assert mirror.apply(batch(5, StepDone(10, 41.0, [1, 1], [0, 1])))
+    assert [view.num_output_tokens for view in mirror.requests.values()] == [4, 2]
+    assert [view.first_token_at for view in mirror.requests.values()] == [None, 40.0]
 
 
 def test_old_messages_change_nothing() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nbengine.errors import NBEngineError
 from nbengine.kv_cache.block_pool import BlockPool
-from tests.unit.scheduler.reference import ReferencePool
+from tests.unit.scheduler.reference_pool import ReferencePool
 
 
 class PoolHistories(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""A slow scheduler and block pool to compare with: plain lists, one block at a time, nothing incremental."""
+"""A slow scheduler to compare with: plain lists, nothing incremental."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.pause import PauseState
+from tests.unit.scheduler.reference_pool import ReferencePool
 
 
 @dataclass(frozen=True)
@@ -69,50 +70,6 @@ class ReferencePlan:
     finished: set[str] = field(default_factory=set)
     incomplete: set[str] = field(default_factory=set)
     drafts: dict[str, list[int]] = field(default_factory=dict)
-
-
-class ReferencePool:
-    """Blocks with the tokens that they hold spelled out: `contents[i]` is a whole prefix, or None."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.holders = [0] * num_blocks
-        self.contents: list[object] = [None] * num_blocks
-        self.blank = list(reversed(range(num_blocks)))
-        self.least_recent_first: list[int] = []
-
-    def num_free(self) -> int:
-        return sum(1 for count in self.holders if count == 0)
-
-    def num_cached(self) -> int:
-        return sum(1 for content in self.contents if content is not None)
-
-    def take_one(self) -> int:
-        if self.blank:
-            block = self.blank.pop()
-        else:
-            block = self.least_recent_first.pop(0)
-            self.contents[block] = None
-        self.holders[block] = 1
-        return block
-
-    def share_one(self, block: int) -> None:
-        if self.holders[block] == 0:
-            self.least_recent_first.remove(block)
-        self.holders[block] += 1
-
-    def free_one(self, block: int) -> None:
-        assert self.holders[block] > 0
-        self.holders[block] -= 1
-        if self.holders[block] == 0:
-            (self.blank if self.contents[block] is None else self.least_recent_first).append(block)
-
-    def forget_all(self) -> bool:
-        if self.num_free() < len(self.holders):
-            return False
-        self.contents = [None] * len(self.holders)
-        self.blank.extend(reversed(self.least_recent_first))
-        self.least_recent_first = []
-        return True
 
 
 class ReferenceScheduler:

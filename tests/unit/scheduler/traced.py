@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -60,6 +61,12 @@ class TracedSimulation(Simulation):
         self.mirrors: list[TraceMirror] = []
         self.truths: dict[int, StepTruth] = {}
         self.reasons: dict[int, str] = {}
+        self.first_tokens: dict[int, tuple[float, float]] = {}
+        """By number: before and after the call in which a request got its first token."""
+        self.ends: dict[int, tuple[float, float]] = {}
+        """The same of the token that ended it."""
+        self._told_since: dict[TraceMirror, float] = {}
+        """When each mirror got its latest snapshot."""
         self.contents: dict[bytes, list[int]] = {}
         """Tokens by hash."""
         self._unheard_of: set[bytes] = set()
@@ -79,7 +86,7 @@ class TracedSimulation(Simulation):
         self.mirrors.append(mirror)
         for message in self.stream.snapshot(self._tick(), self.scheduler.make_stats()):
             for other in self.mirrors:
-                other.apply(over_the_wire(message))
+                self._take(other, over_the_wire(message))
         for other in self.mirrors:
             self.compare(other)
         blocks, held = mirror.blocks, sorted(self._held())
@@ -108,11 +115,18 @@ class TracedSimulation(Simulation):
                 self.compare(mirror)
 
     def _apply(self, mirror: TraceMirror, message: TraceMessage) -> None:
-        if not mirror.apply(message):
+        if not self._take(mirror, message):
             assert mirror.seq is None
             snapshots = list(self.stream.snapshot(self._tick(), self.scheduler.make_stats()))
             assert len(snapshots) == 1, "nothing has happened since the batch"
-            assert mirror.apply(over_the_wire(snapshots[0]))
+            assert self._take(mirror, over_the_wire(snapshots[0]))
+
+    def _take(self, mirror: TraceMirror, message: TraceMessage) -> bool:
+        num_snapshots = mirror.num_snapshots
+        could_apply = mirror.apply(message)
+        if mirror.num_snapshots > num_snapshots:
+            self._told_since[mirror] = message.time
+        return could_apply
 
     # The truth, noted as it happens.
 
@@ -147,12 +161,16 @@ class TracedSimulation(Simulation):
     def update(self) -> dict[str, EngineCoreOutput]:
         plan = self.in_flight[0].plan
         names = {r.request_id: r.number for r in self.scheduler.requests.values()}
+        before = self.now
         got = super().update()
         truth = self.truths[plan.step]
         truth.num_sampled = sum(len(item.new_token_ids) for item in got.values())
         for name, item in got.items():
+            if item.new_token_ids:
+                self.first_tokens.setdefault(names[name], (before, self.now))
             if item.finish_reason is not None:
                 self.reasons[names[name]] = str(item.finish_reason)
+                self.ends[names[name]] = before, self.now
         return got
 
     def _held(self) -> set[int]:
@@ -210,6 +228,20 @@ class TracedSimulation(Simulation):
         for number, view in mirror.finished.items():
             assert view.state == "finished"
             assert view.finish_reason in (self.reasons.get(number, "abort"), None)
+        self._compare_times(mirror)
+
+    def _compare_times(self, mirror: TraceMirror) -> None:
+        """A time is told while it is now, or never."""
+        since = self._told_since[mirror]
+        for number, view in {**mirror.finished, **mirror.requests}.items():
+            before, after = self.first_tokens.get(number, (inf, inf))
+            if view.first_token_at is None:
+                assert after <= since or after == inf
+            else:
+                assert before < view.first_token_at <= after
+            if view.ended_at is not None and number in self.ends:
+                before, after = self.ends[number]
+                assert before < view.ended_at <= after
 
     def _compare_tokens(self, mirror: TraceMirror) -> None:
         cached = self.scheduler.kv_cache_manager.block_pool.cached_blocks()

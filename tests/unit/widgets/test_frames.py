@@ -11,54 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.client.trace_mirror import BlockMap, RequestView, TraceMirror
+from nbengine.client.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
-from nbengine.metrics.trace import BlocksCached, RequestAdded, RequestTrace, TraceSnapshot
-from nbengine.widgets.dashboard.frames import (
-    FRAME_BYTES,
-    MOST_ENDED,
-    MOST_REQUESTS,
-    RESET_BYTES,
-    Frame,
-    FrameBuilder,
-)
+from nbengine.metrics.trace import BlocksCached, RequestTrace, TraceSnapshot
+from nbengine.widgets.dashboard.frames import FRAME_BYTES, RESET_BYTES
 from nbengine.widgets.dashboard.step_frames import MOST_LAG
 from nbengine.widgets.following.dashboard_state import DashboardState, Rates
 from nbengine.widgets.waves.timeline import RankSpan, Span, WaveTimeline
 from tests.unit.widgets.dashboards import START, SmallEngine, busy_engine, state_of, vast_mirror
-from tests.unit.widgets.frame_decoder import FrameDecoder, unpacked
-
-
-class Clock:
-    """Seconds that pass when they are told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Reader:
-    """A builder and its reader."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.builder = FrameBuilder(lambda added: f"prompt {added.number}", self.clock)
-        self.decoder = FrameDecoder()
-        self.frames: list[Frame] = []
-
-    def take(self, state: DashboardState, **options: bool) -> Frame | None:
-        frame = self.builder.build(state, **options)
-        if frame is not None:
-            self.frames.append(frame)
-            self.decoder.take(frame.content, frame.buffers)
-        return frame
-
-    def take_all(self, state: DashboardState) -> None:
-        """Everything that there is to tell."""
-        while self.take(state) is not None:
-            assert len(self.frames) < 5000
+from tests.unit.widgets.frame_decoder import unpacked
+from tests.unit.widgets.frame_reader import Reader, assert_same
 
 
 def lose(engine: SmallEngine) -> None:
@@ -91,82 +53,6 @@ def lose(engine: SmallEngine) -> None:
             mirror.stats,
         )
     )
-
-
-def kinds_of(mirror: TraceMirror) -> list[list[tuple[int, int, int, int]]]:
-    """The entries of all steps, from their beginning."""
-    lost_work: set[int] = set()
-    steps = []
-    for step in mirror.steps:
-        lost_work |= set(step.resumed)
-        entries = []
-        for at, number in enumerate(step.numbers):
-            if number not in step.prefills:
-                lost_work.discard(number)
-            kind = 0 if number not in step.prefills else 2 if number in lost_work else 1
-            hit = step.num_computed[at] if number in step.admitted else -1
-            entries.append((number, step.num_tokens[at], kind, hit))
-        steps.append(entries)
-    return steps
-
-
-def assert_same(decoder: FrameDecoder, mirror: TraceMirror, *, kinds: bool = True) -> None:
-    """The reader of frames knows what the mirror knows."""
-    known = decoder.ranks[mirror.engine_index]
-    blocks = mirror.blocks
-    assert [unpacked(word) for word in known.words] == [
-        (min(int(blocks.ref_counts[b]), 4095), bool(blocks.cached[b]), int(blocks.holder[b]) % (2**19))
-        if blocks.holder[b] >= 0
-        else (min(int(blocks.ref_counts[b]), 4095), bool(blocks.cached[b]), 2**19 - 1)
-        for b in range(blocks.num_blocks)
-    ]
-    assert [step.step for step in known.steps] == [step.step for step in mirror.steps]
-    for decoded, step in zip(known.steps, mirror.steps, strict=True):
-        assert decoded.time == pytest.approx(step.time, abs=1e-4)
-        assert decoded.seconds == (None if step.seconds is None else pytest.approx(step.seconds, abs=1e-6))
-        assert decoded.figures == (
-            step.num_running,
-            step.num_waiting,
-            step.num_free_blocks,
-            step.num_cached_blocks,
-        )
-        assert decoded.preempted == list(step.preempted)
-        assert decoded.finished == list(step.finished)
-    if kinds:
-        assert [step.entries for step in known.steps] == kinds_of(mirror)
-    rows = [row for row in decoder.requests if row["rank"] == mirror.engine_index]
-    ended = list(reversed(mirror.finished.values()))[:MOST_ENDED]
-    ended.sort(key=lambda view: (-(view.ended_at or 0), view.added.number))
-    assert rows == [row_of(mirror.engine_index, view) for view in [*mirror.requests.values(), *ended]]
-
-
-def row_of(rank: int, view: RequestView) -> dict[str, object]:
-    """What the table has of a request that is not this notebook's."""
-    added = view.added
-    return {
-        "rank": rank,
-        "number": added.number,
-        "id": added.request_id,
-        "client": 0,
-        "state": view.state,
-        "num_prompt_tokens": added.num_prompt_tokens,
-        "num_cached_tokens": view.num_cached_tokens,
-        "num_computed_tokens": view.num_computed_tokens,
-        "num_output_tokens": view.num_output_tokens,
-        "max_total_tokens": added.max_total_tokens,
-        "num_preemptions": view.num_preemptions,
-        "added_at": pytest.approx(added.time, abs=1e-4),
-        "first_token_at": moment(view.first_token_at),
-        "ended_at": moment(view.ended_at),
-        "finish_reason": view.finish_reason,
-        "own": False,
-        "foreground": False,
-        "preview": f"prompt {added.number}",
-    }
-
-
-def moment(seconds: float | None) -> object:
-    return None if seconds is None else pytest.approx(seconds, abs=1e-4)
 
 
 ACTIONS = st.one_of(
@@ -396,73 +282,6 @@ def test_a_dead_rank_is_not_alive_and_unknown_figures_are_null() -> None:
 
 def replace_stats(stats: SchedulerStats, **changes: object) -> SchedulerStats:
     return SchedulerStats(**{**{name: getattr(stats, name) for name in stats.__struct_fields__}, **changes})
-
-
-def test_texts_are_cut_and_own_requests_marked() -> None:
-    hostile = "</script><img src=x onerror=alert(1)>\u202e" + "x" * 5000
-    engine = SmallEngine()
-    engine.add(5, 3, name=hostile)
-    engine.add(5, 3, name="mine")
-    engine.run(1)
-    reader = Reader()
-    reader.take(state_of(engine, own={"mine": True}))
-    first, second = reader.decoder.requests
-    assert first["id"] == hostile[:199] + "…"
-    assert (first["own"], first["foreground"]) == (False, False)
-    assert (second["own"], second["foreground"]) == (True, True)
-    assert second["preview"] == "prompt 1"
-
-
-def test_a_number_that_is_given_again_is_another_request() -> None:
-    reader = Reader()
-    engine = SmallEngine()
-    engine.add(5, 3, name="first")
-    engine.run(1)
-    reader.take(state_of(engine))
-    view = engine.mirror.requests[0]
-    added = view.added
-    view.added = RequestAdded(0, "second", 1, added.time, 5, 8, added.prompt_token_ids)
-    reader.take(state_of(engine))
-    assert reader.decoder.requests[0]["id"] == "second"
-
-
-def test_what_does_not_change_of_a_request_is_sent_once() -> None:
-    reader = Reader()
-    engine = SmallEngine(num_blocks=3000, budget=4096, max_seqs=64)
-    for _ in range(64):
-        engine.add(4, 500)
-    engine.run(2)
-    reader.take_all(state_of(engine))
-    engine.run(1)
-    reader.take_all(state_of(engine))
-    (rank,) = reader.frames[-1].content["ranks"]
-    values = [value for number in range(64) for value in (number, 6, 3)]
-    assert rank["requests"] == {"gone": [], "new": [], "status": [], "progress": values}
-    engine.abort(7)
-    engine.run(1)
-    reader.take_all(state_of(engine, own={"generate-3": False, "generate-5": True}))
-    (rank,) = reader.frames[-1].content["ranks"]
-    assert [row[0] for row in rank["requests"]["status"]] == [3, 5, 7]
-    assert [row[-2:] for row in rank["requests"]["status"]] == [[True, False], [True, True], [False, False]]
-    reader.take(state_of(engine, own={"generate-3": False, "generate-5": True}), force=True)
-    assert reader.frames[-1].content["ranks"][0]["requests"] is None
-
-
-def test_the_table_has_its_most_and_the_latest_that_have_ended() -> None:
-    reader = Reader()
-    engine = SmallEngine(num_blocks=3000, budget=4096, max_seqs=300)
-    for _ in range(MOST_REQUESTS + 60):
-        engine.add(4, 500)
-    engine.run(1)
-    reader.take(state_of(engine))
-    assert [row["number"] for row in reader.decoder.requests] == list(range(MOST_REQUESTS))
-    for number in range(250):
-        engine.time += 0.001
-        engine.abort(number)
-    engine.run(1)
-    reader.take(state_of(engine))
-    rows = [row["number"] for row in reader.decoder.requests]
-    assert rows == [*range(250, MOST_REQUESTS + 60), *range(249, 249 - MOST_ENDED, -1)]
 
 
 def test_a_rank_that_comes_again_is_told_of_from_the_beginning() -> None:
