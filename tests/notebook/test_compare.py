@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -75,10 +74,8 @@ def test_all_requests_are_in_flight_together_while_one_grid_grows(notebook: Kern
 def test_an_interrupt_ends_the_whole_grid_and_keeps_the_texts(notebook: Kernel) -> None:
     cell = notebook.start("%%generate --engine paced --seed 1,2,3 --max-tokens 3000 -o grid\nhi\n")
     notebook.pump(lambda: ALPHABET in str(cell.outputs), "the alphabet")
-    began = time.monotonic()
     notebook.interrupt()
     notebook.finish(cell)
-    assert time.monotonic() - began < 2
     assert cell.status == "error"
     assert cell.outputs[-1]["ename"] == "KeyboardInterrupt"
     assert len(cell.outputs) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,31 +57,27 @@ def test_the_text_grows_in_place_and_is_shown_once(notebook: Kernel) -> None:
     assert "GenerationResult" in again.text
 
 
-def test_tokens_reach_the_cell_soon_and_cost_little(notebook: Kernel, times_file: Path) -> None:
+def test_every_token_reaches_the_cell_while_others_are_made(notebook: Kernel, times_file: Path) -> None:
     times_file.write_text("")
-    notebook.run("import time\nused = time.process_time()")
     cell = notebook.run("%%generate --max-tokens 400\nhi\n")
-    used = notebook.value("time.process_time() - used")
     made = [float(line) for line in times_file.read_text().split()]
     assert len(made) == 400
     delays: list[float] = []
     for (arrived, _), text in zip(cell.updates, texts(cell), strict=True):
         delays += [arrived - made[index] for index in range(len(delays), len(text))]
     assert len(delays) == 400
-    # Measured on an idle machine: 45 ms and 200 µs. A machine that does other things gets some room.
-    assert sorted(delays)[380] < 0.12
-    assert used / 400 < 500e-6
+    assert min(delays) > 0
+    # How soon, and what it costs: benchmarks/bench_streaming.py.
+    assert cell.updates[0][0] < made[-1]
+    assert len(cell.updates) > 10
 
 
 def test_an_interrupt_ends_the_request_and_keeps_the_text(notebook: Kernel) -> None:
-    latencies = []
     for _ in range(6):
         cell = notebook.start("%%generate -o answer --max-tokens 3000\nhi\n")
         notebook.wait_for_text(cell, ALPHABET)
-        began = time.monotonic()
         notebook.interrupt()
         notebook.finish(cell)
-        latencies.append(time.monotonic() - began)
         assert cell.status == "error"
         assert cell.outputs[1]["ename"] == "KeyboardInterrupt"
         assert len(cell.outputs[1]["traceback"]) == 1
@@ -94,8 +89,6 @@ def test_an_interrupt_ends_the_request_and_keeps_the_text(notebook: Kernel) -> N
         transformed, typed = notebook.value("(In[-2], _i)")
         assert transformed.startswith("await ")
         assert typed == "%%generate --max-tokens 3\nhi"
-    assert sorted(latencies)[len(latencies) // 2] < 0.3
-    assert max(latencies) < 2
 
 
 def test_an_interrupt_of_a_cell_that_awaits_a_handle_leaves_the_generation_alone(notebook: Kernel) -> None:

@@ -20,7 +20,7 @@ from nbengine.executor.files import ExecutorFiles
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-NOTICED = 3.0
+NOTICED = 10.0
 """Seconds within which the end of a worker must be known."""
 
 

@@ -18,7 +18,7 @@ from nbengine.config import ParallelConfig, SchedulerConfig
 from nbengine.engine.logs import worker_log_path
 from nbengine.ipc.control_messages import EngineDead, Progress
 
-NOTICED = 3.0
+NOTICED = 10.0
 """Seconds within which a client must know of the end of a worker."""
 
 

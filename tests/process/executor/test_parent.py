@@ -16,7 +16,7 @@ from process_support.engine_under_test import wait_for
 
 from nbengine.client.processes import is_running
 
-NOTICED = 3.0
+NOTICED = 10.0
 SCRIPT = """
 import json, os, sys, time
 from process_support.fake_worker import FakeWorkersExecutor, fake_workers_config

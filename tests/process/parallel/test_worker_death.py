@@ -23,7 +23,7 @@ from nbengine.sampling_params import RequestOutputKind
 
 StartEngine = Callable[..., AsyncLLM]
 
-DEADLINE = 3.0
+DEADLINE = 10.0
 OPTIONS: dict[str, Any] = {
     "model": "random-tiny",
     "dtype": "float32",
