@@ -108,13 +108,18 @@ class EngineFeed:
         if feed is not None:
             feed._end(reason)
 
-    def leave(self, listener: FeedListener) -> None:
-        """Tell a listener nothing more; with the last one the thread ends. Again does nothing."""
+    def leave(self, listener: FeedListener) -> bool:
+        """Tell a listener nothing more; with the last one the thread ends. Again does nothing.
+
+        Returns:
+            Whether the thread ends now.
+        """
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
             if not self._listeners:
                 self._close()
+            return self._closed
 
     def look_again(self) -> None:
         """A listener follows again."""
