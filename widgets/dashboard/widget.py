@@ -43,7 +43,7 @@ SILENCE = 15.0
 QUIET = 2.0
 """Seconds since the last frame after which a sign of life is answered."""
 FIRST_STATE_SECONDS = 1.0
-"""For how long the first display waits for the engine to say how it is."""
+"""For how long a picture waits for the engine to say how it is."""
 SNAPSHOT_INTERVAL = 5.0
 """Seconds between two snapshots at least."""
 SNAPSHOT_BYTES_PER_SECOND = 30_000
@@ -124,12 +124,15 @@ class Dashboard(anywidget.AnyWidget):
 
     def close(self) -> None:
         """Stop following the engine and show the last state for good; again does nothing."""
+        if self._plain is None and not self._is_closed:
+            # If nobody has looked for a while, what is known is old.
+            self._feed.wait_until_known(FIRST_STATE_SECONDS)
+            with self._feed.state() as state:
+                if not self._is_closed:
+                    self._finish(state)
+            self._feed.leave(self)
         if self._plain is not None:
             self._plain.close()
-        elif not self._is_closed:
-            with self._feed.state() as state:
-                self._finish(state)
-            self._feed.leave(self)
 
     def export(self, path: str | Path) -> Path:
         """Write the steps and requests that are known as a Chrome trace, which Perfetto opens, too."""
