@@ -77,6 +77,7 @@ class FeedState:
         """From here on the engine is heard again: what is known is how things stood before."""
         self.is_disconnected = self.has_stats = False
         self._heard.clear()
+        self._recorder.break_off()
 
     def add_owner(self, owner: Owner) -> None:
         """A client of this process that has the engine."""

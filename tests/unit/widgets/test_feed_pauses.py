@@ -9,6 +9,7 @@ import pytest
 
 from nbengine.client.connection import ConnectionInfo
 from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import RequestAdded, RequestFinished
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.widget import Dashboard
@@ -57,6 +58,22 @@ def test_to_wait_is_to_follow(follow: Follow, publisher: Publisher) -> None:
     with feed.state() as state:
         assert state.state == "running"
     is_left_alone(publisher, 2)
+
+
+def test_of_a_pause_no_steps_and_waves_are_known(follow: Follow, publisher: Publisher) -> None:
+    listener = Listener()
+    feed = follow(listener)
+    assert feed.wait_until_known(DEADLINE)
+    publisher.publish_stats(SchedulerStats(0, 1, step_counter=10))
+    listener.wait_for(lambda state: state.waves.total(0).steps == 10)
+    listener.follows = False
+    is_left_alone(publisher)
+    publisher.publish_stats(SchedulerStats(0, 1, step_counter=5010))
+    listener.follows = True
+    assert feed.wait_until_known(DEADLINE)
+    publisher.publish_stats(SchedulerStats(0, 1, step_counter=5020))
+    state = listener.wait_for(lambda state: state.waves.total(0).steps > 10)
+    assert state.waves.total(0).steps == 20
 
 
 class Deaf:
