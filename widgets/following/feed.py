@@ -165,6 +165,13 @@ class EngineFeed:
     # On the thread.
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:
+            logger.exception("engine %s cannot be followed any more", self._info.name)
+            self._end(f"this notebook cannot follow it any more: {error!r}")
+
+    def _follow(self) -> None:
         while not self._closed:
             if not self._has_followers():
                 self._rest()
@@ -249,9 +256,11 @@ class EngineFeed:
         with self._lock:
             if not self._closed:
                 self._state.end(reason)
-                self._tell()
-                self._listeners.clear()
-                self._close()
+                try:
+                    self._tell()
+                finally:
+                    self._listeners.clear()
+                    self._close()
 
     def _tell(self) -> None:
         state = self._state.build(time.time())

@@ -144,8 +144,8 @@ class FeedState:
     def _apply(self, mirror: TraceMirror, message: TraceMessage) -> None:
         try:
             is_next = mirror.apply(message)
-        except WireError as error:
-            logger.warning("what engine %s has published makes no sense: %s", self._info.name, error)
+        except (WireError, LookupError, ValueError) as error:
+            logger.warning("what engine %s has published makes no sense: %r", self._info.name, error)
             is_next = False
         if is_next:
             self._heard.add(mirror.engine_index)

@@ -14,7 +14,7 @@ from nbengine.client.connection import ConnectionInfo, write_connection
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import SchedulerStats, WorkerStats
-from nbengine.metrics.trace import RequestAdded, RequestFinished, StepContinued, StepDone, StepPlanned
+from nbengine.metrics.trace import RequestAdded, RequestFinished, StepDone, StepPlanned
 from nbengine.widgets.following import feed as feed_module
 from nbengine.widgets.following import rates as rates_module
 from nbengine.widgets.following.feed import EngineFeed
@@ -191,21 +191,6 @@ def test_lost_batches_are_told_and_the_state_is_right_again(follow: Follow, publ
     assert state.note == "this notebook did not keep up, and some steps are missing"
     state = listener.wait_for(lambda state: state.stats.engines[0].num_waiting_reqs == 2)
     assert state.mirrors[0].num_snapshots == 2
-
-
-def test_nonsense_costs_a_new_subscription_and_no_more(
-    follow: Follow, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(feed_module, "ALIVE_INTERVAL", 0.05)
-    listener = Listener()
-    follow(listener)
-    listener.wait_for(knows())
-    publisher.publish(StepContinued(5, 1000.0, []))
-    wait_until(lambda: publisher.topics.count(b"\x01trace") == 2)
-    assert "makes no sense" in caplog.text
-    publisher.publish(added(0), num_waiting_reqs=1)
-    state = listener.wait_for(lambda state: state.state == "running" and 0 in state.mirrors)
-    assert list(state.mirrors[0].requests) == [0]
 
 
 def test_engine_cores_come_restart_and_go(
