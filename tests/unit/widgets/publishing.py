@@ -124,6 +124,20 @@ class Publisher:
         self._socket.send_multipart([topic, msgspec.msgpack.encode(message)])
 
 
+class Deaf:
+    """A source that nothing comes from."""
+
+    num_losses = 0
+
+    def __init__(self) -> None:
+        self.num_polls = 0
+
+    def poll(self, timeout: float | None = None) -> object:
+        self.num_polls += 1
+        threading.Event().wait(timeout)
+        return None
+
+
 class Listener:
     """Keeps what it is told, as far as the test asks for it."""
 

@@ -14,7 +14,7 @@ from nbengine.metrics.trace import RequestAdded, RequestFinished
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.widget import Dashboard
 from nbengine.widgets.following.feed import EngineFeed, Source
-from tests.unit.widgets.publishing import DEADLINE, Follow, Listener, Publisher, wait_until
+from tests.unit.widgets.publishing import DEADLINE, Deaf, Follow, Listener, Publisher, wait_until
 
 
 def begin(publisher: Publisher) -> None:
@@ -74,19 +74,6 @@ def test_of_a_pause_no_steps_and_waves_are_known(follow: Follow, publisher: Publ
     publisher.publish_stats(SchedulerStats(0, 1, step_counter=5020))
     state = listener.wait_for(lambda state: state.waves.total(0).steps > 10)
     assert state.waves.total(0).steps == 20
-
-
-class Deaf:
-    """A source that nothing comes from."""
-
-    num_losses = 0
-
-    def __init__(self) -> None:
-        self.num_polls = 0
-
-    def poll(self, timeout: float | None = None) -> object:
-        self.num_polls += 1
-        return None
 
 
 def test_an_engine_that_does_not_answer_is_not_shown_as_it_was(
