@@ -68,6 +68,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +115,8 @@ class _RankSeen:
 
     requests: RequestEncoder
     steps: StepEncoder = field(default_factory=StepEncoder)
-    blocks: BlockMap | None = None
+    blocks: ref[BlockMap] | None = None
+    """After a pause in following a mirror has another one; the old one is not to be kept for a script that is silent."""
     version: int = 0
 
 
@@ -221,11 +223,11 @@ class FrameBuilder:
         if mirror is None or not mirror.blocks.num_blocks:
             return 0
         seen, blocks = self._ranks[number], mirror.blocks
-        is_full = seen.blocks is not blocks
+        is_full = seen.blocks is None or seen.blocks() is not blocks
         changed = np.flatnonzero(blocks.version > seen.version)
         # A pair is two words.
         is_full = is_full or 2 * len(changed) >= blocks.num_blocks
-        seen.blocks, seen.version = blocks, mirror.version
+        seen.blocks, seen.version = ref(blocks), mirror.version
         if not is_full and not len(changed):
             return 0
         rank["blocks"] = {"buffer": len(buffers), "full": is_full}

@@ -34,8 +34,8 @@ class Glance:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._feed.leave(self)
-        self._feed.join()
+        if self._feed.leave(self):
+            self._feed.join()
 
     def bundle(self) -> dict[str, str]:
         """How things stand."""

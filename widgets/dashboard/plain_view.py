@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import ipywidgets
 
 from nbengine.client.connection import ConnectionInfo
+from nbengine.widgets.dashboard.open_dashboards import BYTES_PER_SECOND, OPEN
+from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed, Subscribe
 from nbengine.widgets.following.feed_answers import abort
@@ -40,6 +43,9 @@ class PlainView:
         self._final: dict[str, str] | None = None
         self._plain = PlainDashboard(label_of(info))
         self._plain.on_abort(self._abort)
+        self._throttle = Throttle(0.0, BYTES_PER_SECOND, 0.0)
+        self._shown_at = time.monotonic()
+        OPEN.add(self)
         self._feed = EngineFeed.listen(info, self, owner, subscribe)
 
     @property
@@ -51,6 +57,16 @@ class PlainView:
     def is_closed(self) -> bool:
         """Whether what is shown does not change any more."""
         return self._final is not None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it is kept up to date: nobody says whether it is looked at."""
+        return not (self.is_closed or self._plain.is_paused)
+
+    @property
+    def looked_at(self) -> float:
+        """When it was last displayed."""
+        return self._shown_at
 
     @property
     def feed(self) -> EngineFeed:
@@ -73,9 +89,11 @@ class PlainView:
         if self._final is not None:
             self._output.show(self._final, {})
             return
+        self._shown_at = time.monotonic()
+        OPEN.close_superfluous()
         self._feed.wait_until_known(1.0)
         with self._feed.state() as state:
-            self._plain.show(state)
+            self._show(state)
             self._output.show(*self.bundle(state))
 
     # What the feed tells.
@@ -86,14 +104,23 @@ class PlainView:
         return not self.is_closed
 
     def on_state(self, state: DashboardState) -> None:
-        """Show it."""
-        self._plain.show(state)
-        if state.state == "ended":
+        """Show it, if there is room on the way to the browser."""
+        is_last = state.state == "ended"
+        if is_last or (self._throttle.is_due and OPEN.line.is_due):
+            self._show(state)
+        if is_last:
             self._finish(state)
+
+    def _show(self, state: DashboardState) -> None:
+        size = self._plain.show(state)
+        OPEN.line.sent(size)
+        # Its own pause leaves the line to the others.
+        self._throttle.sent(size * OPEN.num_watched)
 
     def _finish(self, state: DashboardState) -> None:
         if self._final is None:
             self._final = static_bundle(state)
+            OPEN.discard(self)
             self._output.replace(self._final)
             self._plain.close()
             _close(self._plain.widget)

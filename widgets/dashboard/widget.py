@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
 
 import anywidget
 import traitlets
@@ -20,6 +19,7 @@ from nbengine.widgets.comms import answer_at_once
 from nbengine.widgets.dashboard.block_lines import block_lines, token_text
 from nbengine.widgets.dashboard.chrome_trace import chrome_trace, history_of
 from nbengine.widgets.dashboard.frames import FrameBuilder
+from nbengine.widgets.dashboard.open_dashboards import BYTES_PER_SECOND, OPEN
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed, Subscribe
@@ -36,14 +36,12 @@ if TYPE_CHECKING:
 
 FRAME_INTERVAL = 0.2
 """Seconds between two frames at least."""
-BYTES_PER_SECOND = 300_000
-"""Of all dashboards of a process together: a notebook's server drops what is above a million."""
 SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
 QUIET = 2.0
 """Seconds since the last frame after which a sign of life is answered."""
 FIRST_STATE_SECONDS = 1.0
-"""For how long the first display waits for the engine to say how it is."""
+"""For how long a picture waits for the engine to say how it is."""
 SNAPSHOT_INTERVAL = 5.0
 """Seconds between two snapshots at least."""
 SNAPSHOT_BYTES_PER_SECOND = 30_000
@@ -77,11 +75,9 @@ class Dashboard(anywidget.AnyWidget):
     view = traitlets.Dict().tag(sync=True)
 
     _is_closed = True
-    _open: ClassVar[WeakSet[Dashboard]] = WeakSet()
-    _line: ClassVar[Throttle] = Throttle(0.0, BYTES_PER_SECOND, FRAME_INTERVAL)
-    """The way to the browser, of all dashboards: they are told of a state one right after the other."""
     _snapshots: ClassVar[Throttle] = Throttle(0.0, SNAPSHOT_BYTES_PER_SECOND, 0.0)
-    """The part of it that snapshots have: one after the other, or frames would have to wait for all of them."""
+    """The part of the way to the browser that snapshots have: one after the other, or frames would have to wait for all
+    of them."""
 
     def __init__(
         self,
@@ -100,6 +96,7 @@ class Dashboard(anywidget.AnyWidget):
         self._idle = IdleClock.of(shell) if falls_back and shell is not None and in_kernel(shell) else None
         self._heard_at: float | None = None
         """When the script has last given a sign of life, on `time.monotonic()`."""
+        self._shown_at = time.monotonic()
         self._sent_at = 0.0
         self._snapshot_due = time.monotonic() + SNAPSHOT_INTERVAL
         self._snapshot_of = 0.0
@@ -107,7 +104,7 @@ class Dashboard(anywidget.AnyWidget):
         self._builder = FrameBuilder(self._preview)
         self._final: Mapping[str, str] | None = None
         self._is_closed = False
-        self._open.add(self)
+        OPEN.add(self)
         answer_at_once(self.comm)
         self.on_msg(self._on_message)
         self._feed = EngineFeed.listen(info, self, owner, subscribe)
@@ -122,14 +119,27 @@ class Dashboard(anywidget.AnyWidget):
         """Whether what is shown does not change any more."""
         return self._is_closed if self._plain is None else self._plain.is_closed
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether its script gives signs of life."""
+        return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
+
+    @property
+    def looked_at(self) -> float:
+        """When it was last displayed, or its script was heard."""
+        return max(self._shown_at, self._heard_at or 0.0)
+
     def close(self) -> None:
         """Stop following the engine and show the last state for good; again does nothing."""
+        if self._plain is None and not self._is_closed:
+            # If nobody has looked for a while, what is known is old.
+            self._feed.wait_until_known(FIRST_STATE_SECONDS)
+            with self._feed.state() as state:
+                if not self._is_closed:
+                    self._finish(state)
+            self._feed.leave(self)
         if self._plain is not None:
             self._plain.close()
-        elif not self._is_closed:
-            with self._feed.state() as state:
-                self._finish(state)
-            self._feed.leave(self)
 
     def export(self, path: str | Path) -> Path:
         """Write the steps and requests that are known as a Chrome trace, which Perfetto opens, too."""
@@ -153,6 +163,8 @@ class Dashboard(anywidget.AnyWidget):
         return {**data, **static}, metadata
 
     def _ipython_display_(self, **kwargs: Any) -> None:
+        self._shown_at = time.monotonic()
+        OPEN.close_superfluous()
         # What is the value of a cell could not be replaced later: it has no display id.
         self._output.show(*self._repr_mimebundle_(**kwargs))
 
@@ -161,7 +173,7 @@ class Dashboard(anywidget.AnyWidget):
     @property
     def follows(self) -> bool:
         """Whether anybody looks: a script that has not been heard of yet may be loading, or saved outputs need it."""
-        return self._heard_at is None or self._is_watched
+        return self._heard_at is None or self.is_watched
 
     def on_state(self, state: DashboardState) -> None:
         """Send what is new."""
@@ -170,7 +182,7 @@ class Dashboard(anywidget.AnyWidget):
         if state.state == "ended":
             self._finish(state)
             return
-        if self._is_watched:
+        if self.is_watched:
             self._renew_snapshot(state)
             self._send_frame(state)
         elif self._must_fall_back:
@@ -182,39 +194,30 @@ class Dashboard(anywidget.AnyWidget):
             return False
         return self._idle.idle_seconds > LOADING_SECONDS
 
-    @property
-    def _is_watched(self) -> bool:
-        return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
-
-    @property
-    def _num_watched(self) -> int:
-        """How many dashboards share the way to the browser."""
-        return sum(dashboard._is_watched for dashboard in list(self._open))
-
     def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
-        if not (self._throttle.is_due and self._line.is_due):
+        if not (self._throttle.is_due and OPEN.line.is_due):
             return
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
             # Its own pause leaves the line to the others.
-            self._line.sent(frame.size)
-            self._throttle.sent(frame.size * self._num_watched)
+            OPEN.line.sent(frame.size)
+            self._throttle.sent(frame.size * OPEN.num_watched)
             self._sent_at = time.monotonic()
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        is_due = now >= self._snapshot_due and self._snapshots.is_due and self._line.is_due
+        is_due = now >= self._snapshot_due and self._snapshots.is_due and OPEN.line.is_due
         if not at_once and (not is_due or state.time == self._snapshot_of):
             return
         frame = FrameBuilder(self._preview).snapshot(state)
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
         size = frame.size + sum(map(len, buffers)) - sum(map(len, frame.buffers))
-        self._line.sent(size)
+        OPEN.line.sent(size)
         self._snapshots.sent(size)
         self._snapshot_of = state.time
-        share = self._num_watched * size / SNAPSHOT_BYTES_PER_SECOND
+        share = OPEN.num_watched * size / SNAPSHOT_BYTES_PER_SECOND
         self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)
 
     def _finish(self, state: DashboardState) -> None:
@@ -235,7 +238,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _end(self) -> None:
         self._is_closed = True
-        self._open.discard(self)
+        OPEN.discard(self)
         super().close()
 
     # What the script says, on any thread.

@@ -69,6 +69,8 @@ class EngineFeed:
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._known = threading.Event()
+        """Whether every engine core has been heard of since the subscription that there is began."""
+        self._num_waiting = 0
         self._started = False
         self._closed = False
         self._listeners: list[FeedListener] = []
@@ -108,13 +110,18 @@ class EngineFeed:
         if feed is not None:
             feed._end(reason)
 
-    def leave(self, listener: FeedListener) -> None:
-        """Tell a listener nothing more; with the last one the thread ends. Again does nothing."""
+    def leave(self, listener: FeedListener) -> bool:
+        """Tell a listener nothing more; with the last one the thread ends. Again does nothing.
+
+        Returns:
+            Whether the thread ends now.
+        """
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
             if not self._listeners:
                 self._close()
+            return self._closed
 
     def look_again(self) -> None:
         """A listener follows again."""
@@ -130,8 +137,18 @@ class EngineFeed:
         return self._thread.is_alive()
 
     def wait_until_known(self, timeout: float) -> bool:
-        """Wait until every engine core has said how it is, or until the end; False if that takes longer."""
-        return self._known.wait(timeout)
+        """Wait until every engine core has said how it is, or until the end; False if that takes longer.
+
+        Meanwhile the engine is followed, whether a listener does or not. Not to be called by a listener that is told.
+        """
+        with self._lock:
+            self._num_waiting += 1
+        self._wake.set()
+        try:
+            return self._known.wait(timeout)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
 
     @contextmanager
     def state(self) -> Iterator[DashboardState]:
@@ -148,23 +165,37 @@ class EngineFeed:
     # On the thread.
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:
+            logger.exception("engine %s cannot be followed any more", self._info.name)
+            self._end(f"this notebook cannot follow it any more: {error!r}")
+
+    def _follow(self) -> None:
         while not self._closed:
             if not self._has_followers():
-                self._wake.wait(ALIVE_INTERVAL)
-                self._wake.clear()
+                self._rest()
                 self._look_around()
                 continue
-            self._state.is_disconnected = False
+            with self._lock:
+                self._state.begin_subscription()
             with self._subscribe(self._info) as source:
                 while not self._closed and not self._state.is_disconnected and self._has_followers():
                     self._take(source)
                     self._look_around()
+                with self._lock:
+                    if not self._closed:
+                        self._known.clear()
             if self._state.is_disconnected:
-                self._wake.wait(ALIVE_INTERVAL)
+                self._rest()
+
+    def _rest(self) -> None:
+        self._wake.wait(ALIVE_INTERVAL)
+        self._wake.clear()
 
     def _has_followers(self) -> bool:
         with self._lock:
-            return any(listener.follows for listener in self._listeners)
+            return self._num_waiting > 0 or any(listener.follows for listener in self._listeners)
 
     def _take(self, source: Source) -> None:
         """Wait for messages until a state is due, and take them in."""
@@ -225,9 +256,11 @@ class EngineFeed:
         with self._lock:
             if not self._closed:
                 self._state.end(reason)
-                self._tell()
-                self._listeners.clear()
-                self._close()
+                try:
+                    self._tell()
+                finally:
+                    self._listeners.clear()
+                    self._close()
 
     def _tell(self) -> None:
         state = self._state.build(time.time())

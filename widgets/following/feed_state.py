@@ -40,6 +40,10 @@ class FeedState:
         self._labelled: object = None
         self._stats = EngineStats()
         self._mirrors: dict[int, TraceMirror] = {}
+        self._heard: set[int] = set()
+        """Ranks whose mirrors go on from a snapshot of this subscription."""
+        self.has_stats = False
+        """Whether anything has been heard of the engine cores since the subscription began."""
         self._meter = RateMeter()
         self._recorder = WaveRecorder(info.name, info.config.lock_step, keep=WAVE_SPANS)
         self._owners: list[Owner] = []
@@ -65,16 +69,15 @@ class FeedState:
         return self._has_news or any(moves)
 
     @property
-    def has_stats(self) -> bool:
-        """Whether anything has been heard of the engine cores."""
-        return bool(self._stats.engines)
-
-    @property
     def is_known(self) -> bool:
-        """Whether every engine core has said how it is."""
-        ranks = [engine.engine_index for engine in self._stats.engines]
-        mirrors = self._mirrors
-        return bool(ranks) and all(rank in mirrors and mirrors[rank].seq is not None for rank in ranks)
+        """Whether every engine core has said how it is since the subscription began."""
+        return self.has_stats and all(engine.engine_index in self._heard for engine in self._stats.engines)
+
+    def begin_subscription(self) -> None:
+        """From here on the engine is heard again: what is known is how things stood before."""
+        self.is_disconnected = self.has_stats = False
+        self._heard.clear()
+        self._recorder.break_off()
 
     def add_owner(self, owner: Owner) -> None:
         """A client of this process that has the engine."""
@@ -141,19 +144,24 @@ class FeedState:
     def _apply(self, mirror: TraceMirror, message: TraceMessage) -> None:
         try:
             is_next = mirror.apply(message)
-        except WireError as error:
-            logger.warning("what engine %s has published makes no sense: %s", self._info.name, error)
+        except (WireError, LookupError, ValueError) as error:
+            logger.warning("what engine %s has published makes no sense: %r", self._info.name, error)
             is_next = False
-        if not is_next:
+        if is_next:
+            self._heard.add(mirror.engine_index)
+        else:
+            self._heard.discard(mirror.engine_index)
             self._mirrors[mirror.engine_index] = TraceMirror(mirror.engine_index)
             self.is_disconnected = True
 
     def _take_stats(self, stats: EngineStats) -> None:
         self._clock_lead = 0.0 if self._info.is_here else time.time() - stats.timestamp
         self._stats = stats
+        self.has_stats = bool(stats.engines)
         self._recorder.take(stats)
         for rank in self._mirrors.keys() - {engine.engine_index for engine in stats.engines}:
             del self._mirrors[rank]
+            self._heard.discard(rank)
 
     def _relabel(self) -> None:
         """Look again what the engine says of itself when its engine cores are others."""

@@ -66,8 +66,8 @@ class _RankMeter:
     """(time, computed of prompts, sampled)."""
     gaps: deque[_Measured] = field(default_factory=deque)
     first_tokens: deque[_Measured] = field(default_factory=deque)
-    _source: tuple[int, int] | None = None
-    """(incarnation, snapshots) of the mirror: a change is a break."""
+    _source: tuple[TraceMirror, int] | None = None
+    """The mirror and its number of snapshots: a change is a break."""
     _newest: StepView | None = None
     """The last step that was looked at."""
     _group: tuple[Sequence[int], float] = ((), 0.0)
@@ -77,9 +77,10 @@ class _RankMeter:
     _first_tokens_until: float = 0.0
 
     def take(self, mirror: TraceMirror) -> None:
-        source = (mirror.incarnation, mirror.num_snapshots)
+        source = (mirror, mirror.num_snapshots)
         if source != self._source:
-            self._start(mirror, source)
+            self._start(mirror)
+            self._source = source
         has_prompts = False
         for step in self._new_steps(mirror):
             if step.seconds is None:
@@ -105,11 +106,9 @@ class _RankMeter:
             while measured and measured[0].time <= now - window:
                 measured.popleft()
 
-    def _start(self, mirror: TraceMirror, source: tuple[int, int]) -> None:
-        if self._source is None or source[0] != self._source[0]:
-            self.began = mirror.time
-            self.tokens.clear()
-        self._source = source
+    def _start(self, mirror: TraceMirror) -> None:
+        self.began = mirror.time
+        self.tokens.clear()
         # What came before the snapshot may never be completed.
         self._newest = mirror.steps[-1] if mirror.steps else None
         self._group = ((), 0.0)

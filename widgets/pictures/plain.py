@@ -18,6 +18,8 @@ from nbengine.widgets.pictures.html import header_part, pictures, requests_part
 
 INTERVAL = 0.5
 """Seconds between two pictures at least."""
+DRAWING_SHARE = 0.1
+"""Of the time, that drawing may take: pictures of a large engine come more seldom."""
 MAX_CHOICES = 200
 _NAME_LENGTH = 40
 _ALL = -1
@@ -35,7 +37,7 @@ class PlainDashboard:
     def __init__(self, label: EngineLabel, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._shown_at: float | None = None
+        self._due = 0.0
         self._closed = False
         self._abort: AbortCallback | None = None
         name = escape(f"{printable(label.model)} · engine {printable(label.name)}")
@@ -73,33 +75,35 @@ class PlainDashboard:
         """Whether states are passed over."""
         return bool(self._pause.value)
 
-    def show(self, state: DashboardState) -> bool:
+    def show(self, state: DashboardState) -> int:
         """Show a state, unless it comes too soon after the last one or the reader has paused; an end is always shown.
 
         Returns:
-            Whether it was shown.
+            About how many bytes that has sent; 0 if it was not shown, or looks the same.
         """
         is_last = state.state == "ended"
         with self._lock:
             now = self._clock()
-            too_soon = self._shown_at is not None and now - self._shown_at < INTERVAL
-            if self._closed or ((too_soon or self.is_paused) and not is_last):
-                return False
-            self._shown_at = now
-        self._offer_ranks(state.mirrors)
+            if self._closed or ((now < self._due or self.is_paused) and not is_last):
+                return 0
+        size = self._draw(state)
+        self._due = now + max(INTERVAL, (self._clock() - now) / DRAWING_SHARE)
+        if is_last:
+            self._disable()
+        return size
+
+    def _draw(self, state: DashboardState) -> int:
+        size = self._offer_ranks(state.mirrors)
         if self._rank.value in state.mirrors:
             chosen = self._rank.value
             state = replace(state, mirrors={chosen: state.mirrors[chosen]})
-        self._header.value = header_part(state)
-        self._pictures.value = "".join(
+        drawn = "".join(
             f'<div style="line-height:0;margin:4px 0">{svg}</div>'
             for _, svg in pictures(state, standalone=False)
         )
-        self._requests.value = requests_part(state)
-        self._offer_requests(state)
-        if is_last:
-            self._disable()
-        return True
+        size += _put(self._header, header_part(state)) + _put(self._pictures, drawn)
+        size += _put(self._requests, requests_part(state))
+        return size + self._offer_requests(state)
 
     def close(self) -> None:
         """Show nothing more; what is shown stays. Again does nothing."""
@@ -111,12 +115,12 @@ class PlainDashboard:
         for control in (self._pause, self._rank, self._choice, self._button):
             control.disabled = True
 
-    def _offer_ranks(self, mirrors: Mapping[int, TraceMirror]) -> None:
+    def _offer_ranks(self, mirrors: Mapping[int, TraceMirror]) -> int:
         options = [("all ranks", _ALL), *((f"rank {rank}", rank) for rank in sorted(mirrors))]
-        _offer(self._rank, options, _ALL)
         self._rank.layout.display = None if len(mirrors) > 1 else "none"
+        return _offer(self._rank, options, _ALL)
 
-    def _offer_requests(self, state: DashboardState) -> None:
+    def _offer_requests(self, state: DashboardState) -> int:
         several = len(state.mirrors) > 1
         options = []
         for rank, request in state.requests(MAX_CHOICES):
@@ -126,8 +130,8 @@ class PlainDashboard:
                 name = name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 1] + "…"
                 place = f"rank {rank} " if several else ""
                 options.append((f"{place}#{number} {name}", (rank, number)))
-        _offer(self._choice, options, options[0][1] if options else None)
         self._button.disabled = self._abort is None or not options
+        return _offer(self._choice, options, options[0][1] if options else None)
 
     def _on_click(self, button: ipywidgets.Button) -> None:  # noqa: ARG002
         chosen = self._choice.value
@@ -142,16 +146,25 @@ class PlainDashboard:
             self._answer.value = f"abort of #{number} was sent"
 
 
-def _offer(dropdown: ipywidgets.Dropdown, options: list[tuple[str, Any]], default: object) -> None:
-    """Offer other options, and keep what is chosen as long as it is among them."""
+def _put(part: ipywidgets.HTML, html: str) -> int:
+    """Show it, and return how many bytes that sends."""
+    if part.value == html:
+        return 0
+    part.value = html
+    return len(html.encode())
+
+
+def _offer(dropdown: ipywidgets.Dropdown, options: list[tuple[str, Any]], default: object) -> int:
+    """Offer other options, and keep what is chosen as long as it is among them; returns how many bytes that sends."""
     if list(dropdown.options) == options:
-        return
+        return 0
     chosen = dropdown.value
     values = [value for _, value in options]
     with dropdown.hold_sync():
         dropdown.options = options
         if options:
             dropdown.value = chosen if chosen in values else default
+    return sum(len(label.encode()) for label, _ in options)
 
 
 def _layout(width: str) -> dict[str, str]:

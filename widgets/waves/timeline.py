@@ -129,7 +129,8 @@ class WaveTimeline:
 @dataclass
 class WaveRecorder:
     """Makes a timeline from snapshots. What is published says how things stand: between two snapshots lies what the
-    counters have grown by, in the state of the first one, because each change of state is published at once."""
+    counters have grown by, in the state of the first one, because each change of state is published at once. Who has not
+    read all that was published says so with `break_off`."""
 
     engine: str
     lock_step: bool
@@ -143,7 +144,8 @@ class WaveRecorder:
         """Take in a snapshot; one that is no newer than the last is left out."""
         before = self._newest
         if before is None:
-            self._began = stats.timestamp
+            if not self._spans:
+                self._began = stats.timestamp
         elif stats.timestamp <= before.timestamp:
             return
         else:
@@ -151,6 +153,10 @@ class WaveRecorder:
             if self.keep is not None:
                 del self._spans[: -self.keep]
         self._newest = stats
+
+    def break_off(self) -> None:
+        """From here to the next snapshot nothing is known: some may be missed."""
+        self._newest = None
 
     def timeline(self, now: float | None = None) -> WaveTimeline:
         """What there is; `now`, a `time.time()`, ends it later than the last snapshot, with nothing new."""
@@ -169,6 +175,7 @@ class WaveRecorder:
 
     def _span(self, before: EngineStats, after: EngineStats) -> Span:
         known = {engine.engine_index: engine for engine in before.engines}
+        start, end = before.timestamp - self._began, after.timestamp - self._began
         ranks = {}
         for engine in after.engines:
             rank = engine.engine_index
@@ -177,7 +184,7 @@ class WaveRecorder:
                 # The state that was published holds until the next one; what ranks report may be older.
                 is_late = not (before.engines_running or after.engines_running)
                 if is_late:
-                    self._credit(rank, state)
+                    self._credit(rank, state, start)
                     state = replace(state, steps=0, dummy_steps=0)
                 running = before.engines_running or (
                     after.engines_running and state.steps + state.dummy_steps > 0
@@ -185,7 +192,7 @@ class WaveRecorder:
                 wave = (before if before.engines_running else after).current_wave
                 state = replace(state, wave=wave, is_running=running)
             ranks[rank] = state
-        return Span(before.timestamp - self._began, after.timestamp - self._began, ranks)
+        return Span(start, end, ranks)
 
     def _state(self, known: SchedulerStats, engine: SchedulerStats) -> RankSpan:
         steps = _growth(_steps(known), _steps(engine))
@@ -194,12 +201,16 @@ class WaveRecorder:
         num_requests = engine.num_running_reqs + engine.num_waiting_reqs
         return RankSpan(steps, dummy_steps, 0, steps > 0 or had_requests, num_requests)
 
-    def _credit(self, rank: int, late: RankSpan) -> None:
-        """Steps that were reported when the wave was over belong to the last time that the rank was seen in one."""
+    def _credit(self, rank: int, late: RankSpan, start: float) -> None:
+        """Steps that were reported when the wave was over belong to the last time that the rank was seen in one, if all
+        between that and `start` is known."""
         if not late.steps + late.dummy_steps:
             return
         for index in range(len(self._spans) - 1, -1, -1):
             span = self._spans[index]
+            if span.end != start:
+                return
+            start = span.start
             state = span.ranks.get(rank)
             if state is not None and state.is_running:
                 more = replace(
@@ -214,6 +225,8 @@ def _spread(spans: list[Span], rank: int) -> None:
     silent: list[int] = []
     for index, span in enumerate(spans):
         state = span.ranks.get(rank)
+        if silent and spans[index - 1].end != span.start:
+            silent = []
         if state is None or not state.is_running:
             silent = []
         elif state.steps + state.dummy_steps == 0:

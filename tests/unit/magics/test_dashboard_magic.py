@@ -16,6 +16,7 @@ from nbengine.magics.extension import unload
 from nbengine.metrics.trace import RequestAdded, RequestFinished, RequestTrace, StepPlanned
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.chrome_trace import EngineHistory
+from nbengine.widgets.dashboard.open_dashboards import OPEN
 from nbengine.widgets.dashboard.plain_view import PlainView
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.dashboard.widget import Dashboard, answer_at_once
@@ -69,7 +70,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "ALIVE_INTERVAL", 0.05)
     monkeypatch.setattr(dashboard_module, "FRAME_INTERVAL", 0.0)
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 1e9)
-    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 1e9, 0.0))
+    monkeypatch.setattr(OPEN, "line", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(Dashboard, "_snapshots", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
 
@@ -278,7 +279,7 @@ def test_dashboards_share_the_way_to_the_browser(
     kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 100_000)
-    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000, 0.0))
+    monkeypatch.setattr(OPEN, "line", Throttle(0.0, 100_000, 0.0))
     scripts = []
     for number in range(3):
         kernel_shell.run_cell(f"%dashboard -o board{number}").raise_error()
@@ -293,7 +294,7 @@ def test_dashboards_share_the_way_to_the_browser(
     assert time.monotonic() - began > 2 * 0.01
     # What was not used meanwhile is for all of them at once.
     moments = iter([0.0])
-    monkeypatch.setattr(Dashboard, "_line", Throttle(0.0, 100_000, 1.0, lambda: next(moments, 60.0)))
+    monkeypatch.setattr(OPEN, "line", Throttle(0.0, 100_000, 1.0, lambda: next(moments, 60.0)))
     frames = [script.frames for script in scripts]
     for script in scripts:
         script.dashboard._throttle = Throttle(0.0, 1e9, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,8 +26,12 @@ from nbengine.metrics.trace import (
     TraceSnapshot,
 )
 from nbengine.widgets.following.dashboard_state import DashboardState
+from nbengine.widgets.following.feed import EngineFeed
 
 DEADLINE = 20.0
+
+Follow = Callable[..., EngineFeed]
+"""Has a listener, with an owner or without, follow the engine."""
 
 
 def make_info(directory: Path, name: str = "dense", **arguments: object) -> ConnectionInfo:
@@ -119,6 +124,20 @@ class Publisher:
         self._socket.send_multipart([topic, msgspec.msgpack.encode(message)])
 
 
+class Deaf:
+    """A source that nothing comes from."""
+
+    num_losses = 0
+
+    def __init__(self) -> None:
+        self.num_polls = 0
+
+    def poll(self, timeout: float | None = None) -> object:
+        self.num_polls += 1
+        threading.Event().wait(timeout)
+        return None
+
+
 class Listener:
     """Keeps what it is told, as far as the test asks for it."""
 
@@ -143,3 +162,11 @@ class Listener:
             found = self._changed.wait_for(lambda: bool(self.states) and condition(self.states[-1]), DEADLINE)
             assert found, f"never came; last: {self.states[-1:]}"
             return self.states[-1]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Look until it holds."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

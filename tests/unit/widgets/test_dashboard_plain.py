@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbengine.widgets.following.dashboard_state import DashboardState
+from nbengine.widgets.pictures import plain as plain_module
 from nbengine.widgets.pictures.plain import INTERVAL, PlainDashboard
 from tests.unit.widgets.dashboards import LABEL, SmallEngine, busy_engine, state_of
 
@@ -83,6 +84,31 @@ def test_it_is_drawn_twice_a_second_at_most(
     clock.now += INTERVAL * 0.2
     assert dashboard.show(state_of(engine))
     assert reader.text != before
+
+
+def test_what_takes_long_to_draw_is_drawn_more_seldom(
+    dashboard: PlainDashboard, clock: Clock, engine: SmallEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(state: DashboardState) -> str:
+        clock.now += 0.2
+        return str(state.time)
+
+    monkeypatch.setattr(plain_module, "header_part", slow)
+    assert dashboard.show(state_of(engine))
+    engine.run(5)
+    clock.now += 1.7
+    assert not dashboard.show(state_of(engine))
+    clock.now += 0.2
+    assert dashboard.show(state_of(engine))
+
+
+def test_what_is_sent_is_counted(
+    dashboard: PlainDashboard, reader: Reader, clock: Clock, engine: SmallEngine
+) -> None:
+    size = dashboard.show(state_of(engine))
+    assert len(reader.text) <= size <= len(reader.text.encode()) + 200
+    clock.now += 1
+    assert dashboard.show(state_of(engine)) == 0, "it looks the same"
 
 
 def test_a_pause_holds_the_picture_until_the_end(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,48 +14,12 @@ from nbengine.client.connection import ConnectionInfo, write_connection
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import SchedulerStats, WorkerStats
-from nbengine.metrics.trace import RequestAdded, RequestFinished, StepContinued, StepDone, StepPlanned
+from nbengine.metrics.trace import RequestAdded, RequestFinished, StepDone, StepPlanned
 from nbengine.widgets.following import feed as feed_module
 from nbengine.widgets.following import rates as rates_module
 from nbengine.widgets.following.feed import EngineFeed
 from nbengine.widgets.following.ownership import WAITING, Owner
-from tests.unit.widgets.publishing import DEADLINE, Listener, Publisher, make_info
-
-Follow = Callable[..., EngineFeed]
-
-
-@pytest.fixture
-def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConnectionInfo:
-    monkeypatch.setenv("NBENGINE_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(feed_module, "PUBLISH_INTERVAL", 0.02)
-    monkeypatch.setattr(feed_module, "IDLE_INTERVAL", 0.05)
-    return make_info(tmp_path / "run")
-
-
-@pytest.fixture
-def publisher(info: ConnectionInfo) -> Iterator[Publisher]:
-    publisher = Publisher(info)
-    yield publisher
-    publisher.close()
-
-
-@pytest.fixture
-def follow(info: ConnectionInfo, publisher: Publisher) -> Iterator[Follow]:
-    """Have listeners follow the engine; in the end no thread may be left."""
-    joined: list[tuple[EngineFeed, Listener]] = []
-
-    def begin(listener: Listener, owner: Owner | None = None) -> EngineFeed:
-        feed = EngineFeed.listen(info, listener, owner)
-        joined.append((feed, listener))
-        return feed
-
-    yield begin
-    for feed, listener in joined:
-        feed.leave(listener)
-    for feed, _ in joined:
-        feed.join(DEADLINE)
-        assert not feed.is_running
-    assert info.run_dir not in EngineFeed._feeds
+from tests.unit.widgets.publishing import DEADLINE, Follow, Listener, Publisher, wait_until
 
 
 class FakeClient:
@@ -230,21 +193,6 @@ def test_lost_batches_are_told_and_the_state_is_right_again(follow: Follow, publ
     assert state.mirrors[0].num_snapshots == 2
 
 
-def test_nonsense_costs_a_new_subscription_and_no_more(
-    follow: Follow, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(feed_module, "ALIVE_INTERVAL", 0.05)
-    listener = Listener()
-    follow(listener)
-    listener.wait_for(knows())
-    publisher.publish(StepContinued(5, 1000.0, []))
-    wait_until(lambda: publisher.topics.count(b"\x01trace") == 2)
-    assert "makes no sense" in caplog.text
-    publisher.publish(added(0), num_waiting_reqs=1)
-    state = listener.wait_for(lambda state: state.state == "running" and 0 in state.mirrors)
-    assert list(state.mirrors[0].requests) == [0]
-
-
 def test_engine_cores_come_restart_and_go(
     follow: Follow, publisher: Publisher, info: ConnectionInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,10 +314,3 @@ def test_rates_fall_to_nothing_when_the_engine_rests(
     assert state.rates.tokens_out_per_second == pytest.approx(1)
     assert state.rates.time_to_first_token == pytest.approx(0.375, abs=1e-6)
     listener.wait_for(lambda state: state.rates.tokens_out_per_second == 0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

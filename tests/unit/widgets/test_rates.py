@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nbengine.client.trace_mirror import TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
+from nbengine.metrics.trace import (
+    BlocksCached,
+    RequestAdded,
+    RequestTrace,
+    StepDone,
+    StepPlanned,
+    TraceBatch,
+    TraceSnapshot,
+)
 from nbengine.widgets.following import rates as rates_module
 from nbengine.widgets.following.rates import RateMeter
 from tests.unit.widgets.dashboards import START, SmallEngine
@@ -90,3 +100,52 @@ def test_ranks_are_added_up_and_those_that_left_forgotten() -> None:
     assert rates.memory_bytes == 400
     meter.take({0: engines[0].mirror})
     assert meter.rates(stats, START + 2).tokens_out_per_second == pytest.approx(2.5)
+
+
+class SteadyEngine:
+    """One request that gets a token every 10 ms, whether it is followed or not."""
+
+    def __init__(self) -> None:
+        self.mirror = TraceMirror(0)
+        self.time = START
+        self._steps = 0
+        self._stats = SchedulerStats(0, num_running_reqs=1, num_blocks=16, num_free_blocks=15)
+
+    def begin_anew(self) -> None:
+        """A snapshot comes."""
+        added = RequestAdded(0, "r", 0, START, 4, 100_000, [1])
+        request = RequestTrace(added, True, 4 + self._steps, 1 + self._steps, 0, 0, [1])
+        self.mirror.apply(
+            TraceSnapshot(0, self._steps, self.time, 4, 64, 8, [request], BlocksCached([], []), self._stats)
+        )
+
+    def run(self, seconds: float, *, followed: bool = True) -> None:
+        for _ in range(round(seconds * 100)):
+            planned = StepPlanned(self._steps, self.time, [0], [1], [4 + self._steps], [], [])
+            self._steps += 1
+            self.time += 0.01
+            events = [planned, StepDone(self._steps - 1, self.time, [1])]
+            if followed:
+                assert self.mirror.apply(TraceBatch(0, self._steps, self.time, events, self._stats))
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["a new snapshot", "a new mirror"])
+def test_after_a_pause_what_was_not_seen_is_not_taken_for_nothing(is_lost: bool) -> None:
+    engine, meter = SteadyEngine(), RateMeter()
+
+    def rate() -> float | None:
+        meter.take({0: engine.mirror})
+        return meter.rates(EngineStats(), engine.time).tokens_out_per_second
+
+    engine.begin_anew()
+    rate()
+    engine.run(20.0)
+    assert rate() == pytest.approx(100, rel=0.01)
+    engine.run(1.0, followed=False)
+    if is_lost:
+        engine.mirror = TraceMirror(0)
+    engine.begin_anew()
+    assert rate() is None
+    for seconds, expected in ((0.4, None), (0.2, 100.0), (1.0, 100.0), (10.0, 100.0)):
+        engine.run(seconds)
+        assert rate() == (expected and pytest.approx(expected, rel=0.01))

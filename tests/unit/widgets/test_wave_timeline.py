@@ -108,6 +108,40 @@ def test_what_is_reported_late_within_a_wave_is_spread_over_the_time_that_it_too
     assert [span.ranks[0].steps for span in recorder.timeline().spans] == [10, 10, 20]
 
 
+def test_of_the_time_between_a_break_and_the_next_snapshot_nothing_is_known() -> None:
+    recorder = WaveRecorder("moe", lock_step=True)
+    recorder.take(snapshot(10.0, 1, True, core(0, 0)))
+    recorder.take(snapshot(11.0, 1, True, core(0, 100)))
+    recorder.take(snapshot(12.0, 1, True, core(0, 100)))
+    recorder.break_off()
+    assert recorder.timeline(15.0).seconds == 2.0
+    recorder.take(snapshot(60.0, 9, False, core(0, 5000)))
+    recorder.take(snapshot(61.0, 9, False, core(0, 5001)))
+    recorder.take(snapshot(62.0, 9, True, core(0, 5001)))
+    recorder.take(snapshot(64.0, 9, True, core(0, 5300)))
+    timeline = recorder.timeline()
+    assert (timeline.began, timeline.seconds) == (10.0, 54.0)
+    assert [(span.start, span.end, span.ranks[0].steps) for span in timeline.spans] == [
+        (0.0, 1.0, 100),
+        (1.0, 2.0, 0),
+        (50.0, 51.0, 0),
+        (51.0, 52.0, 0),
+        (52.0, 54.0, 299),
+    ]
+    assert timeline.waves == [WaveSpan(1, 0.0, 2.0), WaveSpan(9, 52.0, 54.0)]
+    assert list(timeline.columns(0, 54))[2:50] == [None] * 48
+
+
+def test_what_is_reported_late_after_a_break_is_not_spread_to_before_it() -> None:
+    recorder = WaveRecorder("moe", lock_step=True)
+    recorder.take(snapshot(0.0, 0, True, core(0, 10)))
+    recorder.take(snapshot(1.0, 0, True, core(0, 10)))
+    recorder.break_off()
+    recorder.take(snapshot(5.0, 0, True, core(0, 40)))
+    recorder.take(snapshot(6.0, 0, True, core(0, 50)))
+    assert [span.ranks[0].steps for span in recorder.timeline().spans] == [0, 10]
+
+
 def test_a_snapshot_that_comes_twice_changes_nothing() -> None:
     recorder = WaveRecorder("moe", lock_step=True)
     for moment in (1.0, 2.0, 2.0, 1.5):
