@@ -12,7 +12,14 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.magics.arguments import MagicParser, did_you_mean, json_object, key_value, memory_size
+from nbengine.magics.arguments import (
+    MagicParser,
+    did_you_mean,
+    json_object,
+    key_value,
+    memory_size,
+    variable_name,
+)
 
 _SHORT = {
     "tensor_parallel_size": ("--tp",),
@@ -117,7 +124,9 @@ def start_parser(command: str = "start", prog: str = "") -> MagicParser:
     if command != "fit":
         parser.add_argument("--name", help=_NAME_HELP.get(command, "engine (default: the last one)"))
     bound = "report" if command == "fit" else "engine's AsyncLLM"
-    parser.add_argument("-o", "--out", metavar="NAME", help=f"bind the {bound} to a variable")
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=variable_name, help=f"bind the {bound} to a variable"
+    )
     hints = typing.get_type_hints(EngineArgs)
     for argument in fields(EngineArgs):
         if argument.name != "model":

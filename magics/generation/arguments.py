@@ -16,6 +16,7 @@ from nbengine.magics.arguments import (
     key_value,
     split_body,
     unescaped,
+    variable_name,
 )
 from nbengine.magics.comparison.axes import Several, one_or_several
 from nbengine.magics.config import FORMATS, NBEngine
@@ -123,7 +124,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " PROMPT")
     parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
     add = parser.add_argument
-    add("-o", "--out", metavar="NAME", help="bind the result to a variable")
+    add("-o", "--out", metavar="NAME", type=variable_name, help="bind the result to a variable")
     add("-a", "--noblock", action="store_true", help="do not wait: the result is a handle to await or ask")
     add(
         "--engine",
@@ -224,8 +225,6 @@ def options_of(
     prompt = expand(line.prompt)
     if not prompt.strip():
         raise UsageError(f"{prog}: the prompt is empty")
-    if parsed.out is not None and not parsed.out.isidentifier():
-        raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
     if parsed.system is not None and parsed.chat is False:
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
     if parsed.diff and parsed.noblock:

@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import newest
 from nbengine.errors import NBEngineError
-from nbengine.magics.arguments import MagicParser
+from nbengine.magics.arguments import MagicParser, variable_name
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.answers import Answer, kept_answer, merged, selected
 from nbengine.magics.generation.answers_view import heading, listing
@@ -143,7 +143,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-l", "--list", action="store_true", help="list all of them")
     parser.add_argument("--all", action="store_true", help="show all of them")
     parser.add_argument("--clear", action="store_true", help="forget them, here and in the engine")
-    parser.add_argument("-o", "--out", metavar="NAME", help="bind the result to a variable")
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=variable_name, help="bind the result to a variable"
+    )
     parser.add_argument("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
     parser.add_argument("--session", metavar="S", help="of another notebook, by its name in the engine")
     parsed = parser.parse_words(words)
@@ -153,8 +155,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if several and (parsed.which is not None or parsed.out is not None):
         what = "-o NAME" if parsed.which is None else f"{parsed.which!r}"
         parser.error(f"{what} means one answer, --{several[0]} all of them")
-    if parsed.out is not None and not parsed.out.isidentifier():
-        raise UsageError(f"%engine recover: -o needs the name of a variable, got {parsed.out!r}")
     if parsed.session == "":
         parser.error("--session needs a name")
     return parsed

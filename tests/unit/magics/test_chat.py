@@ -368,7 +368,7 @@ def test_a_model_without_a_chat_template_cannot_talk(shell: InteractiveShell, en
         ("%chat --temprature 1 hi", "did you mean --temperature"),
         ("%chat -n 2 hi", "unknown flag -n"),
         ("%chat --set n=2 hi", "goes on with one answer"),
-        ("%chat -o 1x hi", "-o needs the name of a variable"),
+        ("%chat -o 1x hi", "'1x' is not a name of a variable"),
         ("%chat --name ' ' hi", "--name needs the name"),
         ("%chat --top-p 2 hi", "top_p must be"),
         ("%chat --json --regex a hi", "not allowed with argument"),

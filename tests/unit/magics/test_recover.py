@@ -199,7 +199,7 @@ def test_clearing_forgets_what_has_ended_here_and_there(
         ("recover nonsense", "no answer 'nonsense'"),
         ("recover 1 2", "unexpected '2'"),
         ("recover --lst", "did you mean --list?"),
-        ("recover -o 1x", "-o needs the name of a variable, got '1x'"),
+        ("recover -o 1x", "'1x' is not a name of a variable"),
         ("recover --all --clear", "--all does not go with --clear"),
         ("recover 1 --all", "'1' means one answer, --all all of them"),
         ("recover -l -o x", "-o NAME means one answer, --list all of them"),
