@@ -11,6 +11,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from nbengine.client.connection import newest
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.magics.arguments import (
     MagicParser,
@@ -20,6 +21,7 @@ from nbengine.magics.arguments import (
     memory_size,
     variable_name,
 )
+from nbengine.magics.session import AttachedEngine
 
 _SHORT = {
     "tensor_parallel_size": ("--tp",),
@@ -173,6 +175,18 @@ def arguments_of(config: EngineConfig) -> dict[str, Any]:
     """The engine arguments that make `config`, without those that have their default value."""
     defaults = {f.name: f.default for f in fields(EngineArgs)} | {"hf_overrides": {}, "logits_processors": ()}
     return {name: value for name, value in values_of(config).items() if value != defaults[name]}
+
+
+def present_arguments(engine: AttachedEngine) -> dict[str, Any]:
+    """The arguments that make an engine as it is now: somebody else may have changed the number of its engine cores."""
+    info = engine.client.connection
+    found = newest(info)
+    if found is info:
+        # It has ended, and its last known number is the one that was set here.
+        return dict(engine.arguments)
+    size = found.config.parallel.data_parallel_size
+    known = engine.arguments.get("data_parallel_size", EngineArgs.data_parallel_size)
+    return engine.arguments | ({} if size == known else {"data_parallel_size": size})
 
 
 def _add_engine_argument(parser: MagicParser, argument: Field[Any], hint: Any) -> None:

@@ -6,9 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from IPython.core.displaypub import DisplayPublisher
@@ -206,7 +208,10 @@ class FakeClient:
                 progress(Progress("load", "weights", 1.0, 0.5, rank))
         self.engine_ranks = list(range(data_parallel_size))
         self.connection.ready = [make_ready(rank) for rank in self.engine_ranks]
-        write_connection(self.connection)
+        # As a host does it: clients keep the configuration that they came with.
+        parallel = replace(self.config.parallel, data_parallel_size=data_parallel_size)
+        config = replace(self.config, parallel=parallel)
+        write_connection(msgspec.structs.replace(self.connection, config=config))
         return data_parallel_size
 
     def detach(self) -> None:
