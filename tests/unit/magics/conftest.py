@@ -154,15 +154,21 @@ class FakeClient:
         return list(self.kept.get(session, ()))
 
     def read_transcripts(self, request_ids: Iterable[str], session: str | None = None) -> None:
+        if isinstance(error := self.answers.get("read_transcripts"), Exception):
+            raise error
         self.read.append((session, list(request_ids)))
 
     def forget_transcripts_blocking(
         self, request_ids: Iterable[str] | None = None, session: str | None = None
     ) -> int:
         assert request_ids is None
+        if isinstance(error := self.answers.get("forget_transcripts"), Exception):
+            raise error
         return len(self.kept.pop(session, ()))
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
+        if isinstance(error := self.answers.get("transcript_sessions"), Exception):
+            raise error
         return self.unread_sessions
 
     def abort_soon(self, request_id: str) -> None:
