@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import keyword
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ CALLER_ERRORS = (InvalidArgumentError, ModelNotFoundError, NotSupportedError, Re
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]i?)?B?")
+_MAX_SIZE = 2**63
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -210,7 +212,17 @@ def memory_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2G")
-    return int(float(match["number"]) * _UNITS.get((match["unit"] or "").replace("k", "K"), 1))
+    size = float(match["number"]) * _UNITS.get((match["unit"] or "").replace("k", "K"), 1)
+    if size >= _MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than a machine can have")
+    return int(size)
+
+
+def variable_name(text: str) -> str:
+    """Read the name that `-o` binds a value to."""
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name of a variable")
+    return text
 
 
 def unescaped(text: str) -> str:

@@ -181,10 +181,10 @@ def _cached_models() -> Iterable[str]:
 
 def _paths(fragment: str) -> Iterable[str]:
     start = fragment.rpartition("/")[0]
-    directory = Path(f"{start}/" if fragment.startswith("/") else start or ".").expanduser()
+    directory = Path(f"{start}/" if fragment.startswith("/") else start or ".")
     try:
-        entries = list(directory.iterdir())
-    except OSError:
+        entries = list(directory.expanduser().iterdir())
+    except (OSError, RuntimeError):  # the latter where `~name` is nobody's
         return
     for entry in entries:
         name = fragment[: len(fragment) - len(fragment.rpartition("/")[2])] + entry.name

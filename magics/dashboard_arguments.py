@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nbengine.magics.arguments import MagicParser
+from nbengine.magics.arguments import MagicParser, variable_name
 
 HEIGHTS = (200, 4000)
 """Pixels."""
@@ -27,7 +27,9 @@ def dashboard_parser() -> MagicParser:
     parser.add_argument(
         "--height", type=_height, default=0, metavar="PX", help="pixels (default: as its content)"
     )
-    parser.add_argument("-o", dest="out", type=_name, metavar="NAME", help="keep the widget in this variable")
+    parser.add_argument(
+        "-o", dest="out", type=variable_name, metavar="NAME", help="keep the widget in this variable"
+    )
     parser.add_argument(
         "--close", action="store_true", help="end this notebook's dashboards, of the engine or all"
     )
@@ -49,9 +51,3 @@ def _interval(text: str) -> float:
     if not 0.1 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
     return value
-
-
-def _name(text: str) -> str:
-    if not text.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name of a variable")
-    return text

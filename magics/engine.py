@@ -13,7 +13,7 @@ from nbengine.config import EngineArgs
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
 from nbengine.magics.config import NBEngine
-from nbengine.magics.engines.arguments import StartOptions, arguments_of, parse_start
+from nbengine.magics.engines.arguments import StartOptions, arguments_of, parse_start, present_arguments
 from nbengine.magics.engines.config import ConfigCommand
 from nbengine.magics.engines.control import ControlCommands
 from nbengine.magics.engines.fit import FitCommand
@@ -144,7 +144,7 @@ class EngineMagics(Magics):
     def _restart(self, words: Sequence[str]) -> None:
         options = parse_start(words, "restart")
         engine = self._session.get(options.name)
-        arguments = {"model": self._config.model, **engine.arguments, **options.arguments}
+        arguments = {"model": self._config.model, **present_arguments(engine), **options.arguments}
         EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
         self._launcher.end(engine.client.connection, lambda: self._session.stop(engine))
         self._launcher.launch(StartOptions(engine.name, options.out, arguments))

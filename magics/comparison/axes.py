@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ _NAMED_SOURCE = re.compile(r"(?P<name>[^\W\d]\w*)=(?!=)(?P<source>.+)", re.DOTAL
 _LAST_NAME = re.compile(r"""(?P<name>[^\W\d]\w*)["']?\]?\Z""")
 _BARE_SUBSCRIPT = re.compile(r"\[([^\W\d][^]\"'\\\n]*)\]")
 _PLAIN = (str, int, float, bool, type(None))
+_PLAIN_KINDS = "biufU"
+"""Kinds of numpy's scalars that are the same as one of Python's; times are not."""
 
 
 class Several(tuple[Any, ...]):
@@ -153,13 +156,21 @@ def _words(source: str) -> list[Any] | None:
 
 def _elements(collection: Any, spec: str, prog: str) -> Iterator[Choice]:
     if isinstance(collection, Mapping):
-        return (Choice(value, key) for key, value in collection.items())
+        return (Choice(value, _unwrapped(key)) for key, value in collection.items())
     if hasattr(collection, "iterrows"):
-        return (Choice(row, index) for index, row in collection.iterrows())
+        return (Choice(row, _unwrapped(index)) for index, row in collection.iterrows())
     if isinstance(collection, str | bytes) or not isinstance(collection, Iterable):
         kind = type(collection).__name__
         raise UsageError(f"{prog}: --each {spec}: needs a list, dict or column to go through, got {kind}")
     return (
-        Choice(value, value if isinstance(value, _PLAIN) else position)
+        Choice(value, plain if isinstance(plain := _unwrapped(value), _PLAIN) else position)
         for position, value in enumerate(collection)
     )
+
+
+def _unwrapped(value: Any) -> Any:
+    """A string, number or truth value of numpy's as Python's; anything else as it is."""
+    # Who has an element of numpy's has imported it; nobody else is to wait for it.
+    numpy = sys.modules.get("numpy")
+    is_plain = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _PLAIN_KINDS
+    return value.item() if is_plain else value

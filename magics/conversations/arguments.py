@@ -121,8 +121,6 @@ def parse_chat(
         raise UsageError(
             f"{prog}: --load begins with the file's turns, so it cannot go with --reset or --undo"
         )
-    if parsed.out is not None and not parsed.out.isidentifier():
-        raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
     if not parsed.name.strip():
         raise UsageError(f"{prog}: --name needs the name of a conversation, got {parsed.name!r}")
     return ChatOptions(

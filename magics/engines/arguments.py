@@ -11,8 +11,17 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from nbengine.client.connection import newest
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.magics.arguments import MagicParser, did_you_mean, json_object, key_value, memory_size
+from nbengine.magics.arguments import (
+    MagicParser,
+    did_you_mean,
+    json_object,
+    key_value,
+    memory_size,
+    variable_name,
+)
+from nbengine.magics.session import AttachedEngine
 
 _SHORT = {
     "tensor_parallel_size": ("--tp",),
@@ -117,7 +126,9 @@ def start_parser(command: str = "start", prog: str = "") -> MagicParser:
     if command != "fit":
         parser.add_argument("--name", help=_NAME_HELP.get(command, "engine (default: the last one)"))
     bound = "report" if command == "fit" else "engine's AsyncLLM"
-    parser.add_argument("-o", "--out", metavar="NAME", help=f"bind the {bound} to a variable")
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=variable_name, help=f"bind the {bound} to a variable"
+    )
     hints = typing.get_type_hints(EngineArgs)
     for argument in fields(EngineArgs):
         if argument.name != "model":
@@ -164,6 +175,18 @@ def arguments_of(config: EngineConfig) -> dict[str, Any]:
     """The engine arguments that make `config`, without those that have their default value."""
     defaults = {f.name: f.default for f in fields(EngineArgs)} | {"hf_overrides": {}, "logits_processors": ()}
     return {name: value for name, value in values_of(config).items() if value != defaults[name]}
+
+
+def present_arguments(engine: AttachedEngine) -> dict[str, Any]:
+    """The arguments that make an engine as it is now: somebody else may have changed the number of its engine cores."""
+    info = engine.client.connection
+    found = newest(info)
+    if found is info:
+        # It has ended, and its last known number is the one that was set here.
+        return dict(engine.arguments)
+    size = found.config.parallel.data_parallel_size
+    known = engine.arguments.get("data_parallel_size", EngineArgs.data_parallel_size)
+    return engine.arguments | ({} if size == known else {"data_parallel_size": size})
 
 
 def _add_engine_argument(parser: MagicParser, argument: Field[Any], hint: Any) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.config import EngineArgs, EngineConfig
+from nbengine.client.connection import newest
+from nbengine.config import EngineArgs
 from nbengine.magics.arguments import MagicParser
-from nbengine.magics.engines.arguments import values_of
+from nbengine.magics.engines.arguments import present_arguments, values_of
 from nbengine.magics.session import AttachedEngine, NotebookSession
 from nbengine.units import size
 from nbengine.widgets.live import publish
@@ -54,13 +55,13 @@ class ConfigCommand:
 
 def configuration(engine: AttachedEngine) -> dict[str, dict[str, Any]]:
     """Each engine argument with its "value" and its "source": "given", "chosen" by the engine, or "default"."""
-    config: EngineConfig = engine.client.config
-    values, ready = values_of(config), engine.client.ready
+    given = present_arguments(engine)
+    values, ready = values_of(newest(engine.client.connection).config), engine.client.ready
     found = {}
     for argument in fields(EngineArgs):
         name, value = argument.name, values[argument.name]
         chosen = getattr(ready, _DERIVED[name]) if name in _DERIVED else None
-        if name in engine.arguments and engine.arguments[name] not in (None, "auto"):
+        if given.get(name) not in (None, "auto"):
             source = "given"
         elif chosen is not None and value in (None, "auto"):
             value, source = chosen, "chosen"

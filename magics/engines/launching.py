@@ -13,7 +13,7 @@ from nbengine.client.connection import ConnectionInfo
 from nbengine.config import EngineArgs
 from nbengine.errors import NBEngineError
 from nbengine.ipc.control_messages import Progress
-from nbengine.magics.engines.arguments import StartOptions, parse_start
+from nbengine.magics.engines.arguments import StartOptions, parse_start, present_arguments
 from nbengine.magics.engines.reports import footprint, started_sentence
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.session import AttachedEngine, NotebookSession
@@ -88,7 +88,8 @@ class Launcher:
         if wanted is None:
             raise UsageError("%engine load: which MODEL? An alias, a directory, a .gguf file or a hub id")
         engine = self._session.get(options.name)
-        arguments, left_out = carried_over(engine.arguments, options.arguments)
+        before = StartOptions(engine.name, None, present_arguments(engine))
+        arguments, left_out = carried_over(before.arguments, options.arguments)
         config = EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
         with StartProgress(self._shell, f"looking for {wanted}", config.parallel) as progress:
             progress.update(Progress("fetch"))
@@ -98,7 +99,6 @@ class Launcher:
                 f"{', '.join(left_out)} was for the model before; give it again if it is meant for {wanted}"
             )
         self.end(engine.client.connection, lambda: self._session.stop(engine))
-        before = StartOptions(engine.name, None, engine.arguments)
         try:
             self.launch(StartOptions(engine.name, options.out, arguments))
         except Interrupted:

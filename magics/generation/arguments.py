@@ -16,6 +16,7 @@ from nbengine.magics.arguments import (
     key_value,
     split_body,
     unescaped,
+    variable_name,
 )
 from nbengine.magics.comparison.axes import Several, one_or_several
 from nbengine.magics.config import FORMATS, NBEngine
@@ -109,21 +110,25 @@ class _Repeated(argparse.Action):
 
 def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicParser:
     """Parser of the flags; `expand` is applied to each value before it is read."""
-
-    def number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-        def read(text: str) -> Any:
-            return kind(expand(text))
-
-        read.__name__ = kind.__name__
-        return read
-
-    def numbers(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-        return number(one_or_several(kind))
-
     usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " PROMPT")
     parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=variable_name, help="bind the result to a variable"
+    )
+    _add_request_flags(parser, expand)
+    parser.add_argument("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
+    _add_sampling_flags(parser, expand)
+    add_constraint_flags(parser)
+    parser.add_argument("--no-stream", action="store_true", help="show the answer when it is complete")
+    parser.add_argument(
+        "--diff", action="store_true", help="show what differs from this cell's previous answer"
+    )
+    return parser
+
+
+def _add_request_flags(parser: MagicParser, expand: Expand) -> None:
+    """Add the flags about what is asked of whom."""
     add = parser.add_argument
-    add("-o", "--out", metavar="NAME", help="bind the result to a variable")
     add("-a", "--noblock", action="store_true", help="do not wait: the result is a handle to await or ask")
     add(
         "--engine",
@@ -142,7 +147,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         "-t",
         dest="rank",
         metavar="RANK",
-        type=number(int),
+        type=_number(int, expand),
         help="engine core to ask, of several (default: the one with the least to do)",
     )
     mode = parser.add_mutually_exclusive_group()
@@ -163,7 +168,18 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         action=_Repeated,
         help="system message (repeatable: they are compared)",
     )
-    add("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
+
+
+def _add_sampling_flags(parser: MagicParser, expand: Expand) -> None:
+    """Add the flags of the sampling parameters, constraints apart; those that take a list are compared."""
+
+    def number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        return _number(kind, expand)
+
+    def numbers(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        return _number(one_or_several(kind), expand)
+
+    add = parser.add_argument
     add("--temperature", metavar="T", type=numbers(float), help="0 is greedy; higher is more varied")
     add("--top-p", metavar="P", type=numbers(float), help="sample from the likeliest tokens of this total")
     add("--top-k", metavar="K", type=numbers(int), help="sample from the K likeliest tokens")
@@ -179,8 +195,13 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         action="append",
         help=r"end where this text appears (repeatable; \n is a line break)",
     )
-    add_constraint_flags(parser)
-    add("--no-stream", action="store_true", help="show the answer when it is complete")
+    add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
+    add(
+        "--logprobs",
+        metavar="K",
+        type=number(int),
+        help="shade tokens by probability, with the K likeliest in their place: a click on one goes on from it",
+    )
     add(
         "--set",
         metavar="KEY=VALUE",
@@ -189,15 +210,16 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
         default=[],
         help="any other sampling parameter by its Python name, the value as JSON",
     )
-    add("--diff", action="store_true", help="show what differs from this cell's previous answer")
-    add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
-    add(
-        "--logprobs",
-        metavar="K",
-        type=number(int),
-        help="shade tokens by probability, with the K likeliest in their place: a click on one goes on from it",
-    )
-    return parser
+
+
+def _number(kind: Callable[[str], Any], expand: Expand) -> Callable[[str], Any]:
+    """`kind` of what is left when variables are put in; its name, which complaints have, is that of `kind`."""
+
+    def read(text: str) -> Any:
+        return kind(expand(text))
+
+    read.__name__ = kind.__name__
+    return read
 
 
 def read_line(line: str, body: str | None, expand: Expand) -> GenerateLine:
@@ -224,8 +246,6 @@ def options_of(
     prompt = expand(line.prompt)
     if not prompt.strip():
         raise UsageError(f"{prog}: the prompt is empty")
-    if parsed.out is not None and not parsed.out.isidentifier():
-        raise UsageError(f"{prog}: -o needs the name of a variable, got {parsed.out!r}")
     if parsed.system is not None and parsed.chat is False:
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
     if parsed.diff and parsed.noblock:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.client.connection import newest
 from nbengine.errors import NBEngineError
-from nbengine.magics.arguments import MagicParser
+from nbengine.magics.arguments import MagicParser, variable_name
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.answers import Answer, kept_answer, merged, selected
 from nbengine.magics.generation.answers_view import heading, listing
 from nbengine.magics.generation.view import Appearance, view_for
 from nbengine.magics.interrupts import Interrupted
-from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
+from nbengine.magics.session import AttachedEngine, EngineClient, NotebookSession, live_engines
 from nbengine.widgets.live import publish
 from nbengine.widgets.words import count
 
+Answered = TypeVar("Answered")
 MAX_SHOWN = 10
 """Answers shown at once without `--all`."""
 _DESCRIPTION = """\
@@ -54,21 +55,19 @@ class RecoverCommands:
 
     def _recover(self, words: Sequence[str]) -> None:
         parsed = _parse(words)
-        engines = self._engines()
+        inquiry = _Inquiry(self._engines(), parsed.session)
+        apart = self._not_attached() if parsed.session is None else []
         if parsed.clear:
-            self._clear(engines, parsed.session)
-            return
-        answers, notes = self._answers(engines, parsed.session)
-        if not answers:
-            notes = [_nothing(engines, parsed.session), *notes, *_other_sessions(engines, parsed.session)]
-        elif parsed.list:
-            publish(self._shell, *listing(answers))
+            print(f"{count(self._clear(inquiry), 'answer')} forgotten")
+            notes = inquiry.notes
+        elif answers := self._answers(inquiry):
+            rest = self._show_some(inquiry, answers, parsed)
+            notes = inquiry.notes + _about_rest(rest)
         else:
-            chosen, rest = _chosen(answers, parsed)
-            self._show_all(chosen, parsed)
-            self._note_read(engines, chosen, parsed.session)
-            notes += _about_rest(rest)
-        for note in notes:
+            is_all = not (inquiry.notes or apart)
+            others = _other_sessions(inquiry)
+            notes = [_nothing(inquiry, is_all=is_all), *inquiry.notes, *others]
+        for note in notes + apart:
             print(note)
 
     def _engines(self) -> list[AttachedEngine]:
@@ -76,24 +75,36 @@ class RecoverCommands:
             self._attach()
         return self._session.engines
 
-    def _answers(
-        self, engines: Iterable[AttachedEngine], session: str | None
-    ) -> tuple[list[Answer], list[str]]:
-        """All there are, the latest first, and what is to be said about those that there are not."""
+    def _not_attached(self) -> list[str]:
+        """What is to be said of engines of this notebook that cannot be asked, because its kernel has restarted since."""
+        return [
+            f"engine {info.name!r} of this notebook is not attached: `%engine attach {info.name}`, then "
+            "`%engine recover` again"
+            for info in self._session.ledger.among(live_engines())
+            if self._session.find(info.name) is None
+        ]
+
+    def _answers(self, inquiry: _Inquiry) -> list[Answer]:
+        """All there are, the latest first."""
+        session = inquiry.session
         kept: list[Answer] = []
-        notes: list[str] = []
-        for engine in engines:
-            try:
-                transcripts = engine.client.transcripts_blocking(session)
-            except (NBEngineError, TimeoutError) as error:
-                notes.append(
-                    f"what engine {engine.name!r} has kept cannot be read: {str(error) or 'no answer'}"
-                )
-                continue
+        for engine, transcripts in inquiry.ask(lambda client: client.transcripts_blocking(session)):
             kept += [kept_answer(transcript, engine.name) for transcript in transcripts]
-            notes += _losses(engine)
+            inquiry.notes += _losses(engine)
         own = self._session.ongoing.answers.newest_first() if session is None else []
-        return merged(own, kept), notes
+        return merged(own, kept)
+
+    def _show_some(
+        self, inquiry: _Inquiry, answers: list[Answer], parsed: argparse.Namespace
+    ) -> list[Answer]:
+        """Show what is asked for, and return what has not been shown besides."""
+        if parsed.list:
+            publish(self._shell, *listing(answers))
+            return []
+        chosen, rest = _chosen(answers, parsed)
+        self._show_all(chosen, parsed)
+        _note_read(inquiry, chosen)
+        return rest
 
     def _show_all(self, answers: Sequence[Answer], parsed: argparse.Namespace) -> None:
         if parsed.out is not None:
@@ -120,21 +131,40 @@ class RecoverCommands:
             view.finish(result, answer.cause if result.finished else "still being written")
         answer.is_new = False
 
-    def _note_read(
-        self, engines: Iterable[AttachedEngine], answers: Iterable[Answer], session: str | None
-    ) -> None:
-        for engine in engines:
-            ids = [a.request_id for a in answers if a.from_engine and a.engine == engine.name]
-            if ids:
-                engine.client.read_transcripts(ids, session)
+    def _clear(self, inquiry: _Inquiry) -> int:
+        """Forget what has ended, and return how many answers that were."""
+        gone: set[str] = set()
+        for _, ids in inquiry.ask(lambda client: _forget(client, inquiry.session), "forgotten"):
+            gone |= ids
+        if inquiry.session is None:
+            gone.update(self._session.ongoing.answers.clear())
+        return len(gone)
 
-    def _clear(self, engines: Iterable[AttachedEngine], session: str | None) -> None:
-        gone = set(self._session.ongoing.answers.clear()) if session is None else set()
-        for engine in engines:
-            kept = [item for item in engine.client.transcripts_blocking(session) if item.output.finished]
-            gone.update(item.request_id for item in kept)
-            engine.client.forget_transcripts_blocking(None, session)
-        print(f"{count(len(gone), 'answer')} forgotten")
+
+class _Inquiry:
+    """Asks engines about a session, the notebook's own if None. One that does not answer is named in `notes`, and asked
+    no more."""
+
+    def __init__(self, engines: Iterable[AttachedEngine], session: str | None) -> None:
+        self.engines = list(engines)
+        self.session = session
+        self.notes: list[str] = []
+
+    def ask(
+        self, call: Callable[[EngineClient], Answered], purpose: str = "read"
+    ) -> list[tuple[AttachedEngine, Answered]]:
+        """What each engine answers."""
+        answers = []
+        for engine in list(self.engines):
+            try:
+                answer = call(engine.client)
+            except (NBEngineError, TimeoutError) as error:
+                self.engines.remove(engine)
+                reason = str(error) or "no answer"
+                self.notes.append(f"what engine {engine.name!r} has kept cannot be {purpose}: {reason}")
+            else:
+                answers.append((engine, answer))
+        return answers
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -143,7 +173,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-l", "--list", action="store_true", help="list all of them")
     parser.add_argument("--all", action="store_true", help="show all of them")
     parser.add_argument("--clear", action="store_true", help="forget them, here and in the engine")
-    parser.add_argument("-o", "--out", metavar="NAME", help="bind the result to a variable")
+    parser.add_argument(
+        "-o", "--out", metavar="NAME", type=variable_name, help="bind the result to a variable"
+    )
     parser.add_argument("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
     parser.add_argument("--session", metavar="S", help="of another notebook, by its name in the engine")
     parsed = parser.parse_words(words)
@@ -153,8 +185,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if several and (parsed.which is not None or parsed.out is not None):
         what = "-o NAME" if parsed.which is None else f"{parsed.which!r}"
         parser.error(f"{what} means one answer, --{several[0]} all of them")
-    if parsed.out is not None and not parsed.out.isidentifier():
-        raise UsageError(f"%engine recover: -o needs the name of a variable, got {parsed.out!r}")
     if parsed.session == "":
         parser.error("--session needs a name")
     return parsed
@@ -189,10 +219,33 @@ def _losses(engine: AttachedEngine) -> list[str]:
     ]
 
 
-def _nothing(engines: Sequence[AttachedEngine], session: str | None) -> str:
+def _note_read(inquiry: _Inquiry, answers: Iterable[Answer]) -> None:
+    shown: dict[str, list[str]] = {}
+    for answer in answers:
+        if answer.from_engine:
+            shown.setdefault(answer.engine, []).append(answer.request_id)
+
+    def note(client: EngineClient) -> None:
+        if client.name in shown:
+            client.read_transcripts(shown[client.name], inquiry.session)
+
+    inquiry.ask(note, "marked as read")
+
+
+def _forget(client: EngineClient, session: str | None) -> set[str]:
+    kept = [item for item in client.transcripts_blocking(session) if item.output.finished]
+    client.forget_transcripts_blocking(None, session)
+    return {item.request_id for item in kept}
+
+
+def _nothing(inquiry: _Inquiry, *, is_all: bool) -> str:
+    """What to say where there are no answers; `is_all`: there are none anywhere else, either."""
+    session = inquiry.session
+    if not is_all:
+        return "nothing found" if session is None else f"nothing found of session {session!r}"
     if session is not None:
         return f"nothing has been kept of session {session!r}"
-    if engines:
+    if inquiry.engines:
         return "nothing to recover: no answer of this notebook is kept"
     alive = ", ".join(info.name for info in live_engines())
     if alive:
@@ -200,13 +253,13 @@ def _nothing(engines: Sequence[AttachedEngine], session: str | None) -> str:
     return "nothing to recover: no engine runs, and what an engine has kept is gone with it"
 
 
-def _other_sessions(engines: Iterable[AttachedEngine], session: str | None) -> list[str]:
+def _other_sessions(inquiry: _Inquiry) -> list[str]:
     """Whose answers there are, when this notebook has none: its kernel may have had another name."""
-    if session is not None:
+    if inquiry.session is not None:
         return []
     return [
         f"engine {engine.name!r} has {count(number, 'answer')} that nobody has read: %engine recover --session {name}"
-        for engine in engines
-        for name, number in engine.client.transcript_sessions_blocking().items()
+        for engine, sessions in inquiry.ask(lambda client: client.transcript_sessions_blocking())
+        for name, number in sessions.items()
         if number
     ]

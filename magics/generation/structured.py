@@ -62,14 +62,15 @@ def _schema(text: str, namespace: Mapping[str, object], prog: str) -> Any:
         return namespace[name]
     if text.lstrip().startswith("{"):
         return text
-    path = Path(text).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UsageError(
-            f"{prog}: --json {text}: neither a variable nor JSON in quotes, and as a file: {reason}"
-        ) from None
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError:
+        reason = "it is not text"
+    except RuntimeError as error:
+        reason = str(error)  # `~name` is nobody's home directory
+    raise UsageError(f"{prog}: --json {text}: neither a variable nor JSON in quotes, and as a file: {reason}")
 
 
 def _choices(text: str) -> list[str]:

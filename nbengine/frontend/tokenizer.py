@@ -28,8 +28,12 @@ def resolve_tokenizer(name: str) -> str:
         ModelNotFoundError: it is neither.
         ModelLoadError: there is no `tokenizer.json`.
     """
-    directory = Path(name).expanduser()
-    if not directory.is_dir():
+    try:
+        directory = Path(name).expanduser()
+        is_directory = directory.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise ModelNotFoundError(f"no tokenizer {name!r}: {error}") from error
+    if not is_directory:
         directory = _from_hub(name)
     if not (directory / "tokenizer.json").is_file():
         raise ModelLoadError(f"tokenizer {name!r}: {directory} has no tokenizer.json")

@@ -20,7 +20,7 @@ REQUESTS = [
     ("--max-tokens 3\n" + "long " * 2000, "prompt must be at most 4095 tokens long"),
     ("--temprature 1\nhi", "unknown flag --temprature; did you mean --temperature?"),
     ("--engine nobody\nhi", "there is no engine 'nobody'"),
-    ("-o 9x\nhi", "-o needs the name of a variable, got '9x'"),
+    ("-o 9x\nhi", "argument -o/--out: '9x' is not a name of a variable"),
     ("--temperature -1\nhi", "temperature must be a finite number, 0 or greater, got -1.0"),
     ("--temperature nan\nhi", "temperature must be finite, got nan"),
     ("--temperature hot\nhi", "argument --temperature: invalid float value: 'hot'"),

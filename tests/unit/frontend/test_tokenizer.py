@@ -56,6 +56,6 @@ def test_a_corrupt_tokenizer_is_a_load_error(model_directory: Path, tmp_path: Pa
 
 def test_a_name_that_is_nothing_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name in ("no/such/place", "nobody/no-such-tokenizer"):
+    for name in ("no/such/place", "nobody/no-such-tokenizer", "~nobody-here/tokenizer"):
         with pytest.raises(ModelNotFoundError, match="no tokenizer"):
             resolve_tokenizer(name)

@@ -6,9 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from IPython.core.displaypub import DisplayPublisher
@@ -152,15 +154,21 @@ class FakeClient:
         return list(self.kept.get(session, ()))
 
     def read_transcripts(self, request_ids: Iterable[str], session: str | None = None) -> None:
+        if isinstance(error := self.answers.get("read_transcripts"), Exception):
+            raise error
         self.read.append((session, list(request_ids)))
 
     def forget_transcripts_blocking(
         self, request_ids: Iterable[str] | None = None, session: str | None = None
     ) -> int:
         assert request_ids is None
+        if isinstance(error := self.answers.get("forget_transcripts"), Exception):
+            raise error
         return len(self.kept.pop(session, ()))
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
+        if isinstance(error := self.answers.get("transcript_sessions"), Exception):
+            raise error
         return self.unread_sessions
 
     def abort_soon(self, request_id: str) -> None:
@@ -206,7 +214,10 @@ class FakeClient:
                 progress(Progress("load", "weights", 1.0, 0.5, rank))
         self.engine_ranks = list(range(data_parallel_size))
         self.connection.ready = [make_ready(rank) for rank in self.engine_ranks]
-        write_connection(self.connection)
+        # As a host does it: clients keep the configuration that they came with.
+        parallel = replace(self.config.parallel, data_parallel_size=data_parallel_size)
+        config = replace(self.config, parallel=parallel)
+        write_connection(msgspec.structs.replace(self.connection, config=config))
         return data_parallel_size
 
     def detach(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,6 +177,11 @@ def test_a_list_may_be_written_or_named_in_several_ways() -> None:
         ('w=["a","b"]', "{w}", ["a", "b"], {"w": ["a", "b"]}),
         ("p=pairs", "{p[0]}-{p[1]}", ["1-2", "3-4"], {"p": [0, 1]}),
         ("numbers", "{numbers}", ["3", "4"], {"numbers": [3, 4]}),
+        ("n=array", "{n}", ["3", "0", "1"], {"n": [3, 0, 1]}),
+        ("b=array_of_truths", "{b}", ["True", "False"], {"b": [True, False]}),
+        ("x=column", "{x}", ["2", "0.5", "a"], {"x": [2, 0.5, "a"]}),
+        ("k=by_number", "{k}", ["Q1", "Q2"], {"k": [7, 5]}),
+        ("d=days", "{d}", ["2026-01-02", "2026-01-01"], {"d": [0, 1]}),
     ],
 )
 def test_each_goes_through_a_collection(
@@ -188,11 +194,17 @@ def test_each_goes_through_a_collection(
         "deep": SimpleNamespace(lists=[("x", "y")]),
         "pairs": [(1, 2), (3, 4)],
         "numbers": range(3, 5),
+        "array": np.array([3, 0, 1]),
+        "array_of_truths": np.array([True, False]),
+        "column": Column([np.int32(2), np.float32(0.5), np.str_("a")], "x"),
+        "by_number": {np.int64(7): "Q1", np.int64(5): "Q2"},
+        "days": np.array(["2026-01-02", "2026-01-01"], "datetime64[D]"),
     }
     found = plan(f"--each {spec}", body + "\n", **names)
     assert prompts(found) == expected
     ((name, values),) = given.items()
-    assert settings(found) == [{name: value} for value in values]
+    # By their `repr`, which tables have: `3` and no `np.int64(3)`.
+    assert repr(settings(found)) == repr([{name: value} for value in values])
 
 
 def test_elements_reach_flags_too_and_several_collections_multiply() -> None:

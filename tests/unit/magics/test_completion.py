@@ -9,7 +9,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.config import EngineArgs
-from nbengine.magics.completion import CHOICES
+from nbengine.magics.completion import CHOICES, model_names
 from nbengine.magics.engines.arguments import start_parser
 from nbengine.magics.extension import Extension, unload
 from tests.unit.magics.conftest import FakeClient
@@ -117,6 +117,7 @@ def test_models(shell: InteractiveShell, elsewhere: Path, tmp_path: Path) -> Non
     assert words(shell, "%engine start deep/t") == ["deep/tale/"]
     assert words(shell, f"%engine start {elsewhere}/t") == [f"{elsewhere}/tiny.gguf"]
     assert "random-tiny" not in words(shell, "%engine start llama r")
+    assert not any(name.startswith("~") for name in model_names("~nobody-here/"))
 
 
 def test_values_that_are_one_of_a_few(shell: InteractiveShell) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import TracebackType
 from typing import Self
 
@@ -9,7 +10,7 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import ConnectionInfo
+from nbengine.client.connection import ConnectionInfo, connection_file
 from nbengine.errors import NBEngineError
 from nbengine.widgets.waves.timeline import RankSpan, Span, WaveTimeline
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
@@ -34,6 +35,37 @@ def test_scaling_up_shows_what_starts_and_a_restart_keeps_the_number(
     assert "2 engine cores on cpu float32, KV cache 128 blocks" in last
     shell.run_cell("%engine restart").raise_error()
     assert backend.clients["random-tiny"].config.parallel.data_parallel_size == 2
+
+
+def size_in_config(shell: InteractiveShell, capsys: Capture) -> dict[str, object]:
+    capsys.readouterr()
+    shell.run_cell("%engine config --json").raise_error()
+    found: dict[str, object] = json.loads(capsys.readouterr().out)["arguments"]["data_parallel_size"]
+    return found
+
+
+def test_config_restart_and_load_go_by_the_number_of_engine_cores_that_there_are(
+    shell: InteractiveShell, backend: FakeBackend, engine: FakeClient, capsys: Capture
+) -> None:
+    assert size_in_config(shell, capsys) == {"value": 1, "source": "default"}
+    shell.run_cell("%engine scale --dp 3").raise_error()
+    assert size_in_config(shell, capsys) == {"value": 3, "source": "given"}
+    engine.scale_blocking(2)  # as if another notebook had asked for it
+    assert size_in_config(shell, capsys) == {"value": 2, "source": "given"}
+    shell.run_cell("%engine restart").raise_error()
+    assert backend.started[-1] == {"model": "random-tiny", "data_parallel_size": 2}
+    backend.clients["random-tiny"].scale_blocking(1)
+    shell.run_cell("%engine load other").raise_error()
+    assert backend.started[-1] == {"model": "other", "data_parallel_size": 1}
+
+
+def test_an_engine_that_has_died_is_started_again_as_large_as_it_was_made_here(
+    shell: InteractiveShell, backend: FakeBackend, engine: FakeClient
+) -> None:
+    shell.run_cell("%engine scale --dp 3").raise_error()
+    connection_file(engine.name).unlink()
+    shell.run_cell("%engine restart").raise_error()
+    assert backend.started[-1]["data_parallel_size"] == 3
 
 
 def test_scaling_to_what_there_is_does_nothing(

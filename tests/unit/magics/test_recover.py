@@ -1,56 +1,23 @@
-"""`%engine recover`: this kernel's answers and an engine's, in what order, how shown, and what is said of the rest."""
+"""`%engine recover`: this kernel's answers and an engine's, in what order and how they are shown."""
 
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import write_connection
-from nbengine.errors import EngineDeadError, RequestLostError, UtilityError
-from nbengine.frontend.transcripts import Transcript
-from nbengine.magics.generation.answers import Answers, kept_answer, merged, selected
+from nbengine.errors import RequestLostError
 from nbengine.magics.generation.recover import MAX_SHOWN
-from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.interrupts import Interrupted
-from nbengine.outputs import CompletionOutput, RequestOutput
-from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
+from tests.unit.magics.conftest import FakeClient, RecordingPublisher
+from tests.unit.magics.kept_answers import kept, said
 from tests.unit.magics.kernel_cells import publisher, run, until
 
 Capture = pytest.CaptureFixture[str]
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
-
-
-def kept(
-    request_id: str,
-    text: str,
-    *,
-    age: float = 60.0,
-    reason: str | None = "abort",
-    cause: str = "the client left",
-    was_read: bool = False,
-    prompt: str = "why?",
-    missing: int = 0,
-) -> Transcript:
-    """What an engine has kept; a token a character."""
-    submitted = time.time() - age
-    completion = CompletionOutput(0, text, [ord(c) for c in text], None, None, reason)
-    output = RequestOutput(request_id, prompt, None, [completion], reason is not None)
-    ended = None if reason is None else submitted + 1
-    return Transcript(request_id, "s", prompt, output, 3, submitted, ended, cause, was_read, missing)
-
-
-def said(shell: InteractiveShell, line: str, capsys: Capture) -> str:
-    """What a line that succeeds prints."""
-    capsys.readouterr()
-    shell.run_cell(line).raise_error()
-    return capsys.readouterr().out
 
 
 def refused(shell: InteractiveShell, line: str) -> str:
@@ -199,7 +166,7 @@ def test_clearing_forgets_what_has_ended_here_and_there(
         ("recover nonsense", "no answer 'nonsense'"),
         ("recover 1 2", "unexpected '2'"),
         ("recover --lst", "did you mean --list?"),
-        ("recover -o 1x", "-o needs the name of a variable, got '1x'"),
+        ("recover -o 1x", "'1x' is not a name of a variable"),
         ("recover --all --clear", "--all does not go with --clear"),
         ("recover 1 --all", "'1' means one answer, --all all of them"),
         ("recover -l -o x", "-o NAME means one answer, --list all of them"),
@@ -215,67 +182,6 @@ def test_wrong_lines_are_one_clear_complaint(
     assert message.startswith("%engine recover: ")
     assert complaint in message
     assert "\n" not in message
-
-
-def test_nothing_to_recover_says_where_there_might_be_something(
-    shell: InteractiveShell, backend: FakeBackend, capsys: Capture
-) -> None:
-    assert "no engine runs, and what an engine has kept is gone with it" in said(
-        shell, "%engine recover", capsys
-    )
-    said(shell, "%engine start random-tiny --name one", capsys)
-    client = backend.clients["one"]
-    client.unread_sessions = {"kernel-7": 2, "kernel-8": 0}
-    answer = said(shell, "%engine recover -l", capsys)
-    assert "no answer of this notebook is kept" in answer
-    assert "engine 'one' has 2 answers that nobody has read: %engine recover --session kernel-7" in answer
-    assert "kernel-8" not in answer
-    client.kept["kernel-7"] = [kept("5-x", "from elsewhere")]
-    assert "from elsewhere" in said(shell, "%engine recover --session kernel-7", capsys)
-    assert client.read == [("kernel-7", ["5-x"])]
-    assert (
-        said(shell, "%engine recover --session other", capsys) == "nothing has been kept of session 'other'\n"
-    )
-    said(shell, "%engine detach", capsys)
-    assert "`%engine attach`: one" in said(shell, "%engine recover", capsys)
-
-
-def test_a_restarted_kernel_joins_its_engine_by_itself(
-    shell: InteractiveShell, backend: FakeBackend, engine: FakeClient, capsys: Capture
-) -> None:
-    engine.kept[None] = [kept("9-a", "from before")]
-    # What a killed kernel leaves: the mark in the engine's directory, and nothing else.
-    shell.magics_manager.registry["EngineMagics"]._session._engines.clear()
-    answer = said(shell, "%engine recover", capsys)
-    assert backend.attached == ["random-tiny"]
-    assert "from before" in answer
-
-
-def test_an_engine_that_cannot_be_asked_is_named_and_the_kernels_own_answers_are_shown(
-    shell: InteractiveShell, engine: FakeClient, capsys: Capture
-) -> None:
-    said(shell, "%generate here", capsys)
-    for error, reason in (
-        (UtilityError("engine core 1 has ended"), "core 1 has ended"),
-        (TimeoutError(), "no answer"),
-    ):
-        engine.answers["transcripts"] = error
-        answer = said(shell, "%engine recover", capsys)
-        assert "> here\nHello world" in answer
-        assert "what engine 'random-tiny' has kept cannot be read: " in answer
-        assert reason in answer
-
-
-def test_what_a_restarted_core_had_kept_is_said_to_be_lost(
-    shell: InteractiveShell, engine: FakeClient, capsys: Capture
-) -> None:
-    said(shell, "%generate here", capsys)
-    engine.connection.ready[0].incarnation = 2
-    write_connection(engine.connection)
-    assert (
-        "engine core 0 of engine 'random-tiny' has died and was started again: what it had kept is lost"
-        in said(shell, "%engine recover", capsys)
-    )
 
 
 def test_a_failed_answer_is_not_read_and_says_why(
@@ -372,69 +278,3 @@ def test_an_interrupt_ends_the_showing_and_not_the_generation(
     assert engine.aborted == []
     engine.emit("Hello", "stop")
     assert handle.result(5).text == "Hello"
-
-
-def test_an_engine_that_died_leaves_the_kernel_its_own_answers(
-    shell: InteractiveShell, engine: FakeClient, capsys: Capture
-) -> None:
-    engine.words = None
-    said(shell, "%generate -a hi", capsys)
-    engine.emit("last words")
-    engine.collectors[0].put_error(EngineDeadError("the engine core was killed"))
-    with pytest.raises(EngineDeadError):
-        shell.user_ns["_"].result(5)
-    engine.die()
-    assert "last words" in said(shell, "%engine recover", capsys)
-
-
-# The list of answers.
-
-
-def make_result(request_id: str, num_tokens: int) -> GenerationResult:
-    result = GenerationResult(request_id, "why?")
-    completion = CompletionOutput(0, "", [1] * num_tokens, finish_reason="stop")
-    result.absorb(RequestOutput(request_id, None, [1], [completion], True))
-    return result
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=30))
-def test_the_kernel_keeps_the_latest_within_bounds_and_all_that_still_run(history) -> None:
-    answers = Answers(max_answers=5, max_tokens=60)
-    begun = []
-    for number, (num_tokens, ends) in enumerate(history):
-        answer = answers.begin(str(number), make_result(str(number), num_tokens), "e")
-        begun.append(answer)
-        if ends:
-            answers.end(answer)
-    found = answers.newest_first()
-    assert [answer for answer in begun[::-1] if answer.ended is None] == [a for a in found if a.ended is None]
-    ended = [answer for answer in begun[:-1] if answer.ended is not None]
-    left = [answer for answer in ended if answer in found]
-    # What is left are the latest, and one more would not have fitted.
-    assert left == ended[len(ended) - len(left) :]
-    running = [answer for answer in begun if answer.ended is None or answer is begun[-1]]
-    if left:
-        assert len(left) + len(running) <= 5
-        assert sum(a.num_tokens for a in left + running) <= 60
-    if len(left) < len(ended):
-        more = ended[len(ended) - len(left) - 1 :] + running
-        assert len(more) > 5 or sum(a.num_tokens for a in more) > 60
-
-
-def test_an_answer_that_both_have_is_the_kernels_unless_the_engine_has_more() -> None:
-    answers = Answers()
-    own = answers.begin("r", make_result("r", 5), "e")
-    for length, running, expected in ((5, False, own), (6, True, own), (4, False, own), (6, False, None)):
-        own.ended = None if running else 1.0
-        theirs = kept_answer(kept("r", "x" * length), "e")
-        assert merged([own], [theirs]) == [expected or theirs]
-
-
-def test_a_number_counts_from_the_latest_and_an_id_is_exact() -> None:
-    found = [kept_answer(kept(request_id, "x"), "e") for request_id in ("7", "2", "abc")]
-    assert selected(found, "1") is found[0]
-    assert selected(found, "2") is found[1]
-    assert selected(found, "7") is found[0]
-    assert selected(found, "abc") is found[2]
-    assert selected(found, "ab") is None
-    assert selected(found, "²") is None
