@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -144,6 +145,8 @@ def test_everything_can_be_done_with_the_keyboard(widget: TokensPage) -> None:
     page.keyboard.press("ArrowUp")
     expect(widget.token(1)).to_be_focused()
     assert page.locator(".nbt-token[tabindex='0']").count() == 1
+    # A notebook's shortcuts leave alone what has this itself.
+    assert widget.token(1).get_attribute("data-lm-suppress-shortcuts") == "true"
     page.keyboard.press("Enter")
     expect(page.locator(".nbt-popover button")).to_be_focused()
     page.keyboard.press("Escape")
@@ -165,6 +168,42 @@ def test_everything_can_be_done_with_the_keyboard(widget: TokensPage) -> None:
     assert client.aborted == []
     tree[1].cancel()
     tree[1].result(5)
+
+
+def test_the_focus_stays_where_somebody_works(widget: TokensPage) -> None:
+    tree, client = tree_of(WORDS, text=TEXT)
+    widget.mount(tree)
+    page = widget.page
+    page.keyboard.press("Tab")
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "Enter", "ArrowDown"):
+        page.keyboard.press(key)
+    # The rest of the alternatives comes.
+    row = page.locator(".nbt-popover button", has_text="·located")
+    expect(row).to_be_focused()
+    widget.exchange()
+    expect(page.locator(".nbt-row")).to_have_count(6)
+    expect(row).to_be_focused()
+    # The branch that was begun takes the answer's place.
+    page.keyboard.press("Enter")
+    widget.exchange()
+    assert client.requests[0][3][-1] == token_id(" located")
+    expect(page.locator(".nbt-chosen")).to_be_focused()
+    # Everything comes anew.
+    page.keyboard.press("ArrowLeft")
+    expect(widget.token(2)).to_be_focused()
+    widget.send({"kind": "node", "id": 1, "parent": 0, "position": 3, "start": 9, "tokens": []})
+    widget.exchange()
+    assert widget.greetings == 2
+    expect(widget.token(2)).to_be_focused()
+    # The button that was pressed goes.
+    stop = page.get_by_role("button", name="Stop")
+    stop.focus()
+    page.keyboard.press("Enter")
+    widget.exchange()
+    tree[1].result(5)
+    widget.wait_for(".nbt-footer", "ended early")
+    expect(stop).to_be_hidden()
+    expect(widget.token(2)).to_be_focused()
 
 
 @pytest.mark.parametrize(
@@ -217,9 +256,48 @@ def test_an_answer_that_follows_a_grammar_does_not_branch(widget: TokensPage) ->
     grammar = SamplingParams(logprobs=3, structured_outputs=StructuredOutputsParams(regex="x+"))
     tree, _ = tree_of(WORDS, params=grammar)
     widget.mount(tree)
-    widget.token(3).click()
+    widget.page.keyboard.press("Tab")
+    widget.page.keyboard.press("Enter")
     expect(widget.page.locator(".nbt-hint")).to_contain_text("follows a grammar")
     assert widget.page.locator(".nbt-popover button").count() == 0
+    # Nothing in it can be chosen: it is read out as a whole.
+    dialog = widget.page.get_by_role("dialog")
+    expect(dialog).to_be_focused()
+    expect(dialog).to_have_accessible_description(re.compile(r"^The · 90 % · rank 1 no branches: .*grammar"))
+    widget.page.keyboard.press("ArrowDown")
+    widget.page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(widget.token(0)).to_be_focused()
+
+
+def test_a_kernel_that_nothing_can_be_sent_to_is_said_not_to_answer(widget: TokensPage) -> None:
+    tree, client = tree_of(WORDS, None)
+    widget.mount(tree)
+    widget.push(tree)
+    page = widget.page
+    # As in a notebook whose kernel was restarted.
+    page.evaluate("() => { Model.prototype.send = () => { throw new Error('Cannot send'); }; }")
+    notice = page.get_by_role("alert")
+    widget.choose(token=3, alternative=0)
+    expect(notice).to_have_text("The kernel does not answer.")
+    assert client.requests == []
+    widget.send({"kind": "notice", "node": 0, "text": ""})
+    widget.exchange()
+    page.get_by_role("button", name="Stop").click()
+    expect(notice).to_have_text("The kernel does not answer.")
+    # A view made now leaves nothing.
+    page.evaluate(
+        """() => {
+            window.listeners = 0;
+            const { addEventListener, removeEventListener } = document;
+            document.addEventListener = (...args) => { listeners += 1; addEventListener.apply(document, args); };
+            document.removeEventListener = (...args) => { listeners -= 1; removeEventListener.apply(document, args); };
+        }"""
+    )
+    widget.mount(None, snapshot=widget.snapshot)
+    assert page.evaluate("listeners") == 2
+    page.evaluate("cleanups[1]()")
+    assert page.evaluate("[listeners, models[1].listeners.length]") == [0, 0]
 
 
 def test_a_saved_state_is_shown_without_a_kernel_and_folded_tokens_unfold(widget: TokensPage) -> None:

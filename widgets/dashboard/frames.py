@@ -58,7 +58,7 @@ own, empty at first: which rank, where it is paused and how far zoomed, so that 
 
 All times are seconds of `time.time()`; a rank's spans come in order and do not overlap. While a widget is
 visible a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed: the script says that the
-kernel does not answer when none has come for fifteen.
+kernel does not answer when none has come for fifteen, and at once when nothing can be sent, because the kernel was restarted.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chromium import needs_chromium
-from dashboard_frames import START, table_change
+from dashboard_frames import START, Frame, table_change
+from dashboard_page import DashboardPage
 from notebook_support.dashboard_script import (
     AXIS,
     BLOCKS,
@@ -92,7 +94,16 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     ]
     assert "cmpl-0" in table.nth(0).inner_text()
     assert table.nth(1).get_by_role("button").count() == 0
+    # The button that had the focus is gone: the table has it.
+    scroller = page.page.locator(".nbe-scroller")
+    expect(scroller).to_be_focused()
     assert page.posts == []
+    page.page.get_by_role("button", name="Abort request cmpl-0").focus()
+    left = frame(4, reset=False)
+    left[0]["ranks"][0]["requests"] = {"gone": [0], "new": [], "status": [], "progress": []}
+    page.deliver(left)
+    assert table.count() == 1
+    expect(scroller).to_be_focused()
 
 
 @pytest.mark.parametrize(
@@ -117,9 +128,9 @@ def test_abort_without_an_answer(
     page = open_page(config=SERVER)
     page.answer_status = status
     page.page.evaluate("document.cookie = 'other=1'; document.cookie = '_xsrf=2%7Cabc'")
-    page.mount(interrupt_path=path)
-    page.deliver(frame(requests=[request(0, foreground=foreground)]))
     freeze(page)
+    page.mount(interrupt_path=path)
+    deliver_frozen(page, frame(requests=[request(0, foreground=foreground)]))
     page.page.evaluate("document.querySelector('.nbe-abort').click()")
     page.page.clock.run_for(1400)
     assert page.text(".nbe-status") == "aborting …"
@@ -131,6 +142,42 @@ def test_abort_without_an_answer(
     for _, headers in page.posts:
         assert headers["x-xsrftoken"] == "2|abc"
         assert headers["authorization"] == "token t0ken"
+
+
+@pytest.mark.parametrize(
+    ("change", "age", "text"),
+    [
+        ({"state": "finished", "finish_reason": "stop", "ended_at": START}, 0, ""),
+        (None, 0, ""),
+        ({"foreground": False}, 0, "the kernel is busy: it will be aborted when the cell ends"),
+        ({}, 5000, "the kernel does not answer"),
+    ],
+    ids=["ended", "gone", "in the background", "nothing heard"],
+)
+def test_abort_looks_again_before_it_interrupts(
+    open_page: OpenPage, change: dict[str, Any] | None, age: int, text: str
+) -> None:
+    page = open_page(config=SERVER)
+    freeze(page)
+    page.mount(interrupt_path="api/kernels/ab-12")
+    row = request(0, foreground=True)
+    deliver_frozen(page, frame(requests=[row]))
+    page.page.clock.run_for(age)
+    page.page.evaluate("document.querySelector('.nbe-abort').click()")
+    page.page.clock.run_for(1000)
+    if change is None:
+        deliver_frozen(page, frame(2, requests=[request(1)]))
+    elif change:
+        deliver_frozen(page, frame(2, requests=[row | change]))
+    page.page.clock.run_for(1000)
+    assert page.text(".nbe-status") == text
+    assert page.posts == []
+
+
+def deliver_frozen(page: DashboardPage, content: Frame) -> None:
+    """Hand a frame without buffers to the dashboard of a page whose time passes when the test says so."""
+    page.page.evaluate("(content) => models[0].deliver(content, [])", content[0])
+    page.page.clock.run_for(100)
 
 
 def test_hostile_text_stays_text(open_page: OpenPage) -> None:
@@ -160,6 +207,7 @@ def test_hostile_text_stays_text(open_page: OpenPage) -> None:
         ".nbe-status",
     ):
         assert HOSTILE in page.text(selector)
+    page.page.get_by_label("Export as Chrome trace").click()
     with page.page.expect_download() as downloading:
         page.deliver(({"kind": "export", "name": "../../" + HOSTILE, "text": HOSTILE}, []))
     assert "/" not in downloading.value.suggested_filename

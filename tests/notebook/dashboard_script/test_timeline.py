@@ -293,3 +293,20 @@ def test_ranks_waves_and_the_choice_of_one(open_page: OpenPage) -> None:
     page.deliver(FakeEngine().frame(reset=True))
     assert page.page.locator(".nbe-waves").is_hidden()
     assert page.page.locator(".nbe-rank").is_hidden()
+
+
+def test_what_is_paused_stays_at_its_time_when_its_rank_leaves(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    content, buffers = FakeEngine(ranks=2, num_blocks=1).frame(reset=True)
+    for rank, seconds in zip(content["ranks"], (0.01, 0.02), strict=True):
+        rank["steps"] = [[number, START + number * seconds, *step(number)[2:]] for number in range(1, 401)]
+    page.deliver((content, buffers))
+    page.page.select_option(".nbe-select", "1")
+    page.page.locator(".nbe-slider").fill("100")
+    place = page.page.locator(".nbe-place")
+    expect(place).to_contain_text("step 100 ·")
+    clock = place.inner_text().split(" · ")[1]
+    alone, _ = FakeEngine(num_blocks=1).frame(reset=True)
+    page.deliver((alone | {"seq": content["seq"] + 1, "reset": False}, [b"\0" * 4]))
+    expect(place).to_have_text(f"step 200 · {clock}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from chromium import needs_chromium
 from dashboard_frames import FakeEngine
-from dashboard_page import DARK, LIGHT
+from dashboard_page import DARK, LIGHT, DashboardPage
 from notebook_support.dashboard_script import (
     AXIS,
     BLOCKS,
@@ -87,6 +87,32 @@ def test_export_asks_the_kernel_for_the_file(open_page: OpenPage) -> None:
     expect(export).to_be_enabled()
 
 
+def test_a_file_goes_to_the_one_view_that_asked_for_it(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.page.evaluate(
+        """async () => {
+            const { default: widget } = await import(window.script);
+            const el = document.getElementById("cells").appendChild(document.createElement("div"));
+            cleanups.push(widget.render({ model: models[0], el }));
+            window.downloads = 0;
+            HTMLAnchorElement.prototype.click = () => (window.downloads += 1);
+        }"""
+    )
+    page.deliver(frame(steps=STEPS))
+    answer = ({"kind": "export", "name": "trace.json", "text": "{}"}, [])
+    page.deliver(answer)
+    assert page.page.evaluate("downloads") == 0
+    exports = page.page.get_by_label("Export as Chrome trace")
+    exports.nth(1).focus()
+    page.page.keyboard.press("Enter")
+    page.page.keyboard.press("Enter")
+    assert len(page.sent("export")) == 1
+    page.deliver(answer)
+    assert page.page.evaluate("downloads") == 1
+    expect(exports.nth(1)).to_be_focused()
+
+
 def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> None:
     page = open_page()
     engine = FakeEngine(num_blocks=6)
@@ -114,6 +140,42 @@ def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> 
     # A kernel that falls silent is missed after a while.
     page.page.clock.run_for(25_000)
     assert page.text(".nbe-banner").startswith("The kernel does not answer.")
+
+
+def test_a_kernel_that_nothing_can_be_sent_to_is_said_not_to_answer(open_page: OpenPage) -> None:
+    page = open_page(config={"baseUrl": "/"})
+    engine = FakeEngine(num_blocks=6)
+    engine.ranks[0].add(40, 300, own=True, foreground=True)
+    engine.run(2, arrivals=0)
+    snapshot = engine.snapshot()
+    freeze(page)
+    page.mount(interrupt_path="api/kernels/ab-12")
+    live, _ = engine.frame(reset=True)
+    page.page.evaluate("([content]) => models[0].deliver(content, [btoa('\\0'.repeat(24))])", [live])
+    page.page.clock.run_for(100)
+    assert page.page.locator(".nbe-banner").is_hidden()
+    # As in a notebook whose kernel was restarted.
+    page.page.evaluate("() => { Model.prototype.send = () => { throw new Error('Cannot send'); }; }")
+    page.page.clock.run_for(5000)
+    assert page.text(".nbe-banner").startswith("The kernel does not answer. This is how things stood at ")
+    page.page.evaluate("document.querySelector('.nbe-abort').click()")
+    page.page.get_by_label("Export as Chrome trace").evaluate("(button) => button.click()")
+    page.page.clock.run_for(300)
+    assert page.text(".nbe-status") == "the kernel does not answer"
+    assert page.text(".nbe-tools button:last-child") == "Export (no answer)"
+    assert page.text(".nbe-announcer") == "The kernel does not answer."
+    page.page.clock.run_for(5000)
+    assert page.posts == []
+
+    # A view made now shows what was saved, and leaves nothing.
+    page.mount(snapshot=snapshot)
+    page.page.clock.run_for(100)
+    banner = page.page.locator(".nbe-banner").nth(1).inner_text()
+    assert banner.startswith("saved state of ")
+    assert banner.endswith(", no live engine")
+    page.page.evaluate("cleanups[1]()")
+    assert page.page.evaluate("models.map((model) => model.listeners.length > 0)") == [True, False]
+    assert page.page.locator(".nbe-tip").count() == 1
 
 
 def test_only_what_is_seen_is_alive(open_page: OpenPage) -> None:
@@ -174,13 +236,26 @@ def test_the_height_can_be_dragged_and_is_kept(open_page: OpenPage) -> None:
     page.page.focus(".nbe-handle")
     page.page.keyboard.press("ArrowUp")
     assert page.page.evaluate("models[0].get('height')") == 660
+    assert height_told(page) == ("240", "4000", "660", "660 pixels")
     page.page.keyboard.press("Home")
     assert page.page.evaluate("models[0].get('height')") == 0
+    assert height_told(page) == (
+        "240",
+        "4000",
+        str(round(root.bounding_box()["height"])),
+        "as high as its content",
+    )
     # As high as its content: nothing of it has to be scrolled to.
     assert root.evaluate("(node) => node.style.height") == ""
     assert page.page.evaluate(
         "() => { const body = document.querySelector('.nbe-body'); return body.scrollHeight <= body.clientHeight; }"
     )
+
+
+def height_told(page: DashboardPage) -> tuple[str | None, ...]:
+    """What a screen reader has of the handle: from, to, at, in words."""
+    handle = page.page.get_by_role("separator")
+    return tuple(handle.get_attribute(f"aria-value{name}") for name in ("min", "max", "now", "text"))
 
 
 OVERFLOWING = """() => {
@@ -250,6 +325,9 @@ def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser
         page.page.keyboard.press("Tab")
         label = page.page.evaluate("document.activeElement.getAttribute('aria-label') ?? ''")
         reached.append(label.split(".")[0])
+        if label:
+            # Its keys are not the notebook's.
+            assert page.page.evaluate("document.activeElement.dataset.lmSuppressShortcuts") == "true", label
     assert reached[:11] == [
         "KV block map",
         "Pause",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from nbengine.widgets.dashboard import palette
 from nbengine.widgets.scripts import STATIC
 
 SCRIPT = STATIC / "dashboard" / "palette.js"
+STYLES = STATIC / "dashboard" / "dashboard.css"
+BLOCK = "block"
+"""The style sheet's name of what `cached` and `free` are, at their opacities."""
 
 VISION = {
     "usual": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
@@ -72,6 +76,30 @@ def contrast(first: str, second: str) -> float:
 
 def test_the_script_has_the_same_colours() -> None:
     assert SCRIPT.read_text() == palette.script(), "run: python -m nbengine.widgets.dashboard.palette"
+
+
+def test_the_style_sheet_has_the_same_colours() -> None:
+    styles = STYLES.read_text()
+    named = dict(re.findall(r"--nbe-(\w+): (#[0-9a-f]{6});", styles))
+    del named["warning"]
+    expected = {name: color for name, color in palette.ROLES.items() if name not in ("cached", "free")}
+    assert palette.ROLES["cached"] == palette.ROLES["free"]
+    assert named == expected | {BLOCK: palette.ROLES["free"]}
+
+
+def test_the_legends_swatches_are_requests_colours() -> None:
+    rules = dict(
+        re.findall(r"^\.nbe-mark\.nbe-([\w:-]+) \{\n(.*?)\}", STYLES.read_text(), re.DOTALL | re.MULTILINE)
+    )
+    swatches = {name: re.findall("#[0-9a-f]{6}", rule) for name, rule in rules.items()}
+    first = palette.REQUESTS[0]
+    assert {name: colors for name, colors in swatches.items() if colors} == {
+        "held": list(palette.REQUESTS[:3]),
+        "shared": [first],
+        "shared::after": [palette.ink_on(first) + "000"],
+    }
+    for name, opacity in (("cached", palette.CACHED_OPACITY), ("free", palette.FREE_OPACITY)):
+        assert f"opacity: {opacity};" in rules[name]
 
 
 @pytest.mark.parametrize("vision", VISION)

@@ -3,6 +3,7 @@
 import { canInterrupt, interrupt } from "./interrupt.js";
 
 const ANSWER_MS = 1500;
+const NO_ANSWER = "the kernel does not answer";
 
 // What has been asked for, and what came of it, by "rank:number".
 export class Aborts {
@@ -29,9 +30,12 @@ export class Aborts {
   start(request) {
     const key = this.key(request);
     if (this.timers.has(key)) return;
-    this.say(request, "aborting …");
+    if (!this.app.link.abort(request.rank, request.number, (error) => this.answered(request, error))) {
+      this.say(request, NO_ANSWER);
+      return;
+    }
     this.timers.set(key, setTimeout(() => this.unanswered(request), ANSWER_MS));
-    this.app.link.abort(request.rank, request.number, (error) => this.answered(request, error));
+    this.say(request, "aborting …");
   }
 
   answered(request, error) {
@@ -40,10 +44,21 @@ export class Aborts {
     this.say(request, error === null ? "aborted" : `not aborted: ${error}`);
   }
 
-  // A busy kernel reads no messages: its server can interrupt it, which ends what the running cell waits for.
-  unanswered(request) {
-    const path = this.app.link.model.get("interrupt_path");
-    this.forgetTimer(request);
+  // A busy kernel reads no messages: its server can interrupt it, which ends what the running cell waits for. That must be
+  // the request as it is now: the next cell is not to be interrupted for one that has ended since the click.
+  unanswered(asked) {
+    const { link, store } = this.app;
+    this.forgetTimer(asked);
+    const request = store.request(asked.rank, asked.number);
+    if (request?.id !== asked.id || request.state === "finished") {
+      this.forget(asked);
+      return;
+    }
+    if (!link.isFresh) {
+      this.say(request, NO_ANSWER);
+      return;
+    }
+    const path = link.model.get("interrupt_path");
     if (!request.foreground || !canInterrupt(path)) {
       this.say(request, "the kernel is busy: it will be aborted when the cell ends");
       return;
@@ -58,6 +73,12 @@ export class Aborts {
   forgetTimer(request) {
     clearTimeout(this.timers.get(this.key(request)));
     this.timers.delete(this.key(request));
+  }
+
+  forget(request) {
+    this.app.link.forgetAbort(request.rank, request.number);
+    this.said.delete(this.key(request));
+    this.changed();
   }
 
   say(request, text) {

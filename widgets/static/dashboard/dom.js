@@ -34,6 +34,12 @@ export function legend(...entries) {
   return element("span", { class: "nbe-legend" }, ...items);
 }
 
+// Keep a notebook from taking keys in here for its shortcuts, which move from cell to cell or insert one. It looks at what has
+// the focus before it looks at what is around that.
+export function keepKeys(root) {
+  root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
+}
+
 export function panel(name, title, ...beside) {
   const head = element("div", { class: "nbe-panel-head" }, element("h3", {}, title), ...beside);
   const body = element("div", { class: "nbe-panel-body" });

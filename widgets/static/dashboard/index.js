@@ -1,7 +1,7 @@
 // The dashboard of an engine: one widget's view, independent of all others on the page.
 
 import { BlockMap } from "./blocks.js";
-import { Announcer, Tooltip, element, setText } from "./dom.js";
+import { Announcer, Tooltip, element, keepKeys, setAttribute } from "./dom.js";
 import { Header } from "./header.js";
 import { Link } from "./link.js";
 import { Requests } from "./requests.js";
@@ -20,6 +20,7 @@ class Dashboard {
   constructor(model, el) {
     this.model = model;
     this.root = element("div", { class: "nbe-dash", role: "region", "aria-label": "Engine dashboard" });
+    keepKeys(this.root);
     el.append(this.root);
     this.store = new Store();
     this.tooltip = new Tooltip(this.root);
@@ -56,6 +57,8 @@ class Dashboard {
       role: "separator",
       "aria-orientation": "horizontal",
       "aria-label": "Height of the dashboard",
+      "aria-valuemin": LEAST_HEIGHT,
+      "aria-valuemax": MOST_HEIGHT,
       title: "Drag to change the height; double click for the height of its content",
     });
     this.handle.addEventListener("pointerdown", (event) => this.dragHandle(event));
@@ -119,13 +122,19 @@ class Dashboard {
 
   // 0: as high as the content.
   setHeight(height, isKept) {
-    const limited = height ? Math.round(clamp(height, LEAST_HEIGHT, MOST_HEIGHT)) : 0;
+    const limited = height ? this.limitedHeight(height) : 0;
     this.root.style.height = limited ? `${limited}px` : "";
     this.root.classList.toggle("nbe-fixed", limited > 0);
+    setAttribute(this.handle, "aria-valuenow", limited || this.limitedHeight(this.root.getBoundingClientRect().height));
+    setAttribute(this.handle, "aria-valuetext", limited ? `${limited} pixels` : "as high as its content");
     this.loop.invalidate(...this.parts);
     if (!isKept) return;
     this.model.set("height", limited);
     this.model.save_changes();
+  }
+
+  limitedHeight(height) {
+    return Math.round(clamp(height, LEAST_HEIGHT, MOST_HEIGHT));
   }
 
   dragHandle(event) {
@@ -155,7 +164,6 @@ class Dashboard {
     event.preventDefault();
     event.stopPropagation();
     this.setHeight(step === undefined ? 0 : this.root.getBoundingClientRect().height + step, true);
-    setText(this.announcer.node, "");
   }
 
   destroy() {

@@ -5,6 +5,7 @@ import { fromSnapshot } from "./store.js";
 
 const ALIVE_MS = 5000;
 const SILENT_MS = 15_000;
+const FRESH_MS = 3000;
 const HELLO_AGAIN_MS = 2000;
 const LATE_MS = 2000;
 const KEPT_ANSWERS = 256;
@@ -49,37 +50,53 @@ export class Link {
     this.changed("reset");
   }
 
+  // False if nothing can be sent: a notebook takes a widget's comm away when the kernel is restarted.
+  send(content) {
+    try {
+      this.model.send(content);
+      return true;
+    } catch {
+      this.miss();
+      return false;
+    }
+  }
+
+  // The kernel does not answer.
+  miss() {
+    this.isLate = true;
+    if (this.state === "live") this.state = "silent";
+    this.changed("state");
+  }
+
+  // Whether what is shown of requests is how they are: frames come many times a second while requests run, also while a cell does.
+  get isFresh() {
+    return this.state === "live" && performance.now() - this.heardAt < FRESH_MS;
+  }
+
   hello() {
     this.askedAt = performance.now();
-    this.model.send({ kind: "hello" });
+    this.send({ kind: "hello" });
   }
 
   setVisible(isVisible) {
     this.isVisible = isVisible;
     if (isVisible) {
       this.heardAt = performance.now();
-      this.model.send({ kind: "alive" });
+      this.send({ kind: "alive" });
     }
   }
 
   tick() {
     if (!this.isVisible) return;
-    this.model.send({ kind: "alive" });
-    if (this.state === "live" && performance.now() - this.heardAt > SILENT_MS) {
-      this.state = "silent";
-      this.changed("state");
-    }
+    this.send({ kind: "alive" });
+    if (this.state === "live" && performance.now() - this.heardAt > SILENT_MS) this.miss();
   }
 
   message(content, buffers) {
     if (content.kind === "frame") this.frame(content, buffers);
     else if (content.kind === "aborted") this.aborts.get(`${content.rank}:${content.number}`)?.(content.error);
     else if (content.kind === "block") this.blockAnswer(content);
-    else if (content.kind === "export") {
-      download(content.name, content.text);
-      this.exported?.();
-      this.exported = null;
-    }
+    else if (content.kind === "export") this.file(content);
   }
 
   frame(content, buffers) {
@@ -93,10 +110,11 @@ export class Link {
     this.changed(content.reset ? "reset" : "frame");
   }
 
-  // `answered(error)` is called with the kernel's answer, each time that one comes.
+  // `answered(error)` is called with the kernel's answer, each time that one comes. False if the kernel cannot be asked.
   abort(rank, number, answered) {
-    this.aborts.set(`${rank}:${number}`, answered);
-    this.model.send({ kind: "abort", rank, number });
+    const isSent = this.send({ kind: "abort", rank, number });
+    if (isSent) this.aborts.set(`${rank}:${number}`, answered);
+    return isSent;
   }
 
   forgetAbort(rank, number) {
@@ -116,7 +134,7 @@ export class Link {
     this.blockLines.delete(key);
     this.blockLines.set(key, { word, lines: null });
     if (this.blockLines.size > KEPT_ANSWERS) this.blockLines.delete(this.blockLines.keys().next().value);
-    this.model.send({ kind: "block", rank, block });
+    this.send({ kind: "block", rank, block });
   }
 
   blockAnswer({ rank, block, lines }) {
@@ -126,10 +144,19 @@ export class Link {
     this.changed("block");
   }
 
-  // Ask for the steps as a file; `done` is called when it has come.
+  // Ask for the steps as a file; `done` is called when it has come. False if the kernel cannot be asked.
   export(done) {
-    this.exported = done;
-    this.model.send({ kind: "export" });
+    const isSent = this.send({ kind: "export" });
+    if (isSent) this.exported = done;
+    return isSent;
+  }
+
+  // Every view of a widget gets the answer: it is for the one that has asked.
+  file({ name, text }) {
+    if (!this.exported) return;
+    download(name, text);
+    this.exported();
+    this.exported = null;
   }
 
   destroy() {

@@ -82,7 +82,7 @@ class Row {
     setText(this.state, state);
     setAttribute(this.state, "data-state", request.state);
     this.updateBars(request);
-    this.updateTime(request, table.now);
+    this.updateTime(request, table.time);
     setText(this.text, request.preview ?? "");
     setAttribute(this.text, "title", request.preview ?? "");
     this.updateAction(request, table, isFinished);
@@ -111,6 +111,7 @@ class Row {
   updateAction(request, table, isFinished) {
     const { aborts, isLive } = table;
     const canAbort = request.own && !isFinished && isLive;
+    if (!canAbort) table.keepFocus(this.abort);
     if (this.abort.hidden === canAbort) this.abort.hidden = !canAbort;
     setAttribute(this.abort, "aria-label", `Abort request ${request.id}`);
     setAttribute(this.abort, "aria-disabled", aborts.isPending(request));
@@ -134,12 +135,12 @@ export class Requests {
       this.body,
     );
     this.empty = element("p", { class: "nbe-muted nbe-empty" }, "no requests yet");
-    const scroller = element("div", { class: "nbe-scroller", tabindex: "0", role: "region", "aria-label": "Requests" }, this.table);
+    this.scroller = element("div", { class: "nbe-scroller", tabindex: "0", role: "region", "aria-label": "Requests" }, this.table);
     const { node, body } = panel("requests", "Requests", this.now);
-    body.append(scroller, this.empty);
+    body.append(this.scroller, this.empty);
     this.node = node;
     this.byNode = new WeakMap();
-    this.observer = new IntersectionObserver((entries) => this.seen(entries), { root: scroller, rootMargin: "60px" });
+    this.observer = new IntersectionObserver((entries) => this.seen(entries), { root: this.scroller, rootMargin: "60px" });
   }
 
   seen(entries) {
@@ -173,12 +174,13 @@ export class Requests {
       wanted.add(key);
       if (!this.rows.has(key)) this.add(request);
       const row = this.rows.get(key);
-      row.update(request, { aborts: this.aborts, isLive: this.isLive, now: this.time });
+      row.update(request, this);
       this.put(row.node, before);
       before = row.node;
     }
     for (const [key, row] of this.rows) {
       if (wanted.has(key)) continue;
+      this.keepFocus(row.node);
       this.observer.unobserve(row.node);
       row.node.remove();
       this.rows.delete(key);
@@ -201,6 +203,11 @@ export class Requests {
     const focused = node.contains(document.activeElement) ? document.activeElement : null;
     this.body.insertBefore(node, next);
     focused?.focus({ preventScroll: true });
+  }
+
+  // What is about to go leaves the focus to the table.
+  keepFocus(node) {
+    if (node.contains(document.activeElement)) this.scroller.focus({ preventScroll: true });
   }
 
   destroy() {

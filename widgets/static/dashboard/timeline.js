@@ -9,6 +9,7 @@ import { AXIS, GUTTER, Painter, Rows } from "./timeline_rows.js";
 import { clamp } from "./view.js";
 
 const HELP = "Arrow keys move the cursor, page keys by a window, home and end to the ends, plus and minus zoom, space pauses.";
+const EXPORT_MS = 3000;
 
 export class Timeline {
   constructor(app) {
@@ -88,19 +89,25 @@ export class Timeline {
   }
 
   export() {
-    this.exportButton.disabled = true;
+    if (this.exportButton.getAttribute("aria-disabled") === "true") return;
+    const { link } = this.app;
+    if (!link.export(() => this.exportEnds("Export"))) {
+      this.exportEnds("Export (no answer)", "The kernel does not answer.");
+      return;
+    }
+    setAttribute(this.exportButton, "aria-disabled", true);
     setText(this.exportButton, "Exporting …");
-    const done = () => {
-      clearTimeout(timer);
-      this.exportButton.disabled = false;
-      setText(this.exportButton, "Export");
-    };
-    const timer = setTimeout(() => {
-      done();
-      this.app.announcer.say("The kernel is busy: the file comes when it has time.");
-      setText(this.exportButton, "Export (kernel is busy)");
-    }, 3000);
-    this.app.link.export(done);
+    this.exportTimer = setTimeout(() => {
+      if (link.state === "live") this.exportEnds("Export (kernel is busy)", "The kernel is busy: the file comes when it has time.");
+      else this.exportEnds("Export (no answer)", "The kernel does not answer.");
+    }, EXPORT_MS);
+  }
+
+  exportEnds(label, said) {
+    clearTimeout(this.exportTimer);
+    setAttribute(this.exportButton, "aria-disabled", false);
+    setText(this.exportButton, label);
+    if (said) this.app.announcer.say(said);
   }
 
   grab(event) {
@@ -292,6 +299,7 @@ export class Timeline {
   }
 
   destroy() {
+    clearTimeout(this.exportTimer);
     this.surface.destroy();
   }
 }

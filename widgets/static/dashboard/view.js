@@ -56,6 +56,7 @@ export class View {
     if (!this.store.ranks.has(this.rank) && ranks.length) {
       this.rank = ranks[0];
       this.cursor = null;
+      this.isSeeking = !this.isLive;
     }
     const { history } = this;
     if (!history) return;

@@ -1,5 +1,5 @@
 // Shows the tokens of answers; widgets/tokens/widget.py has the messages.
-import { element } from "./dom.js";
+import { element, inNextLine, keepKeys } from "./dom.js";
 import { Popover } from "./popover.js";
 import { Tree } from "./tree.js";
 
@@ -22,6 +22,7 @@ class View {
     this.build(el);
     this.popover = new Popover(
       this.root,
+      this.prefix,
       (token) => this.branch(token),
       (anchor, hadFocus) => {
         this.pinned = false;
@@ -33,8 +34,8 @@ class View {
   }
 
   build(el) {
-    // A notebook's own shortcuts would move from cell to cell.
-    this.root = element("div", "nbt", { "data-lm-suppress-shortcuts": "true" });
+    this.root = element("div", "nbt");
+    keepKeys(this.root);
     this.fold = element("button", "nbt-fold", { type: "button" });
     this.body = element("div", "nbt-body");
     this.tabs = element("div", "nbt-tabs", { role: "tablist", "aria-label": "Answers and branches" });
@@ -69,7 +70,7 @@ class View {
     document.addEventListener("pointerdown", this.onPress, true);
     this.tabs.addEventListener("click", (event) => this.onTabClick(event));
     this.tabs.addEventListener("keydown", (event) => this.onTabKey(event));
-    this.stop.addEventListener("click", () => this.model.send({ kind: "stop", node: this.active }));
+    this.stop.addEventListener("click", () => this.ask({ kind: "stop", node: this.active }));
     this.fold.addEventListener("click", () => {
       this.model.set("folded", !this.model.get("folded"));
       this.model.save_changes();
@@ -112,7 +113,7 @@ class View {
     this.resting = setTimeout(() => {
       const isInUse = this.root.matches(":hover") || this.root.contains(document.activeElement);
       if (isInUse) this.restSoon();
-      else this.model.send({ kind: "rest" });
+      else this.send({ kind: "rest" });
     }, REST_MS);
   }
 
@@ -143,7 +144,22 @@ class View {
 
   hello() {
     this.isAsking = true;
-    this.model.send({ kind: "hello" });
+    this.send({ kind: "hello" });
+  }
+
+  // False if nothing can be sent: a notebook takes a widget's comm away when the kernel is restarted.
+  send(content) {
+    try {
+      this.model.send(content);
+      return true;
+    } catch {
+      return false;
+    }
+  }
+
+  // Send what somebody waits for.
+  ask(content) {
+    this.say(this.send(content) ? "" : "The kernel does not answer.");
   }
 
   receive(message) {
@@ -159,7 +175,7 @@ class View {
     this.tree.clear();
     this.tree.refusal = refusal;
     for (const node of nodes) this.tree.take({ ...node, tokens: [...node.tokens] });
-    this.drawn.id = null;
+    this.drawn.count = Infinity;
     this.draw();
   }
 
@@ -190,9 +206,11 @@ class View {
     this.drawTabs();
     this.drawText(node);
     this.footer.textContent = node.footer;
-    this.stop.hidden = node.state !== "running";
+    const isRunning = node.state === "running";
+    if (!isRunning && this.stop.matches(":focus-visible")) this.focusToken(this.focused);
+    this.stop.hidden = !isRunning;
     this.foot.hidden = this.stop.hidden && !node.footer;
-    this.panel.setAttribute("aria-busy", String(node.state === "running"));
+    this.panel.setAttribute("aria-busy", String(isRunning));
     this.panel.classList.toggle("nbt-failed", node.state === "failed");
     if (node.error && !node.footer) this.say(node.error);
   }
@@ -219,18 +237,22 @@ class View {
 
   drawText(node) {
     const tokens = this.tree.whole(node.id);
+    let hadFocus = false;
     if (this.drawn.id !== node.id || this.drawn.count > tokens.length) {
       this.popover.close();
+      // Who came by a click has seen it: were the focus kept for them, the view would stay in use.
+      hadFocus = this.text.querySelector(":focus-visible") !== null;
       this.text.replaceChildren();
       this.say("");
+      if (this.drawn.id !== node.id || this.focused >= tokens.length) this.focused = node.position;
       this.drawn = { id: node.id, count: 0 };
-      this.focused = node.position;
     }
     const added = document.createDocumentFragment();
     for (let index = this.drawn.count; index < tokens.length; index++) {
       added.append(this.span(tokens[index], index, node));
     }
     this.text.append(added);
+    if (hadFocus) this.focusToken(this.focused);
     if (this.drawn.count === 0) this.markForks();
     this.drawn.count = tokens.length;
     if (node.in_text !== null) {
@@ -290,7 +312,7 @@ class View {
     span.classList.add("nbt-open");
     this.popover.show(span, token, token[5], this.tree.refusal);
     if (token[5].length >= EAGER_ALTERNATIVES) {
-      this.model.send({ kind: "alternatives", node: this.active, position: index });
+      this.send({ kind: "alternatives", node: this.active, position: index });
     }
   }
 
@@ -299,15 +321,15 @@ class View {
     const token = this.tree.whole(node)[position];
     if (!anchor || node !== this.active || this.indexOf(anchor) !== position || !token) return;
     if (alternatives.length <= this.popover.box.querySelectorAll(".nbt-row").length) return;
-    const hadFocus = this.popover.box.contains(document.activeElement);
+    const { activeElement } = document;
+    const hadFocus = this.popover.box.contains(activeElement);
     this.popover.show(anchor, token, alternatives, this.tree.refusal);
-    if (hadFocus) this.popover.focus();
+    if (hadFocus) this.popover.focus(activeElement.dataset.token);
   }
 
   branch(token) {
     const position = this.indexOf(this.popover.anchor);
-    this.say("");
-    this.model.send({ kind: "branch", node: this.active, position, token });
+    this.ask({ kind: "branch", node: this.active, position, token });
     this.popover.close();
   }
 
@@ -327,8 +349,8 @@ class View {
     const targets = {
       ArrowLeft: () => index - 1,
       ArrowRight: () => index + 1,
-      ArrowUp: () => this.inNextLine(index, -1),
-      ArrowDown: () => this.inNextLine(index, 1),
+      ArrowUp: () => inNextLine(this.text.children, index, -1),
+      ArrowDown: () => inNextLine(this.text.children, index, 1),
       Home: () => 0,
       End: () => last,
     };
@@ -342,23 +364,6 @@ class View {
       this.focusToken(Math.max(0, Math.min(last, targets[event.key]())));
     } else return;
     event.preventDefault();
-  }
-
-  // The nearest token of the line above or below.
-  inNextLine(index, step) {
-    const spans = this.text.children;
-    const box = (at) => spans[at].getClientRects()[0] ?? spans[at].getBoundingClientRect();
-    const from = box(index);
-    let best = index;
-    let line = null;
-    for (let at = index + step; spans[at]; at += step) {
-      const here = box(at);
-      if (Math.abs(here.top - from.top) < here.height / 2) continue;
-      line ??= here.top;
-      if (Math.abs(here.top - line) > here.height / 2) break;
-      if (best === index || Math.abs(here.left - from.left) < Math.abs(box(best).left - from.left)) best = at;
-    }
-    return best;
   }
 
   onTabClick(event) {

@@ -5,8 +5,16 @@ const MARGIN = 8;
 
 // The alternatives of one token, in the top layer, inside the viewport.
 export class Popover {
-  constructor(root, onChoose, onClose) {
-    this.box = element("div", "nbt-popover", { role: "dialog", popover: "manual", hidden: "" });
+  constructor(root, prefix, onChoose, onClose) {
+    this.headId = `${prefix}-head`;
+    this.hintId = `${prefix}-hint`;
+    this.box = element("div", "nbt-popover", {
+      role: "dialog",
+      "aria-describedby": `${this.headId} ${this.hintId}`,
+      tabindex: "-1",
+      popover: "manual",
+      hidden: "",
+    });
     this.onChoose = onChoose;
     this.onClose = onClose;
     this.anchor = null;
@@ -24,13 +32,13 @@ export class Popover {
     const [id, pieces, , probability, rank] = token;
     const own = alternatives.find((alternative) => alternative[0] === id);
     const name = own ? own[1] : pieces.map(([mark, text]) => mark || text).join("");
-    const head = element("div", "nbt-head");
+    const head = element("div", "nbt-head", { id: this.headId });
     head.textContent = `${name} · ${probability}` + (rank ? ` · rank ${rank}` : "");
     this.box.setAttribute("aria-label", `Alternatives to ${name}`);
     this.box.append(head);
     for (const alternative of alternatives) this.box.append(this.row(alternative, id, refusal));
     const others = alternatives.some((alternative) => alternative[0] !== id);
-    const hint = element("div", "nbt-hint");
+    const hint = element("div", "nbt-hint", { id: this.hintId });
     hint.textContent = !others ? "no alternatives were asked for" : refusal ? `no branches: ${refusal}` : "choose one to go on from it";
     this.box.append(hint);
     this.box.hidden = false;
@@ -67,8 +75,10 @@ export class Popover {
     this.box.style.left = `${Math.max(MARGIN, Math.min(at.left, rightmost))}px`;
   }
 
-  focus() {
-    this.box.querySelector("button")?.focus();
+  // Go to a token's row, else to the first that can be chosen, else to the box itself.
+  focus(token) {
+    const row = this.box.querySelector(`button[data-token="${token}"]`) ?? this.box.querySelector("button");
+    (row ?? this.box).focus();
   }
 
   close() {
