@@ -142,7 +142,7 @@ class GridState:
             diffs = [word_diff(result.previous.text, answer.text) for answer in result.outputs[:1]]
             answers = tuple(map(diff_text, diffs))
             return GridCell(answers, cell.state, foot, cell.error, tuple(map(diff_html, diffs)))
-        if options.format == "text" and self._shades and any(answer.logprobs for answer in result.outputs):
+        if options.format == "text" and any(answer.logprobs for answer in result.outputs) and self._shades:
             rich = tuple(shaded(root, self._shades) for root in result.tree.roots)
             return GridCell(cell.answers, cell.state, foot, cell.error, rich)
         formatted = tuple(_formatted(text, options.format) for text in cell.answers)
