@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Sequence
 from html import escape
 
 MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
 """The style of a quiet line."""
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters but new lines and tabs; and surrogates, which no terminal can be sent."""
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
@@ -36,6 +40,17 @@ def age(since: float) -> str:
 def joined(*parts: str) -> str:
     """The parts of a footer that are not empty, in one line."""
     return " · ".join(part for part in parts if part)
+
+
+def harmless(text: str) -> str:
+    """Text without what could steer a terminal."""
+    return _STEERING.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def print_quietly(line: str) -> None:
+    """Print a line that says something about what stands above it."""
+    line = harmless(line)
+    print(f"\x1b[2m[{line}]\x1b[0m" if sys.stdout.isatty() else f"[{line}]")
 
 
 def muted(text: str) -> str:

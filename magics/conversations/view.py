@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from html import escape
 
@@ -14,7 +13,7 @@ from nbengine.magics.generation.render import answer_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, View, pause_after
 from nbengine.widgets.live import LiveDisplay, in_kernel
-from nbengine.widgets.words import MUTED, count, joined
+from nbengine.widgets.words import MUTED, count, harmless, joined, print_quietly
 
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;word-break:normal;line-height:1.4;font-family:inherit;margin:0"
 _FOLD = (
@@ -136,7 +135,7 @@ class ChatTerminalView:
         print()
         footer = joined(footer_of(result) if self._appearance.footer else "", self._notes.of(result), note)
         if footer:
-            print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")
+            print_quietly(footer)
 
     def _print(self, answer: Answer) -> None:
         if (answer.is_reasoning or answer.reasoning) and not (self._is_reasoning or self._printed):
@@ -148,7 +147,7 @@ class ChatTerminalView:
             self._printed = -1
         start = max(0, self._printed)
         if len(answer.text) > start:
-            print(answer.text[start:], end="", flush=True)
+            print(harmless(answer.text[start:]), end="", flush=True)
             self._printed = len(answer.text)
 
 
