@@ -152,8 +152,10 @@ class ComparisonRun(Stream[ComparisonResult]):
                 request.prepared.engine.client.abort_soon(collector.request_id)
 
     def _end(self, note: str = "") -> None:
-        self._end_requests()
-        self._grid.finish(note)
+        try:
+            self._end_requests()
+        finally:
+            self._grid.finish(note)
 
     def _end_requests(self) -> None:
         for request in self._requests:

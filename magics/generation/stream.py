@@ -113,10 +113,14 @@ class Stream(ABC, Generic[R]):
             self._end()
         except NBEngineError as error:
             cancelled = self._cancelled.is_set()
-            # Nobody may ever ask the handle: the cell says what happened, too.
-            self._end(note="" if cancelled else f"{type(error).__name__}: {getattr(error, 'cause', error)}")
-            on_error(error)
-            handle.settle(None if cancelled else error)
+            try:
+                # Nobody may ever ask the handle: the cell says what happened, too.
+                self._end(
+                    note="" if cancelled else f"{type(error).__name__}: {getattr(error, 'cause', error)}"
+                )
+                on_error(error)
+            finally:
+                handle.settle(None if cancelled else error)
         except BaseException as error:
             handle.settle(error)
             raise
@@ -204,8 +208,13 @@ class Generation(Stream[GenerationResult]):
         if not self.result.finished:
             drain(self._collector, self.result)
             self.result.abort()
-        self._view.finish(self.result, note)
-        self.on_end(shown, failure)
+        try:
+            self._view.finish(self.result, note)
+        except BaseException:
+            shown = False
+            raise
+        finally:
+            self.on_end(shown, failure)
 
 
 def drain(collector: Collector, result: GenerationResult) -> None:
