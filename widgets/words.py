@@ -10,6 +10,9 @@ from html import escape
 
 MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
 """The style of a quiet line."""
+PLAIN = 'class="mathjax_ignore tex2jax_ignore"'
+"""The class of an element whose text is no mathematics, whatever it contains: notebooks look for formulas in all HTML.
+One name is MathJax 3's, the other MathJax 2's."""
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters but new lines and tabs; and surrogates, which no terminal can be sent."""
 
@@ -55,7 +58,7 @@ def print_quietly(line: str) -> None:
 
 def muted(text: str) -> str:
     """Text in a quiet line of its own, in HTML; nothing for none."""
-    return f'<div style="{MUTED}">{escape(text)}</div>' if text else ""
+    return f'<div {PLAIN} style="{MUTED}">{escape(text)}</div>' if text else ""
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> tuple[str, str]:

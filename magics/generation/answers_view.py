@@ -8,7 +8,7 @@ from html import escape
 
 from nbengine.ipc.transcripts import shortened
 from nbengine.magics.generation.answers import Answer
-from nbengine.widgets.words import MUTED, age, count, harmless, table
+from nbengine.widgets.words import MUTED, PLAIN, age, count, harmless, muted, table
 
 _CELL_WIDTH = 40
 _CELL = "text-align:left;vertical-align:top;overflow-wrap:anywhere"
@@ -21,8 +21,7 @@ def heading(answer: Answer) -> tuple[str, str]:
     prompt = shortened(answer.result.prompt)
     quoted = "\n".join(f"> {part}" for part in harmless(prompt).splitlines())
     html = (
-        f'<div style="{MUTED}">{escape(line)}</div>'
-        '<blockquote style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0.3em 0;padding-left:0.7em;'
+        f'{muted(line)}<blockquote {PLAIN} style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0.3em 0;padding-left:0.7em;'
         f'border-left:3px solid var(--jp-border-color1,#bbb)">{escape(prompt)}</blockquote>'
     )
     return f"{harmless(line)}\n{quoted}", html
@@ -37,7 +36,7 @@ def listing(answers: Sequence[Answer]) -> tuple[str, str]:
     body = "".join(_html_row(number, answer) for number, answer in enumerate(answers, 1))
     return (
         plain,
-        f'<table style="width:100%;table-layout:fixed"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>',
+        f'<table {PLAIN} style="width:100%;table-layout:fixed"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>',
     )
 
 

@@ -11,7 +11,7 @@ from nbengine.magics.generation.markdown import closed_markdown, fenced, harmles
 from nbengine.magics.generation.result import UNREADABLE_JSON, GenerationResult
 from nbengine.outputs import CompletionOutput
 from nbengine.widgets.grid.html import side_by_side
-from nbengine.widgets.words import MUTED, count, joined, muted, seconds
+from nbengine.widgets.words import MUTED, PLAIN, count, joined, muted, seconds
 
 _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"\s]+', re.DOTALL)
 """Strings, the last of which may lack its end, brackets, and what stands between them but white space."""
@@ -40,9 +40,9 @@ def answer_bundle(
     elif output_format == "json":
         text, note = pretty_json(text) if complete else (indented_json(text), "")
         footer = joined(footer, note)
-        rich = {"text/html": f'<pre style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
+        rich = {"text/html": f'<pre {PLAIN} style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
     else:
-        rich = {"text/html": f'<div style="{_PROSE}">{escape(text)}</div>{muted(footer)}'}
+        rich = {"text/html": f'<div {PLAIN} style="{_PROSE}">{escape(text)}</div>{muted(footer)}'}
     plain = f"{text}\n\n[{footer}]" if footer else text
     return {"text/plain": plain, **rich}
 

@@ -268,7 +268,7 @@ async def test_capture_captures_every_update(kernel_shell: InteractiveShell, eng
 @pytest.mark.parametrize(
     ("output_format", "mime", "content"),
     [
-        ("text", "text/html", '<div style="white-space:pre-wrap'),
+        ("text", "text/html", 'style="white-space:pre-wrap'),
         ("markdown", "text/markdown", '{"a": 1}'),
         ("json", "text/html", "{\n  &quot;a&quot;: 1\n}"),
         ("code", "text/markdown", '```\n{"a": 1}\n```'),
