@@ -75,7 +75,7 @@ class GenerateMagics(Magics):
             generation = self._submitter.submit(engine, request)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
-        self._earlier.note([({}, generation.result)])
+        self._earlier.note([({}, generation)])
         turn.diff = request.diff
         self._run(turn, generation, request)
         return turn
@@ -95,7 +95,7 @@ class GenerateMagics(Magics):
             run.send(foreground=not options.background)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
-        self._earlier.note(list(zip(run.result.settings, run.result.results, strict=True)))
+        self._earlier.note(list(zip(run.result.settings, run.requests, strict=True)))
         self._run(turn, run, options)
         return turn
 

@@ -40,10 +40,6 @@ class Collector(Protocol):
         """Wait for the next output in this thread."""
 
 
-def ignore_end(shown: bool, error: NBEngineError | None) -> None:
-    """Nobody wants to know."""
-
-
 class Stream(ABC, Generic[R]):
     """What a cell waits for: awaited, blocking, or in the background.
 
@@ -177,7 +173,7 @@ class Generation(Stream[GenerationResult]):
         self._abort = abort
         self._ongoing = ongoing
         ongoing.add(collector.engine_request_id, foreground=foreground)
-        self.on_end: EndHandler = ignore_end
+        self.on_end: list[EndHandler] = []
 
     @property
     def _interval(self) -> float:
@@ -214,7 +210,8 @@ class Generation(Stream[GenerationResult]):
             shown = False
             raise
         finally:
-            self.on_end(shown, failure)
+            for handler in self.on_end:
+                handler(shown, failure)
 
 
 def drain(collector: Collector, result: GenerationResult) -> None:
