@@ -70,8 +70,8 @@ class Extension:
         return (self.engine, self.generate, *self.others)
 
     def leave(self) -> str:
-        """End background generations and detach from every engine; returns what becomes of those."""
-        self.generate.cancel_background()
+        """End what is written in the background, branches too, and detach from every engine; returns what becomes of those."""
+        self.session.ongoing.cancel_background()
         return farewell(self.session.close())
 
 

@@ -59,11 +59,6 @@ class GenerateMagics(Magics):
         turn.show_diff()
         return turn.returned
 
-    def cancel_background(self) -> None:
-        """End all generations that run in the background."""
-        for handle in list(self._submitter.background):
-            handle.cancel()
-
     def _begin(self, line: str, cell: str | None) -> Turn:
         __tracebackhide__ = True
         shell, namespace = self.shell, prompt_namespace(self.shell)
@@ -80,7 +75,7 @@ class GenerateMagics(Magics):
             generation = self._submitter.submit(engine, request)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
-        self._earlier.note([({}, generation.result)])
+        self._earlier.note([({}, generation)])
         turn.diff = request.diff
         self._run(turn, generation, request)
         return turn
@@ -100,7 +95,7 @@ class GenerateMagics(Magics):
             run.send(foreground=not options.background)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
-        self._earlier.note(list(zip(run.result.settings, run.result.results, strict=True)))
+        self._earlier.note(list(zip(run.result.settings, run.requests, strict=True)))
         self._run(turn, run, options)
         return turn
 
@@ -111,7 +106,7 @@ class GenerateMagics(Magics):
             self._bind(options.out, stream.result)
             return
         handle = stream.run_in_background(turn.note_death)
-        self._submitter.background.add(handle)
+        self._session.ongoing.add_background(handle)
         self._bind(options.out, handle)
         turn.keep(handle)
 

@@ -9,6 +9,8 @@ from uuid import uuid4
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.widgets.words import harmless
+
 MimeBundle = Mapping[str, Any]
 """Text, or what a frontend takes as JSON."""
 
@@ -57,4 +59,4 @@ def publish_bundle(shell: InteractiveShell, bundle: MimeBundle) -> None:
     if in_kernel(shell):
         shell.display_pub.publish(data=dict(bundle))
     else:
-        print(bundle["text/plain"])
+        print(harmless(bundle["text/plain"]))

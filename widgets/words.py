@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Sequence
 from html import escape
 
 MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
 """The style of a quiet line."""
+PLAIN = 'class="mathjax_ignore tex2jax_ignore"'
+"""The class of an element whose text is no mathematics, whatever it contains: notebooks look for formulas in all HTML.
+One name is MathJax 3's, the other MathJax 2's."""
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters but new lines and tabs; and surrogates, which no terminal can be sent."""
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
@@ -38,9 +45,20 @@ def joined(*parts: str) -> str:
     return " · ".join(part for part in parts if part)
 
 
+def harmless(text: str) -> str:
+    """Text without what could steer a terminal."""
+    return _STEERING.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def print_quietly(line: str) -> None:
+    """Print a line that says something about what stands above it."""
+    line = harmless(line)
+    print(f"\x1b[2m[{line}]\x1b[0m" if sys.stdout.isatty() else f"[{line}]")
+
+
 def muted(text: str) -> str:
     """Text in a quiet line of its own, in HTML; nothing for none."""
-    return f'<div style="{MUTED}">{escape(text)}</div>' if text else ""
+    return f'<div {PLAIN} style="{MUTED}">{escape(text)}</div>' if text else ""
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> tuple[str, str]:

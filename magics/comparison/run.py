@@ -11,7 +11,7 @@ from nbengine.magics.comparison.view import GridView
 from nbengine.magics.generation.answers import EndHandler, keep_answer
 from nbengine.magics.generation.ongoing import OngoingRequests
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.stream import Collector, Stream, drain, ignore_end
+from nbengine.magics.generation.stream import Collector, Stream, drain
 from nbengine.magics.generation.submission import PreparedRequest
 from nbengine.magics.session import AttachedEngine
 
@@ -23,7 +23,7 @@ class ComparedRequest:
         self.prepared = prepared
         self.result = GenerationResult("", prepared.options.prompt)
         self.collector: Collector | None = None
-        self.on_end: EndHandler = ignore_end
+        self.on_end: list[EndHandler] = []
 
 
 class ComparisonRun(Stream[ComparisonResult]):
@@ -43,13 +43,14 @@ class ComparisonRun(Stream[ComparisonResult]):
         drop: Callable[[AttachedEngine], None],
     ) -> None:
         """`tell` lets a result know what was asked; `drop` is told of an engine that has died."""
-        self._requests = [ComparedRequest(request) for request in prepared]
+        self.requests = [ComparedRequest(request) for request in prepared]
+        """In the order of the results."""
         settings = [combination.settings for combination in plan.combinations]
-        results = [request.result for request in self._requests]
+        results = [request.result for request in self.requests]
         super().__init__(ComparisonResult(plan.axes, settings, results))
         self._ongoing = ongoing
         self._drop = drop
-        for request in self._requests:
+        for request in self.requests:
             tell(request.result, request.prepared)
         self._view_of = view_of
         self._view: GridView | None = None
@@ -61,7 +62,7 @@ class ComparisonRun(Stream[ComparisonResult]):
             NBEngineError: all were refused.
         """
         try:
-            for index, request in enumerate(self._requests):
+            for index, request in enumerate(self.requests):
                 try:
                     collector = request.prepared.send()
                 except NBEngineError as error:
@@ -76,7 +77,7 @@ class ComparisonRun(Stream[ComparisonResult]):
             self._abort_all()
             self._end_requests()
             raise
-        if len(self.result.errors) == len(self._requests):
+        if len(self.result.errors) == len(self.requests):
             raise self.result.errors[0]
         self._view = self._view_of(self.result)
 
@@ -96,10 +97,10 @@ class ComparisonRun(Stream[ComparisonResult]):
         """Take what has come: the caller comes again after the view's interval, which wakes it for all requests."""
         del timeout
         changed = [
-            index for index, request in enumerate(self._requests) if request.collector and self._take(index)
+            index for index, request in enumerate(self.requests) if request.collector and self._take(index)
         ]
         self._grid.update(changed)
-        if any(request.collector for request in self._requests):
+        if any(request.collector for request in self.requests):
             return False
         failure = self._failure()
         if failure is not None:
@@ -107,7 +108,7 @@ class ComparisonRun(Stream[ComparisonResult]):
         return True
 
     def _take(self, index: int) -> bool:
-        request = self._requests[index]
+        request = self.requests[index]
         assert request.collector is not None
         try:
             output = request.collector.get_nowait()
@@ -122,7 +123,7 @@ class ComparisonRun(Stream[ComparisonResult]):
         return True
 
     def _fail(self, index: int, error: NBEngineError) -> None:
-        request = self._requests[index]
+        request = self.requests[index]
         self.result.errors[index] = error
         request.result.abort("error")
         self._close(request, shown=False, error=error)
@@ -132,7 +133,8 @@ class ComparisonRun(Stream[ComparisonResult]):
     def _close(self, request: ComparedRequest, *, shown: bool, error: NBEngineError | None = None) -> None:
         if request.collector is not None:
             self._ongoing.discard(request.collector.engine_request_id)
-            request.on_end(shown, error)
+            for handler in request.on_end:
+                handler(shown, error)
         request.collector = None
 
     def _failure(self) -> NBEngineError | None:
@@ -140,23 +142,25 @@ class ComparisonRun(Stream[ComparisonResult]):
         for error in errors.values():
             if isinstance(error, EngineDeadError | LeaseExpiredError):
                 return error
-        return errors[0] if len(errors) == len(self._requests) else None
+        return errors[0] if len(errors) == len(self.requests) else None
 
     def _handle(self) -> ComparisonHandle:
         return ComparisonHandle(self.result, self.cancel)
 
     def _abort_all(self) -> None:
-        for request in self._requests:
+        for request in self.requests:
             collector = request.collector
             if collector is not None:
                 request.prepared.engine.client.abort_soon(collector.request_id)
 
     def _end(self, note: str = "") -> None:
-        self._end_requests()
-        self._grid.finish(note)
+        try:
+            self._end_requests()
+        finally:
+            self._grid.finish(note)
 
     def _end_requests(self) -> None:
-        for request in self._requests:
+        for request in self.requests:
             if request.collector is not None:
                 drain(request.collector, request.result)
                 shown = request.result.finished or self._interrupt_taken or self._cancelled.is_set()

@@ -26,7 +26,7 @@ from nbengine.widgets.grid.html import GridHtml
 from nbengine.widgets.grid.pace import AnswerCount, Pace
 from nbengine.widgets.grid.text import cell_text, final_text, live_text
 from nbengine.widgets.live import LiveDisplay, in_kernel
-from nbengine.widgets.words import count, joined, seconds
+from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
 MOST_SHADED = 5000
 """Tokens of a grid that is saved with each one shaded: about a megabyte."""
@@ -142,7 +142,7 @@ class GridState:
             diffs = [word_diff(result.previous.text, answer.text) for answer in result.outputs[:1]]
             answers = tuple(map(diff_text, diffs))
             return GridCell(answers, cell.state, foot, cell.error, tuple(map(diff_html, diffs)))
-        if options.format == "text" and self._shades and any(answer.logprobs for answer in result.outputs):
+        if options.format == "text" and any(answer.logprobs for answer in result.outputs) and self._shades:
             rich = tuple(shaded(root, self._shades) for root in result.tree.roots)
             return GridCell(cell.answers, cell.state, foot, cell.error, rich)
         formatted = tuple(_formatted(text, options.format) for text in cell.answers)
@@ -240,7 +240,7 @@ class GridTerminalView:
         self._print(complete_only=False)
         for line in (self._state.foot, *self._state.notes, note):
             if line:
-                print(f"\x1b[2m[{line}]\x1b[0m" if sys.stdout.isatty() else f"[{line}]")
+                print_quietly(line)
 
     def _print(self, *, complete_only: bool) -> None:
         state = self._state
@@ -249,7 +249,7 @@ class GridTerminalView:
                 break
             if sys.stdout.isatty():
                 print(_ERASE_LINE, end="")
-            print(cell_text(state.layout.label(index), state.final_cell(index)) + "\n")
+            print(harmless(cell_text(state.layout.label(index), state.final_cell(index))) + "\n")
             self._printed = index + 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from html import escape
 
@@ -14,15 +13,15 @@ from nbengine.magics.generation.render import answer_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, View, pause_after
 from nbengine.widgets.live import LiveDisplay, in_kernel
-from nbengine.widgets.words import MUTED, count, joined
+from nbengine.widgets.words import MUTED, PLAIN, count, harmless, joined, muted, print_quietly
 
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;word-break:normal;line-height:1.4;font-family:inherit;margin:0"
 _FOLD = (
-    f'<details style="margin:0 0 0.5em 0"><summary style="{MUTED};cursor:pointer">{{}}</summary>'
+    f'<details {PLAIN} style="margin:0 0 0.5em 0"><summary style="{MUTED};cursor:pointer">{{}}</summary>'
     f'<pre style="{_PROSE};{MUTED};border-left:3px solid var(--jp-border-color2,#bbb);padding-left:0.8em">{{}}</pre>'
     "</details>"
 )
-_MESSAGE = f'<div style="{MUTED}">{{}}</div>{{}}<pre style="{_PROSE};padding-bottom:0.8em">{{}}</pre>'
+_MESSAGE = f'<div style="{MUTED}">{{}}</div>{{}}<pre {PLAIN} style="{_PROSE};padding-bottom:0.8em">{{}}</pre>'
 
 
 def chat_bundle(
@@ -42,7 +41,7 @@ def conversation_bundle(conversation: Conversation) -> dict[str, str]:
     """All messages of a conversation."""
     if not (conversation.turns or conversation.system):
         nothing = f"conversation {conversation.name!r} is empty"
-        return {"text/plain": nothing, "text/html": f'<div style="{MUTED}">{escape(nothing)}</div>'}
+        return {"text/plain": nothing, "text/html": muted(nothing)}
     plain, html = [], []
     if conversation.system:
         plain.append(f"system: {conversation.system}")
@@ -136,7 +135,7 @@ class ChatTerminalView:
         print()
         footer = joined(footer_of(result) if self._appearance.footer else "", self._notes.of(result), note)
         if footer:
-            print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")
+            print_quietly(footer)
 
     def _print(self, answer: Answer) -> None:
         if (answer.is_reasoning or answer.reasoning) and not (self._is_reasoning or self._printed):
@@ -148,7 +147,7 @@ class ChatTerminalView:
             self._printed = -1
         start = max(0, self._printed)
         if len(answer.text) > start:
-            print(answer.text[start:], end="", flush=True)
+            print(harmless(answer.text[start:]), end="", flush=True)
             self._printed = len(answer.text)
 
 

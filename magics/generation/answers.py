@@ -114,7 +114,7 @@ class AnsweredGeneration(Protocol):
     """The part of a `Generation` that is needed to keep its answer."""
 
     result: GenerationResult
-    on_end: EndHandler
+    on_end: list[EndHandler]
 
 
 class ReadClient(Protocol):
@@ -140,7 +140,7 @@ def keep_answer(
         if shown:
             client.read_transcripts([request_id])
 
-    generation.on_end = ended
+    generation.on_end.append(ended)
 
 
 def kept_answer(transcript: Transcript, engine: str) -> Answer:

@@ -8,7 +8,7 @@ from html import escape
 
 from nbengine.ipc.transcripts import shortened
 from nbengine.magics.generation.answers import Answer
-from nbengine.widgets.words import MUTED, age, count, table
+from nbengine.widgets.words import MUTED, PLAIN, age, count, harmless, muted, table
 
 _CELL_WIDTH = 40
 _CELL = "text-align:left;vertical-align:top;overflow-wrap:anywhere"
@@ -19,13 +19,12 @@ def heading(answer: Answer) -> tuple[str, str]:
     asked = time.strftime("%H:%M:%S", time.localtime(answer.submitted))
     line = f"asked at {asked}, {age(answer.submitted)} ago, of engine {answer.engine!r} · {answer.ending}"
     prompt = shortened(answer.result.prompt)
-    quoted = "\n".join(f"> {part}" for part in _printable(prompt).splitlines())
+    quoted = "\n".join(f"> {part}" for part in harmless(prompt).splitlines())
     html = (
-        f'<div style="{MUTED}">{escape(line)}</div>'
-        '<blockquote style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0.3em 0;padding-left:0.7em;'
+        f'{muted(line)}<blockquote {PLAIN} style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0.3em 0;padding-left:0.7em;'
         f'border-left:3px solid var(--jp-border-color1,#bbb)">{escape(prompt)}</blockquote>'
     )
-    return f"{_printable(line)}\n{quoted}", html
+    return f"{harmless(line)}\n{quoted}", html
 
 
 def listing(answers: Sequence[Answer]) -> tuple[str, str]:
@@ -37,7 +36,7 @@ def listing(answers: Sequence[Answer]) -> tuple[str, str]:
     body = "".join(_html_row(number, answer) for number, answer in enumerate(answers, 1))
     return (
         plain,
-        f'<table style="width:100%;table-layout:fixed"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>',
+        f'<table {PLAIN} style="width:100%;table-layout:fixed"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>',
     )
 
 
@@ -49,9 +48,9 @@ def _plain_row(number: int, answer: Answer) -> list[str]:
         _brief(answer.result.prompt),
         _brief(answer.result.text),
         f"{answer.num_tokens:,}",
-        _printable(answer.ending),
+        harmless(answer.ending),
         answer.engine,
-        _printable(answer.request_id),
+        harmless(answer.request_id),
     ]
 
 
@@ -73,12 +72,5 @@ def _html_row(number: int, answer: Answer) -> str:
 
 def _brief(text: str, width: int = _CELL_WIDTH) -> str:
     """The beginning of a text in one line."""
-    line = _printable(" ".join(text[: 4 * width].split()))
+    line = harmless(" ".join(text[: 4 * width].split()))
     return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def _printable(text: str) -> str:
-    """Text without what could steer a terminal."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text
-    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from nbengine.widgets.words import MUTED
+from nbengine.widgets.words import MUTED, PLAIN, harmless
 
 _WORDS = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff]\s*|[^\W\u2e80-\u9fff\uf900-\ufaff]+\s*|[^\w\s]\s*|\s+")
 """Words with the blanks behind them; a sign that stands for a word of its own is one."""
@@ -176,7 +176,7 @@ class AnswerDiff:
                 f'<div style="{MUTED};margin-top:0.4em">answer</div>'
             )
         return (
-            f'<div><div style="{MUTED}">{escape(self.summary)}</div>{prompt}'
+            f'<div {PLAIN}><div style="{MUTED}">{escape(self.summary)}</div>{prompt}'
             f'<div style="{_PROSE}">{diff_html(self.text)}</div></div>'
         )
 
@@ -186,4 +186,5 @@ class AnswerDiff:
             lines += ["prompt:", diff_text(self.prompt), "answer:"]
         return "\n".join([*lines, diff_text(self.text)])
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return harmless(str(self))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
+from weakref import WeakSet
 
 from nbengine.magics.generation.answers import Answers
 from nbengine.magics.generation.open_views import OpenViews
+from nbengine.magics.generation.result import Handle
 
 
 class OngoingRequests:
@@ -14,6 +17,7 @@ class OngoingRequests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._foreground: dict[str, bool] = {}
+        self._background: WeakSet[Handle[Any]] = WeakSet()
         self.answers = Answers()
         """Those of requests that have ended, too."""
         self.views = OpenViews()
@@ -33,3 +37,15 @@ class OngoingRequests:
         """Whether the running cell waits for it, by engine request id."""
         with self._lock:
             return self._foreground.copy()
+
+    def add_background(self, handle: Handle[Any]) -> None:
+        """Note what is written while no cell waits for it."""
+        with self._lock:
+            self._background.add(handle)
+
+    def cancel_background(self) -> None:
+        """End all that is written while no cell waits for it."""
+        with self._lock:
+            handles = list(self._background)
+        for handle in handles:
+            handle.cancel()

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from html import escape
 
 from nbengine.magics.generation.markdown import closed_markdown, fenced, harmless_markdown, unfenced
-from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.generation.result import UNREADABLE_JSON, GenerationResult
 from nbengine.outputs import CompletionOutput
 from nbengine.widgets.grid.html import side_by_side
-from nbengine.widgets.words import MUTED, count, joined, muted, seconds
+from nbengine.widgets.words import MUTED, PLAIN, count, joined, muted, seconds
 
 _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"\s]+', re.DOTALL)
 """Strings, the last of which may lack its end, brackets, and what stands between them but white space."""
+_DEEPEST_INDENTATION = 100
+"""Levels: without a limit, blanks would grow with the square of the text's length."""
 _HEADINGS = {
     "text/html": f'<div style="{MUTED}">{{}}.</div>',
     "text/markdown": "**{}.**\n\n",
@@ -38,9 +40,9 @@ def answer_bundle(
     elif output_format == "json":
         text, note = pretty_json(text) if complete else (indented_json(text), "")
         footer = joined(footer, note)
-        rich = {"text/html": f'<pre style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
+        rich = {"text/html": f'<pre {PLAIN} style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
     else:
-        rich = {"text/html": f'<div style="{_PROSE}">{escape(text)}</div>{muted(footer)}'}
+        rich = {"text/html": f'<div {PLAIN} style="{_PROSE}">{escape(text)}</div>{muted(footer)}'}
     plain = f"{text}\n\n[{footer}]" if footer else text
     return {"text/plain": plain, **rich}
 
@@ -68,9 +70,13 @@ def pretty_json(text: str) -> tuple[str, str]:
     """Indent JSON, taken out of a fence if it is in one: (text, complaint); text that is not JSON stays."""
     code, _ = unfenced(text)
     try:
-        return json.dumps(json.loads(code), indent=2, ensure_ascii=False), ""
+        pretty = json.dumps(json.loads(code), indent=2, ensure_ascii=False)
     except json.JSONDecodeError as error:
         return text, f"not valid JSON: {error}"
+    except UNREADABLE_JSON as error:
+        return text, f"not readable JSON: {error}"
+    # Half of a surrogate pair cannot be sent to a frontend: it stays the escape that it was.
+    return pretty.encode("utf-8", "backslashreplace").decode(), ""
 
 
 def indented_json(text: str) -> str:
@@ -85,15 +91,19 @@ def indented_json(text: str) -> str:
             parts += part[0], part[-1]
         elif part[0] in "{[":
             depth += 1
-            parts += part[0], "\n", "  " * depth
+            parts += part[0], _new_line(depth)
         elif part[0] in "}]":
             depth -= 1
-            parts += "\n", "  " * depth, part
+            parts += _new_line(depth), part
         elif part == ",":
-            parts += ",\n", "  " * depth
+            parts += part, _new_line(depth)
         else:
             parts.append(": " if part == ":" else part)
     return "".join(parts).rstrip()
+
+
+def _new_line(depth: int) -> str:
+    return "\n" + "  " * min(depth, _DEEPEST_INDENTATION)
 
 
 def footer_of(result: GenerationResult) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nbengine.magics.tokens.branch import Branch
     from nbengine.magics.tokens.branching import BranchTree
 
+UNREADABLE_JSON = (ValueError, RecursionError)
+"""What `json` raises: of text that is no JSON, of longer numbers and deeper nesting than Python takes."""
 _NOTHING = CompletionOutput(0, "", [])
 """The first completion before it begins."""
 
@@ -126,14 +128,14 @@ class GenerationResult(ShownOnce):
         """What the first completion stands for: with `--json` the parsed JSON, else the text.
 
         Raises:
-            IncompleteOutputError: the JSON is not complete, and why.
+            IncompleteOutputError: the JSON is not complete, and why; or Python cannot read it.
         """
         if not self.is_json:
             return self.text
         try:
             return json.loads(self.text)
-        except json.JSONDecodeError as error:
-            raise IncompleteOutputError(_why_incomplete(self)) from error
+        except UNREADABLE_JSON as error:
+            raise IncompleteOutputError(_why_no_value(self, error)) from error
 
     @property
     def tree(self) -> BranchTree:
@@ -198,7 +200,9 @@ class GenerationResult(ShownOnce):
         return f"GenerationResult({self.request_id!r}, {count} tokens, {state})"
 
 
-def _why_incomplete(result: GenerationResult) -> str:
+def _why_no_value(result: GenerationResult, error: Exception) -> str:
+    if result.finish_reason == "stop" and not isinstance(error, json.JSONDecodeError):
+        return f"the answer is JSON that cannot be read: {error} (.text has it)"
     reasons = {
         None: "it is still being written",
         "length": "it reached the limit of tokens; raise --max-tokens",

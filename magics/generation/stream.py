@@ -40,10 +40,6 @@ class Collector(Protocol):
         """Wait for the next output in this thread."""
 
 
-def ignore_end(shown: bool, error: NBEngineError | None) -> None:
-    """Nobody wants to know."""
-
-
 class Stream(ABC, Generic[R]):
     """What a cell waits for: awaited, blocking, or in the background.
 
@@ -113,10 +109,14 @@ class Stream(ABC, Generic[R]):
             self._end()
         except NBEngineError as error:
             cancelled = self._cancelled.is_set()
-            # Nobody may ever ask the handle: the cell says what happened, too.
-            self._end(note="" if cancelled else f"{type(error).__name__}: {getattr(error, 'cause', error)}")
-            on_error(error)
-            handle.settle(None if cancelled else error)
+            try:
+                # Nobody may ever ask the handle: the cell says what happened, too.
+                self._end(
+                    note="" if cancelled else f"{type(error).__name__}: {getattr(error, 'cause', error)}"
+                )
+                on_error(error)
+            finally:
+                handle.settle(None if cancelled else error)
         except BaseException as error:
             handle.settle(error)
             raise
@@ -173,7 +173,7 @@ class Generation(Stream[GenerationResult]):
         self._abort = abort
         self._ongoing = ongoing
         ongoing.add(collector.engine_request_id, foreground=foreground)
-        self.on_end: EndHandler = ignore_end
+        self.on_end: list[EndHandler] = []
 
     @property
     def _interval(self) -> float:
@@ -204,8 +204,14 @@ class Generation(Stream[GenerationResult]):
         if not self.result.finished:
             drain(self._collector, self.result)
             self.result.abort()
-        self._view.finish(self.result, note)
-        self.on_end(shown, failure)
+        try:
+            self._view.finish(self.result, note)
+        except BaseException:
+            shown = False
+            raise
+        finally:
+            for handler in self.on_end:
+                handler(shown, failure)
 
 
 def drain(collector: Collector, result: GenerationResult) -> None:

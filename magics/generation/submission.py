@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from nbengine.magics.config import NBEngine
 from nbengine.magics.generation.answers import keep_answer
 from nbengine.magics.generation.arguments import GenerateOptions, sampling_params
 from nbengine.magics.generation.ongoing import OngoingRequests
-from nbengine.magics.generation.result import GenerationResult, Handle
+from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.stream import Collector, Generation
 from nbengine.magics.generation.view import Appearance, View, view_for
 from nbengine.magics.session import AttachedEngine
@@ -51,8 +50,6 @@ class Submitter:
         self._shell = shell
         self._config = config
         self._ongoing = ongoing
-        self.background: weakref.WeakSet[Handle[Any]] = weakref.WeakSet()
-        """Handles of what is written while no cell waits for it."""
 
     def submit(
         self,
@@ -96,7 +93,7 @@ class Submitter:
         """Let a result know what was asked, and of whom."""
         client, prompt = prepared.engine.client, prepared.prompt
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        origin = Origin(client, prepared.params, cache_salt, self._ongoing, self.background.add)
+        origin = Origin(client, prepared.params, cache_salt, self._ongoing)
         result.tree = BranchTree(result, origin)
         result.is_json = prepared.options.parse_json
         result.names_ranks = len(client.engine_ranks) > 1

@@ -67,7 +67,7 @@ class Turn:
             return
         result: GenerationResult = self.generation.result
         if result.previous is None:
-            publish(self._shell, "[--diff: this cell has had no answer before]")
+            publish(self._shell, "[--diff: there was no answer before to compare with]")
             return
         diff = result.diff()
         publish(self._shell, str(diff), diff.html)

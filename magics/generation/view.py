@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from nbengine.magics.generation.open_views import ClosableView
 from nbengine.magics.generation.render import answers_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
-from nbengine.widgets.words import joined
+from nbengine.widgets.words import harmless, joined, print_quietly
 
 UPDATE_SECONDS = 0.04
 """Between two updates of a cell: often enough to look like writing, seldom enough for the iopub channel."""
@@ -100,17 +99,17 @@ class TerminalView:
     def update(self, result: GenerationResult) -> None:
         """Print what is new."""
         if self._appearance.stream and len(result.text) > self._printed:
-            print(result.text[self._printed :], end="", flush=True)
+            print(harmless(result.text[self._printed :]), end="", flush=True)
             self._printed = len(result.text)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the rest and the footer."""
-        print(result.text[self._printed :])
+        print(harmless(result.text[self._printed :]))
         for completion in result.outputs[1:]:
-            print(f"\n{completion.index + 1}.\n{completion.text}")
+            print(f"\n{completion.index + 1}.\n{harmless(completion.text)}")
         footer = joined(footer_of(result) if self._appearance.footer else "", note)
         if footer:
-            print(f"\x1b[2m[{footer}]\x1b[0m" if sys.stdout.isatty() else f"[{footer}]")
+            print_quietly(footer)
 
 
 class SilentView:

@@ -12,7 +12,7 @@ import msgspec
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.magics.generation.answers import keep_answer
 from nbengine.magics.generation.ongoing import OngoingRequests
-from nbengine.magics.generation.result import GenerationResult, Handle
+from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.stream import Collector, Generation
 from nbengine.magics.generation.view import UPDATE_SECONDS
 from nbengine.magics.tokens.branch import Branch
@@ -64,8 +64,6 @@ class Origin:
     params: SamplingParams
     cache_salt: str | None = None
     ongoing: OngoingRequests = field(default_factory=OngoingRequests)
-    on_start: Callable[[Handle[GenerationResult]], object] = lambda _handle: None
-    """Called with each branch's handle."""
 
     @property
     def refusal(self) -> str:
@@ -156,7 +154,7 @@ class BranchTree:
             self._nodes.append(branch)
             node.children.append(branch)
         self.notify(branch)
-        origin.on_start(branch.run(generation))
+        origin.ongoing.add_background(branch.run(generation))
         return branch
 
     def existing(self, node: Branch, position: int, token_id: int) -> Branch | None:

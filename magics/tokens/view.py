@@ -19,7 +19,7 @@ from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.live import LiveDisplay
 from nbengine.widgets.tokens.cells import token_cells
 from nbengine.widgets.tokens.html import tokens_html
-from nbengine.widgets.words import muted
+from nbengine.widgets.words import PLAIN, muted
 
 if TYPE_CHECKING:
     from nbengine.widgets.tokens.widget import TokensWidget
@@ -207,7 +207,7 @@ def shaded(node: Branch, most: int) -> str:
     """What an answer or a branch has written itself, in HTML, with at most so many alternatives of each token."""
     cells = token_cells(node.own_token_ids, node.own_logprobs, most)
     in_text = num_in_text(node) - (node.position or 0) if node.done else None
-    return f'<div style="{_PROSE}">{tokens_html(cells, in_text)}</div>'
+    return f'<div {PLAIN} style="{_PROSE}">{tokens_html(cells, in_text)}</div>'
 
 
 def _heading(node: Branch) -> str:

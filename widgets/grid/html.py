@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from nbengine.widgets.grid.grid import GridCell, GridLayout
+from nbengine.widgets.words import PLAIN
 
 _MUTED = "color:var(--jp-ui-font-color2,#767676);font-size:85%"
 _PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
@@ -48,14 +49,16 @@ class GridHtml:
             f'<div style="height:3px;width:{100 * fraction:.1f}%;background:#2684ff"></div></div>'
         )
         drawn = [self._live_cell(index, cell) for index, cell in enumerate(cells)]
-        return f'<div style="{_MUTED}">{escape(head)}</div>{bar}{self._table(drawn)}'
+        return f'<div {PLAIN} style="{_MUTED}">{escape(head)}</div>{bar}{self._table(drawn)}'
 
     def final(self, foot: str, cells: Sequence[GridCell], notes: Sequence[str] = ()) -> str:
         """The grid as it stays, above a line with the sums and one for each note."""
         drawn = [
             self._cell(index, cell, self._final_limit, from_end=False) for index, cell in enumerate(cells)
         ]
-        lines = "".join(f'<div style="{_MUTED}">{escape(line)}</div>' for line in (foot, *notes) if line)
+        lines = "".join(
+            f'<div {PLAIN} style="{_MUTED}">{escape(line)}</div>' for line in (foot, *notes) if line
+        )
         return self._table(drawn) + lines
 
     def _live_cell(self, index: int, cell: GridCell) -> str:
@@ -94,7 +97,7 @@ class GridHtml:
             f'<tr style="{_ROW}">{head}{"".join(drawn[width * row : width * (row + 1)])}</tr>'
             for row, head in enumerate(self._row_heads)
         ]
-        return f'<table style="{_TABLE}"><tbody style="display:block">{"".join(rows)}</tbody></table>'
+        return f'<table {PLAIN} style="{_TABLE}"><tbody style="display:block">{"".join(rows)}</tbody></table>'
 
     def _row_head(self, values: Sequence[str]) -> str:
         if not values:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -13,7 +12,7 @@ from nbengine.errors import EngineDeadError, RequestError
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.generation.view import UPDATE_SECONDS
 from tests.unit.magics.conftest import FakeClient
-from tests.unit.magics.kernel_cells import publisher, run, until
+from tests.unit.magics.kernel_cells import in_cell, publisher, run, until
 
 HOSTILE = "</td></table><script>alert(1)</script><img src=x onerror=alert(1)>"
 
@@ -21,12 +20,6 @@ HOSTILE = "</td></table><script>alert(1)</script><img src=x onerror=alert(1)>"
 def html_of(shell: InteractiveShell) -> str:
     (output,) = publisher(shell).outputs()
     return output["text/html"]
-
-
-def in_cell(shell: InteractiveShell, cell: str, execution: str) -> None:
-    """What a frontend that names its cells says with the next execution."""
-    parent: dict[str, Any] = {"header": {"msg_id": execution}, "metadata": {"cellId": cell}}
-    shell.get_parent = lambda: parent  # type: ignore[attr-defined]
 
 
 async def test_the_cell_ends_with_one_table_in_html_and_plain_text(
@@ -242,18 +235,6 @@ async def test_a_cell_that_runs_again_shows_what_differs_on_demand(
     assert "&lt;i&gt;moon</ins>" in diff["text/html"]
     assert str(kernel_shell.user_ns["b"].diff()) == diff["text/plain"]
     (await run(kernel_shell, "%%generate\nagain\n")).raise_error()
-
-
-async def test_each_of_several_generations_of_a_cell_is_compared_with_its_own_predecessor(
-    kernel_shell: InteractiveShell, engine: FakeClient
-) -> None:
-    loop = "kept = []\nfor w in ('a', 'b'):\n    r = %generate {w}\n    kept.append(r)"
-    in_cell(kernel_shell, "one", "run 1")
-    (await run(kernel_shell, loop)).raise_error()
-    assert [r.previous for r in kernel_shell.user_ns["kept"]] == [None, None]
-    in_cell(kernel_shell, "one", "run 2")
-    (await run(kernel_shell, loop.replace("('a', 'b')", "('c', 'd', 'e')"))).raise_error()
-    assert [r.previous.prompt for r in kernel_shell.user_ns["kept"]] == ["a", "b", "b"]
 
 
 async def test_a_comparison_differs_cell_by_cell(kernel_shell: InteractiveShell, engine: FakeClient) -> None:

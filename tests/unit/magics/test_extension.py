@@ -46,6 +46,17 @@ def test_unloading_takes_everything_away_and_detaches(
     unload(shell)
 
 
+@pytest.mark.parametrize("magic", ["generate", "chat"])
+def test_branches_end_with_the_extension(shell: InteractiveShell, engine: FakeClient, magic: str) -> None:
+    shell.run_cell(f"%%{magic} -o said --logprobs 2\nhi\n").raise_error()
+    said = shell.user_ns["said"]
+    engine.words = None
+    branch = (said.last if magic == "chat" else said).branch(0, 7)
+    unload(shell)
+    assert branch.result(5).finish_reason == "abort"
+    assert engine.aborted
+
+
 def test_a_reloaded_extension_finds_its_engine_again(
     shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
 ) -> None:

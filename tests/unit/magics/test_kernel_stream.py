@@ -13,6 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError
+from nbengine.magics.extension import Extension
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView
 from nbengine.magics.interrupts import Interrupted, ticking
@@ -221,6 +222,41 @@ async def test_a_background_failure_is_told_in_its_cell(
     assert output["text/plain"].endswith("EngineDeadError: core 0 was killed]")
 
 
+@pytest.mark.parametrize("flags", ["", "-a -o handle"])
+async def test_an_output_that_cannot_be_shown_leaves_an_answer_that_has_ended_unseen(
+    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    def fail(view: CellView, result: object, note: str = "") -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(CellView, "finish", fail)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    outcome = await run(kernel_shell, f"%%generate {flags}\nhi\n")
+    if flags:
+        with pytest.raises(OSError, match="no room"):
+            await kernel_shell.user_ns["handle"]
+    else:
+        assert isinstance(outcome.error_in_exec, OSError)
+    (answer,) = Extension.loaded[kernel_shell].session.ongoing.answers.newest_first()
+    assert answer.ended is not None
+    assert engine.read == []
+
+
+async def test_a_background_failure_that_cannot_be_shown_is_in_the_handle(
+    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(view: CellView, result: object, note: str = "") -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(CellView, "finish", fail)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    engine.words = None
+    (await run(kernel_shell, "%%generate -a -o later\nhi\n")).raise_error()
+    engine.collectors[0].put_error(EngineDeadError("core 0 was killed", "log"))
+    with pytest.raises(EngineDeadError):
+        kernel_shell.user_ns["later"].result(5)
+
+
 async def test_capture_captures_every_update(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
     await asyncio.to_thread(
         kernel_shell.run_cell, "%%capture out\nget_ipython().run_cell_magic('generate', '', 'hi')"
@@ -232,7 +268,7 @@ async def test_capture_captures_every_update(kernel_shell: InteractiveShell, eng
 @pytest.mark.parametrize(
     ("output_format", "mime", "content"),
     [
-        ("text", "text/html", '<div style="white-space:pre-wrap'),
+        ("text", "text/html", 'style="white-space:pre-wrap'),
         ("markdown", "text/markdown", '{"a": 1}'),
         ("json", "text/html", "{\n  &quot;a&quot;: 1\n}"),
         ("code", "text/markdown", '```\n{"a": 1}\n```'),

@@ -119,6 +119,33 @@ def test_json_that_cannot_be_read_is_shown_as_it_is_with_the_reason() -> None:
     assert answer_bundle('```json\n{"a":1}\n```', "json")["text/plain"] == '{\n  "a": 1\n}'
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "maximum recursion depth"),
+        ('{"a": ' + "1" * 5000 + "}", "4300 digits"),
+    ],
+)
+def test_json_that_python_does_not_read_is_shown_as_it_is_too(text: str, reason: str) -> None:
+    bundle = answer_bundle(text, "json", "2 tokens")
+    assert bundle["text/plain"].startswith(f"{text}\n\n[2 tokens · not readable JSON: ")
+    assert reason in bundle["text/plain"]
+
+
+def test_half_a_surrogate_pair_stays_an_escape_for_it_cannot_be_sent() -> None:
+    text = '{"a": "\\ud83d", "b": "\\ud83d\\ude00\\u00e9"}'
+    shown = answer_bundle(text, "json")["text/plain"]
+    assert shown == '{\n  "a": "\\ud83d",\n  "b": "\N{GRINNING FACE}é"\n}'
+    assert json.loads(shown) == json.loads(text)
+
+
+def test_deep_nesting_does_not_grow_with_the_square_of_its_length() -> None:
+    text = "[" * 5000 + "1,2" + "]" * 5000
+    shown = indented_json(text)
+    assert "".join(shown.split()) == text
+    assert len(shown) < 300 * len(text)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -421,12 +421,3 @@ def test_a_terminal_gets_plain_text(
     assert shell.user_ns["branch"].result(5).finish_reason == "stop"
     shell.run_cell("answer.tree").raise_error()
     assert "└─ 1  'token 77' at 1: 'Hello world'  stop, 5 tokens" in capsys.readouterr().out
-
-
-def test_branches_end_with_the_extension(shell: InteractiveShell, engine: FakeClient) -> None:
-    shell.run_cell("%%generate -o answer --logprobs 2\nhi\n").raise_error()
-    engine.words = None
-    branch = shell.user_ns["answer"].branch(0, 7)
-    unload(shell)
-    assert branch.result(5).finish_reason == "abort"
-    assert engine.aborted

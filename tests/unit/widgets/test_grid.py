@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typesetting import MATHEMATICS, typeset
 
 from nbengine.widgets.grid.grid import MOST_COLUMNS, GridCell, layout_of
 from nbengine.widgets.grid.html import GridHtml
@@ -91,7 +92,7 @@ def grid(cells: list[GridCell], names: tuple[str, str] = ("q", "t")) -> tuple[Gr
 
 def bare(html: str) -> str:
     """HTML without the tags and attributes that the grid is made of."""
-    return re.sub(r'</?(?:div|table|tbody|tr|td|th|b|span)(?: (?:style|scope)="[^"<>]*")*>', "", html)
+    return re.sub(r'</?(?:div|table|tbody|tr|td|th|b|span)(?: (?:class|style|scope)="[^"<>]*")*>', "", html)
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "done", "failed"])
@@ -104,6 +105,16 @@ def test_nothing_in_a_grid_is_markup_but_its_own(state: str) -> None:
         assert ">" not in text
         assert "alert(1)" in text
         assert html.count("<td ") == html.count("</td>") == 4
+
+
+@pytest.mark.parametrize("state", ["running", "done", "failed"])
+def test_nothing_in_a_grid_is_typeset(state: str) -> None:
+    cell = GridCell((MATHEMATICS,), state, MATHEMATICS, MATHEMATICS)
+    layout = layout_of([(MATHEMATICS, [MATHEMATICS, "$5"]), ("$", ["0", MATHEMATICS])], 1)
+    drawer = GridHtml(layout)
+    for shown in (drawer.live("$5", 0.5, [cell] * 4), drawer.final("$5", [cell] * 4, [MATHEMATICS])):
+        assert shown.count("begin{align}") > 12
+        assert "$" not in typeset(shown)
 
 
 def test_a_streaming_cell_shows_the_end_of_its_text_and_the_last_grid_all_of_it() -> None:

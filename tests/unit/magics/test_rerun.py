@@ -1,0 +1,95 @@
+"""What a cell had asked and got before: found again, and little of it kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.magics.generation import rerun
+from nbengine.magics.generation.answers import EndHandler
+from nbengine.magics.generation.diff import Earlier
+from nbengine.magics.generation.rerun import EarlierAnswers
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.outputs import CompletionOutput, RequestOutput
+from tests.unit.magics.conftest import FakeClient
+from tests.unit.magics.kernel_cells import in_cell, run, until
+
+
+class Asked:
+    """A request, and who wants to know of its end."""
+
+    def __init__(self, prompt: str) -> None:
+        self.result = GenerationResult("r", prompt)
+        self.on_end: list[EndHandler] = []
+
+    def end(self, text: str) -> None:
+        """Let it have its answer."""
+        completion = CompletionOutput(0, text, [1], finish_reason="stop")
+        self.result.absorb(RequestOutput("r", None, [1], [completion], True))
+        for handler in self.on_end:
+            handler(True, None)
+
+
+async def test_each_of_several_generations_of_a_cell_is_compared_with_its_own_predecessor(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    loop = "kept = []\nfor w in ('a', 'b'):\n    r = %generate {w}\n    kept.append(r)"
+    in_cell(kernel_shell, "one", "run 1")
+    (await run(kernel_shell, loop)).raise_error()
+    assert [r.previous for r in kernel_shell.user_ns["kept"]] == [None, None]
+    in_cell(kernel_shell, "one", "run 2")
+    (await run(kernel_shell, loop.replace("('a', 'b')", "('c', 'd', 'e')"))).raise_error()
+    kept = kernel_shell.user_ns["kept"]
+    assert [r.previous and r.previous.prompt for r in kept] == ["a", "b", None]
+
+
+def test_of_what_a_cell_had_before_only_the_first_texts_are_kept(
+    kernel_shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rerun, "MOST_MAGICS", 3)
+    earlier = EarlierAnswers(kernel_shell)
+    for execution in ("run 1", "run 2"):
+        in_cell(kernel_shell, "one", execution)
+        asked = [Asked(f"{execution}: {number}") for number in range(6)]
+        results = [weakref.ref(request.result) for request in asked]
+        for request in asked:
+            earlier.note([({}, request)])
+            request.end("x")
+        before = [request.result.previous for request in asked]
+        del request, asked
+        gc.collect()
+        assert [result() for result in results] == [None] * 6
+    assert before == [Earlier(f"run 1: {number}", "x") for number in range(3)] + [None] * 3
+
+
+async def test_what_a_request_that_runs_on_has_by_now_is_what_the_cell_had(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
+    engine.words = None
+    in_cell(kernel_shell, "one", "run 1")
+    (await run(kernel_shell, "%%generate -a -o first\nhi\n")).raise_error()
+    engine.emit("so far")
+    await until(lambda: kernel_shell.user_ns["first"].text == "so far")
+    in_cell(kernel_shell, "one", "run 2")
+    (await run(kernel_shell, "%%generate -a -o second\nhi\n")).raise_error()
+    for index in range(2):
+        engine.emit(" and on", "stop", index)
+    assert (await kernel_shell.user_ns["second"]).previous == Earlier("hi", "so far")
+    in_cell(kernel_shell, "one", "run 3")
+    engine.words = ["again"]
+    (await run(kernel_shell, "%%generate -o third\nhi\n")).raise_error()
+    assert kernel_shell.user_ns["third"].previous == Earlier("hi", " and on")
+
+
+def test_a_request_that_was_refused_had_no_answer(kernel_shell: InteractiveShell) -> None:
+    earlier = EarlierAnswers(kernel_shell)
+    for execution in ("run 1", "run 2"):
+        in_cell(kernel_shell, "one", execution)
+        refused = Asked("hi")
+        refused.result.abort("error")
+        earlier.note([({"seed": 1}, refused)])
+        assert refused.on_end == []
+    assert refused.result.previous == Earlier("hi", "")
