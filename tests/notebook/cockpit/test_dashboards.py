@@ -24,6 +24,7 @@ from playwright.sync_api import expect
 
 from nbengine.widgets.dashboard.palette import ROLES
 
+NOTEBOOK_WIDGET = "window.jupyterapp.shell.currentWidget.content"
 HASTE = """
 import nbengine.widgets.dashboard.widget as module
 assert "ALIVE_MS = 5000;" in module.Dashboard._esm
@@ -165,6 +166,30 @@ def test_scrubbing_shows_earlier_steps_while_live_goes_on(open_cockpit: OpenCock
     expect(timeline).to_have_attribute("data-live", "true")
     assert step_of(board.place) > step_of(place) + 60
     cockpit.run("handle.cancel()")
+
+
+def test_keys_of_the_dashboard_are_not_the_notebooks(open_cockpit: OpenCockpit) -> None:
+    cockpit = open_cockpit()
+    page = cockpit.page
+    board = cockpit.dashboard()
+    cockpit.run("%%generate --raw --max-tokens 40\nWrite")
+    expect(board.state).to_have_text("idle")
+    look = f"() => [{NOTEBOOK_WIDGET}.activeCellIndex, {NOTEBOOK_WIDGET}.widgets.length]"
+    slider = board.root.locator(".nbe-slider")
+    board.root.get_by_role("button", name="Pause").click()
+    slider.focus()
+    before, position = page.evaluate(look), int(slider.input_value())
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    assert int(slider.input_value()) == position - 3
+    for part, key in (
+        (".nbe-scroller", "ArrowUp"),
+        (".nbe-timeline canvas", "b"),
+        (".nbe-blocks canvas", "x"),
+    ):
+        board.root.locator(part).focus()
+        page.keyboard.press(key)
+    assert page.evaluate(look) == before
 
 
 def step_of(text: str) -> int:

@@ -197,14 +197,20 @@ def test_a_page_loaded_anew_a_kernel_restarted_and_the_end_of_the_engine(
     assert board.wait_for_output(board.row(number), len(text)) - len(text) <= 3
     assert board.counts["held"] == 0
 
+    cockpit.run("%%generate -a -o more --raw --max-tokens 4000\nWrite")
+    board.wait_for_output(board.row(number + 1), 10)
+    failures: list[str] = []
+    page.on("pageerror", lambda error: failures.append(str(error)))
     restart_kernel(page)
+    look_at_what_a_lost_kernel_left(cockpit, before, number + 1)
+    assert failures == []
     cockpit.run("%load_ext nbengine")
     assert "attached to engine 'own'" in cockpit.run("%engine attach own")
     after = cockpit.start("%dashboard")
     cockpit.finish(after)
     board = cockpit.board(after)
     cockpit.run("%%generate --raw --max-tokens 30\nWrite")
-    board.expect_state(number + 1, "length")
+    board.expect_state(number + 2, "length")
 
     cockpit.run("%engine stop own")
     picture = cockpit.output(after)
@@ -229,6 +235,47 @@ def test_a_page_loaded_anew_a_kernel_restarted_and_the_end_of_the_engine(
     screenshot(again, "dashboard-final")
     assert faults_of_layout(again) == []
     alone.close()
+
+
+def look_at_what_a_lost_kernel_left(cockpit: Cockpit, cell: int, number: int) -> None:
+    """A dashboard of the kernel before says that nobody answers, and its buttons do nothing to the new one's cells."""
+    old = cockpit.board(cell)
+    old.look()
+    expect(old.root.locator(".nbe-banner")).to_contain_text(
+        "The kernel does not answer. This is how things stood at"
+    )
+    running = cockpit.start("import time\ntime.sleep(4)\nprint('who' + 'le')")
+    row = old.row(number)
+    row.get_by_role("button", name="Abort").click()
+    expect(old.root.locator(".nbe-status", has_text="the kernel does not answer").first).to_be_attached()
+    old.root.get_by_role("button", name="Export as Chrome trace").click()
+    expect(old.root.get_by_text("Export (no answer)")).to_be_visible()
+    assert "whole" in cockpit.finish(running)
+
+
+def test_plain_text_is_no_mathematics(hostile: tuple[Cockpit, dict[str, int]]) -> None:
+    cockpit, _ = hostile
+    prices = r"It costs $5 and $10, or \(x\) and \[y\]"
+    says = f"--choice '{json.dumps([prices])}'"
+    cells = [
+        cockpit.start(f"{line} {says}\n{prices}")
+        for line in (
+            "%%generate --raw",
+            "%%generate --raw -n 2",
+            "%%generate --raw --logprobs 2",
+            "%%generate --raw --temperature 0,1",
+            "%%chat",
+        )
+    ]
+    for cell in cells:
+        cockpit.finish(cell)
+    # The page does typeset what is mathematics, and has come to it.
+    typeset = cockpit.start("from IPython.display import HTML\nHTML('<p>$x^2$</p>')")
+    cockpit.finish(typeset)
+    expect(cockpit.output(typeset).locator("mjx-container")).to_have_count(1)
+    for cell in cells:
+        expect(cockpit.output(cell)).to_contain_text(prices)
+        expect(cockpit.output(cell).locator("mjx-container")).to_have_count(0)
 
 
 def test_notebook_7_has_a_dashboard_that_changes_and_aborts(
