@@ -102,6 +102,9 @@ class RanksClient(RawClient):
 
     def wait_dead(self, deadline: float = PATIENCE) -> EngineDead:
         self.run_until(lambda: self.heard(EngineDead), "the end", deadline)
+        # What the cores had said before comes another way.
+        while self.output.poll(100):
+            self.read_one()
         return self.heard(EngineDead)[0]
 
     def wait_ranks(self, *ranks: int) -> None:
