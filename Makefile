@@ -28,7 +28,7 @@ demo: $(VENV)/.installed
 test: lint
 	$(PYTEST) $(PARALLEL) tests/unit tests/kernels
 	$(PYTEST) $(PARALLEL) tests/process
-	$(PYTEST) tests/notebook
+	$(PYTEST) $(PARALLEL) tests/notebook
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
