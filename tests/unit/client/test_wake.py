@@ -34,4 +34,8 @@ def test_any_number_of_wake_ups_never_blocks() -> None:
 def test_waking_after_the_end_has_no_effect() -> None:
     pipe = WakePipe()
     pipe.close()
+    # It has the descriptors that were the first one's.
+    other = WakePipe()
     pipe.wake()
+    assert not readable(other)
+    other.close()
