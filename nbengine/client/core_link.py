@@ -82,6 +82,7 @@ class CoreLink:
         self._tensors: ShmTensorSender | None = None
         self._pending_messages: list[tuple[zmq.MessageTracker, object]] = []
         self._feed: StatsFeed | None = None
+        self._when_all_usable: list[Callable[[], None]] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
         try:
             input_address = info.client_bind_address(f"c-{client_id.hex()}.in")
@@ -158,6 +159,11 @@ class CoreLink:
         self._tensors = tensors
         self._encoder.oob_tensor_consumer = tensors
         self.set_ranks(engine_ranks)
+
+    def when_all_usable(self, function: Callable[[], None]) -> None:
+        """Call a function once all ranks that the host has listed take requests: at once if they do."""
+        self._when_all_usable.append(function)
+        self._tell_those_who_wait()
 
     def on_detached(self) -> None:
         """The lease is lost, and every request with it."""
@@ -238,12 +244,19 @@ class CoreLink:
         router.update()
         self._follow_stats()
         self._owner.on_usable()
+        self._tell_those_who_wait()
         for home in router.table.departed():
             for request in router.take_unbegun(home):
                 self.add(request)
             router.table.forget(home)
         for request in router.take_waiting():
             self.add(request)
+
+    def _tell_those_who_wait(self) -> None:
+        if self.router.table.all_usable:
+            functions, self._when_all_usable = self._when_all_usable, []
+            for function in functions:
+                function()
 
     def _follow_stats(self) -> None:
         config, router = self.info.config, self.router

@@ -61,7 +61,8 @@ class CoreTable:
 
     def on_returned(self, rank: int, incarnation: int) -> None:
         """A core hands requests back because it leaves: it takes no more."""
-        self._leaving[rank] = incarnation
+        # Cores do not wait for each other: what an earlier one says may come after what the next one does.
+        self._leaving[rank] = max(incarnation, self._leaving.get(rank, incarnation))
         self._update()
 
     def on_farewell(self, rank: int, incarnation: int) -> None:

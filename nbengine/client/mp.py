@@ -8,6 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -71,6 +72,8 @@ class MPClient(EngineCoreClient):
         self._client_index = 0
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._tensors: ShmTensorSender | None = None
+        self._scaled: list[Future[int]] = []
+        """Of calls whose engine cores are all there but not all connected."""
         self.cores = CoreLink(info, self, data_parallel_rank)
         self.session = session or secrets.token_hex(8)
         """Name of this client across restarts of its process."""
@@ -311,10 +314,25 @@ class MPClient(EngineCoreClient):
     def _answer_scale(self, future: Future[int], answer: Scaled) -> None:
         if not future.set_running_or_notify_cancel():
             return
-        if answer.error is None:
-            future.set_result(answer.data_parallel_size)
-        else:
+        if answer.error is not None:
             future.set_exception(NBEngineError(f"engine {self.info.name} was not scaled: {answer.error}"))
+            return
+        # The host has heard of the new engine cores before they have connected to this client.
+        self._scaled.append(future)
+        self.cores.when_all_usable(partial(self._finish_scale, future, answer.data_parallel_size))
+
+    def _finish_scale(self, future: Future[int], answer: int | NBEngineError) -> None:
+        if future not in self._scaled:
+            return
+        self._scaled.remove(future)
+        if isinstance(answer, int):
+            future.set_result(answer)
+        else:
+            future.set_exception(answer)
+
+    def _fail_scaled(self, error: NBEngineError) -> None:
+        for future in list(self._scaled):
+            self._finish_scale(future, error)
 
     def _add_now(self, request: EngineCoreRequest) -> None:
         # If the lease was lost after this was posted, the request was lost with it.
@@ -328,4 +346,6 @@ class MPClient(EngineCoreClient):
         if self._tensors is not None:
             self._tensors.close()
         self.cores.calls.fail(error)
+        if dead:
+            self._run_soon(self._fail_scaled, error)
         self._deliver_error(error, dead=dead)

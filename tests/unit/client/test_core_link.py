@@ -160,6 +160,7 @@ class World:
         self.lengths: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.farewells: list[int] = []
+        self.num_waits = self.num_told = 0
         for rank in (0, 1):
             self.join(rank)
 
@@ -226,10 +227,20 @@ class World:
             absent = [r for r in range(MAX_RANKS) if all(core.rank != r for core in alive)]
             if absent:
                 self.join(chance.choice(absent))
+        elif what < 0.44:
+            self.wait_for_all()
         elif what < 0.6:
             chance.choice(alive).step(chance)
         else:
             self.pass_one()
+
+    def wait_for_all(self) -> None:
+        def told() -> None:
+            assert self.link.router.table.all_usable
+            self.num_told += 1
+
+        self.num_waits += 1
+        self.link.when_all_usable(told)
 
     def request(self) -> None:
         request_id = f"r{len(self.lengths)}"
@@ -317,23 +328,29 @@ class World:
                 assert self.tokens[request_id]
             else:
                 assert self.tokens[request_id] == list(range(length))
+        assert router.table.all_usable
         scores = [router.balancer.score(rank) for rank in router.balancer.ranks]
         assert not any(scores)
+        assert self.num_told == self.num_waits
 
 
 @pytest.mark.parametrize("deaths", [False, True])
 def test_no_request_is_lost_or_repeated_whatever_the_order_of_news(
     monkeypatch: pytest.MonkeyPatch, deaths: bool
 ) -> None:
+    num_waits = 0
     for seed in range(NUM_SCHEDULES):
         world = World(monkeypatch, random.Random(seed))
         try:
             for _ in range(250):
                 world.act(deaths=deaths)
+                assert world.num_told == world.num_waits or not world.link.router.table.all_usable
             world.settle()
             world.check(deaths=deaths)
+            num_waits += world.num_waits
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise
         finally:
             world.link.close()
+    assert num_waits > NUM_SCHEDULES
