@@ -20,9 +20,8 @@ from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.arguments import did_you_mean
 from nbengine.magics.generation.ledger import Ledger
 from nbengine.magics.generation.ongoing import OngoingRequests
-from nbengine.magics.generation.stream import Collector
+from nbengine.magics.tokens.branching import BranchClient
 from nbengine.metrics.stats import EngineStats
-from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.live import in_kernel
 
 if TYPE_CHECKING:
@@ -31,12 +30,8 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[Progress], None]
 
 
-class EngineClient(Protocol):
+class EngineClient(BranchClient, Protocol):
     """The part of `AsyncLLM` that the magics use."""
-
-    @property
-    def name(self) -> str:
-        """Name of the engine."""
 
     @property
     def connection(self) -> ConnectionInfo:
@@ -51,26 +46,8 @@ class EngineClient(Protocol):
         """What the engine said when it was ready."""
 
     @property
-    def engine_ranks(self) -> Sequence[int]:
-        """The engine cores that take requests now."""
-
-    @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
-
-    def submit(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams,
-        *,
-        data_parallel_rank: int | None = None,
-        written: Sequence[int] = (),
-        transcript: str | None = None,
-    ) -> Collector:
-        """Send a request, to one engine core of several where a rank is given, to go on behind `written`.
-
-        With `transcript`, the prompt as it was typed, the engine keeps the answer.
-        """
 
     def transcripts_blocking(self, session: str | None = None) -> list[Transcript]:
         """What the engine has kept of this notebook, or of another one."""
@@ -85,9 +62,6 @@ class EngineClient(Protocol):
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
         """How many completions nobody has read, by session."""
-
-    def abort_soon(self, request_id: str) -> None:
-        """End a request, without waiting."""
 
     @property
     def client_index(self) -> int:

@@ -11,8 +11,8 @@ from IPython.core.error import UsageError
 from nbengine.magics.arguments import MagicParser, split_body
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversations.conversation import DEFAULT_NAME
-from nbengine.magics.generation.arguments import Expand, GenerateOptions, generate_parser, sampling_given
-from nbengine.magics.generation.structured import add_constraint_flags, constraint_of
+from nbengine.magics.generation.arguments import Expand, GenerateOptions, common_options, generate_parser
+from nbengine.magics.generation.structured import add_constraint_flags
 
 _SHARED = (
     "out",
@@ -140,24 +140,8 @@ def parse_chat(
 def _generate_options(
     parsed: Any, message: str, config: NBEngine, namespace: Mapping[str, object], prog: str
 ) -> GenerateOptions:
-    sampling = sampling_given(parsed, prog)
-    if sampling.get("n", 1) != 1:
-        raise UsageError(f"{prog}: --set n={sampling['n']}: a conversation goes on with one answer")
-    constraint = constraint_of(parsed, namespace, prog)
-    if constraint is not None:
-        sampling["structured_outputs"] = constraint
-    parse_json = parsed.json is not None
-    return GenerateOptions(
-        prompt=message,
-        chat=True,
-        system=parsed.system,
-        out=parsed.out,
-        background=False,
-        engine=parsed.engine,
-        format=parsed.format or ("json" if parse_json else config.format),
-        stream=not parsed.no_stream,
-        footer=config.footer,
-        sampling=sampling,
-        rank=parsed.rank,
-        parse_json=parse_json,
-    )
+    options = common_options(parsed, message, config, namespace, prog, chat=True)
+    n = options.sampling.get("n", 1)
+    if n != 1:
+        raise UsageError(f"{prog}: --set n={n}: a conversation goes on with one answer")
+    return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -250,6 +250,24 @@ def options_of(
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
     if parsed.diff and parsed.noblock:
         raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
+    options = common_options(parsed, prompt, config, namespace, prog, chat=parsed.chat)
+    return replace(options, background=parsed.noblock, diff=parsed.diff)
+
+
+def common_options(
+    parsed: argparse.Namespace,
+    prompt: str,
+    config: NBEngine,
+    namespace: Mapping[str, object],
+    prog: str,
+    *,
+    chat: bool | None,
+) -> GenerateOptions:
+    """The options of the flags that all magics with a prompt have.
+
+    Raises:
+        UsageError: a flag's value is not possible, or two do not go together.
+    """
     sampling = sampling_given(parsed, prog)
     constraint = constraint_of(parsed, namespace, prog)
     if constraint is not None:
@@ -257,10 +275,10 @@ def options_of(
     parse_json = parsed.json is not None
     return GenerateOptions(
         prompt=prompt,
-        chat=parsed.chat,
+        chat=chat,
         system=parsed.system,
         out=parsed.out,
-        background=parsed.noblock,
+        background=False,
         engine=parsed.engine,
         format=parsed.format or ("json" if parse_json else config.format),
         stream=not parsed.no_stream,
@@ -268,7 +286,6 @@ def options_of(
         sampling=sampling,
         rank=parsed.rank,
         parse_json=parse_json,
-        diff=parsed.diff,
     )
 
 

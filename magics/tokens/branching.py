@@ -43,7 +43,10 @@ class BranchClient(Protocol):
         written: Sequence[int] = (),
         transcript: str | None = None,
     ) -> Collector:
-        """Send a request, which goes on behind `written` and which the engine keeps as the answer to `transcript`."""
+        """Send a request, to one engine core of several where a rank is given, to go on behind `written`.
+
+        With `transcript`, the prompt as it was typed, the engine keeps the answer.
+        """
 
     @property
     def name(self) -> str:
