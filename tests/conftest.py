@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 pytest.register_assert_rewrite("parallel_support")
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TokenChecker = Callable[[list[int], list[int]], None]
+
+TOGETHER = ("tests/process/ray/",)
+"""A Ray cluster serves all its tests, and there is one at a time."""
 
 # Speed is asked for in benchmarks: a machine that does other things must not fail a test.
 settings.register_profile("nbengine", deadline=None)
@@ -30,6 +35,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let tests interrupt themselves in the workers of pytest-xdist, too, which ignore interrupts."""
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class FileScheduling(LoadFileScheduling):
+    """Tests of one file share their engines and stay in one process; those of `TOGETHER` share more, or would be in
+    each other's way."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    """What goes to which process."""
+    return FileScheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,6 +29,9 @@ NODE_ENVIRONMENT = {
     # None is started before it is needed.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    # A node that is gone is noticed as soon as by default, one that has no processor for a while is waited for.
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "15",
 }
 
 
