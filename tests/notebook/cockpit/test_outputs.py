@@ -228,7 +228,7 @@ def test_a_page_loaded_anew_a_kernel_restarted_and_the_end_of_the_engine(
     # No kernel can be had.
     alone = chromium.new_page(viewport={"width": WIDE, "height": WHOLE})
     alone.route(re.compile("/api/(sessions|kernels)"), lambda route: route.abort())
-    alone.goto(f"{lab}/lab/workspaces/test/tree/long.ipynb?reset&token={TOKEN}")
+    alone.goto(f"{lab}/lab/workspaces/alone/tree/long.ipynb?reset&token={TOKEN}")
     again = alone.locator(".jp-CodeCell").nth(after).locator(".jp-Cell-outputArea")
     expect(again.locator("img").first).to_be_visible(timeout=20_000)
     assert again.inner_text() == shown

@@ -160,6 +160,7 @@ class DashboardView:
 
     def wait_until_live(self) -> None:
         """Wait until the kernel has said how the engine is."""
+        expect(self.root, "not shown").to_be_attached()
         self.look()
         expect(self.root.locator(".nbe-banner")).to_be_hidden()
         expect(self.root.locator(".nbe-name")).not_to_be_empty()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -146,9 +147,14 @@ def notebook_page(
 def open_notebook(
     browser: Browser, address: str, name: str, *, width: int = WIDE, height: int = 1000, frontend: str = "lab"
 ) -> Page:
-    """A new page with a notebook, as `notebook_page` opens it; to be closed by who asks for it."""
+    """A new page with a notebook, as `notebook_page` opens it; to be closed by who asks for it.
+
+    It has a workspace of its own: when it is loaded anew, nothing is in it that another page has opened.
+    """
     path = (
-        f"lab/workspaces/test/tree/{quote(name)}?reset&" if frontend == "lab" else f"notebooks/{quote(name)}?"
+        f"lab/workspaces/{secrets.token_hex(4)}/tree/{quote(name)}?reset&"
+        if frontend == "lab"
+        else f"notebooks/{quote(name)}?"
     )
     page = browser.new_page(viewport={"width": width, "height": height})
     page.set_default_timeout(DEADLINE_SECONDS * 1000)
