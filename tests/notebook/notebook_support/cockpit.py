@@ -83,6 +83,12 @@ _FAULTS = """(root) => {
     return faults;
 }"""
 
+# By its number each time: a row may be drawn anew, and what says "running" now may not the next time.
+_OUTPUT_OF = """([root, name, tokens]) => {
+    const row = [...root.querySelectorAll('tbody tr')].find((row) => row.querySelector('b')?.textContent === name);
+    const seen = Number(row?.querySelector('.nbe-cell-output .nbe-bar')?.getAttribute('aria-valuenow') ?? -1);
+    return seen >= tokens && { tokens: seen };
+}"""
 _SETTLE = """async (root) => {
     const widths = () => [root, ...root.querySelectorAll('canvas')].map((node) => node.getBoundingClientRect().width).join();
     for (let same = 0, last = ''; same < 10; same = widths() === last ? same + 1 : 0) {
@@ -214,13 +220,9 @@ class DashboardView:
 
     def wait_for_output(self, row: Locator, tokens: int) -> int:
         """Wait until a request has so many tokens; returns how many it has."""
-        bar = row.locator(".nbe-cell-output .nbe-bar")
-        handle = bar.element_handle()
-        self.page.wait_for_function(
-            "([bar, tokens]) => Number(bar.getAttribute('aria-valuenow')) >= tokens", arg=[handle, tokens]
-        )
-        # The request may have ended meanwhile, and no longer be one of those the locator finds.
-        return int(handle.get_attribute("aria-valuenow") or 0)
+        arg = [self.root.element_handle(), f"#{number_of(row)}", tokens]
+        found: dict[str, int] = self.page.wait_for_function(_OUTPUT_OF, arg=arg).json_value()
+        return found["tokens"]
 
     def colors(self, panel: str) -> Counter[Color]:
         """How many pixels of a canvas have which colour; "blocks" or "timeline"."""
