@@ -29,7 +29,7 @@ from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
 MOST_SHADED = 5000
-"""Tokens of a grid that is saved with each one shaded: about a megabyte."""
+"""Tokens of a grid that is saved with each one shaded: about half a megabyte."""
 _ERASE_LINE = "\r\x1b[2K"
 
 

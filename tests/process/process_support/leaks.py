@@ -29,7 +29,7 @@ _num_modules_aside = 0
 
 def set_modules_aside() -> None:
     """Keep what imported modules consist of out of garbage collections and of `gc.get_objects()`: it stays anyway, and
-    going through it for every test takes minutes."""
+    going through it takes a twentieth of a second, several times a test."""
     global _num_modules_aside
     if len(sys.modules) != _num_modules_aside:
         _num_modules_aside = len(sys.modules)
