@@ -27,8 +27,10 @@ async def answer(engine: AsyncLLM, number: int, seen: asyncio.Event) -> None:
     """Ask one question; two of three begin with the manual."""
     question = QUESTIONS[number % len(QUESTIONS)]
     prompt = f"{MANUAL} {question}" if number % 3 else question * (2 + number % 4)
+    # The last ones run for long, so that there is something to be seen whenever the look comes.
+    max_tokens = 250 if number > LAST - 3 else 60 + 20 * (number % 5)
     sampling_params = SamplingParams(
-        max_tokens=60 + 20 * (number % 5), ignore_eos=True, temperature=0, output_kind=RequestOutputKind.DELTA
+        max_tokens=max_tokens, ignore_eos=True, temperature=0, output_kind=RequestOutputKind.DELTA
     )
     async for _ in engine.generate(prompt, sampling_params, request_id=f"question-{number}"):
         if number == LAST:
@@ -36,7 +38,7 @@ async def answer(engine: AsyncLLM, number: int, seen: asyncio.Event) -> None:
 
 
 async def main(picture: Path | None) -> None:
-    """Ask everything at once, and look when the last question has its first token."""
+    """Ask everything at once, and hold the engine for a look when the last question has its first token."""
     engine = AsyncLLM(
         "random-tiny",
         max_model_len=512,
@@ -50,7 +52,9 @@ async def main(picture: Path | None) -> None:
         seen = asyncio.Event()
         requests = [asyncio.create_task(answer(engine, number, seen)) for number in range(LAST + 1)]
         await seen.wait()
+        await engine.pause_generation("keep", clear_cache=False)
         form = dashboard.static()
+        await engine.resume_generation()
         await asyncio.gather(*requests)
         print(form["text/plain"])
         if picture is not None:

@@ -45,6 +45,7 @@ BRIDGE_GRACE = 5.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 LOST = 1
 """Exit status of a process that cannot be reached any more."""
+KILLERS = "the kernel's out-of-memory killer ends processes so, and Ray those of a node that goes down"
 
 News = KeeperToOwner | Lost
 Listener = Callable[["RemoteProcess", News], None]
@@ -113,7 +114,7 @@ class RemoteProcess:
                 self.pid = pid
             case Exited(status, log_tail):
                 self.log_tail = log_tail
-                self._note_end(status, describe_status(status))
+                self._note_end(status, describe_status(status, KILLERS))
             case Failed(cause):
                 self._note_end(LOST, f"could not be started{self._where}: {cause}")
             case Lost(_, _, cause):

@@ -175,13 +175,16 @@ def _all_end(processes: Collection[RunningProcess], timeout: float) -> bool:
     return True
 
 
-def describe_status(status: int) -> str:
-    """Return what a `Popen.returncode` says, as in "was killed by signal 9 (SIGKILL)"."""
+def describe_status(status: int, killers: str = "the kernel's out-of-memory killer ends processes so") -> str:
+    """Return what a `Popen.returncode` says, as in "was killed by signal 9 (SIGKILL)".
+
+    `killers` follows that signal: who may have sent it.
+    """
     if status >= 0:
         return f"exited with status {status}"
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = "unknown"
-    hint = "; the kernel's out-of-memory killer ends processes so" if -status == signal.SIGKILL else ""
+    hint = f"; {killers}" if -status == signal.SIGKILL else ""
     return f"was killed by signal {-status} ({name}){hint}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from process_support.engine_under_test import wait_for
+from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
@@ -152,7 +153,7 @@ async def test_a_request_for_a_killed_rank_waits_until_that_rank_is_back(
 async def test_a_call_to_a_killed_rank_fails_at_once(start_async: StartAsync) -> None:
     llm = start_async(data_parallel_size=2)
     pid = pid_of(llm, 1)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     pending = asyncio.create_task(llm.stats())
     await asyncio.sleep(0)
     os.kill(pid, signal.SIGKILL)

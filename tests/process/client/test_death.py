@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from process_support.engine_under_test import wait_for
+from process_support.stopping import stop
 
 from nbengine import LLM, AsyncLLM, SamplingParams
 from nbengine.client.connection import connection_file
@@ -273,7 +274,7 @@ def test_a_stopped_host_is_killed_in_the_end(
 ) -> None:
     monkeypatch.setattr("nbengine.client.host_link.HOST_EXIT_TIMEOUT", 0.5)
     llm = start_async()
-    os.kill(host_of(llm), signal.SIGSTOP)
+    stop(host_of(llm))
     llm.shutdown()
     assert (
         not psutil.pid_exists(core_of(llm)) or psutil.Process(core_of(llm)).status() == psutil.STATUS_ZOMBIE
@@ -289,7 +290,7 @@ async def test_a_core_that_dies_under_a_stopped_host_is_noticed_all_the_same(
     llm = start_async(bound=False, knobs={"step_seconds": 0.01})
 
     def kill() -> None:
-        os.kill(host_of(llm), signal.SIGSTOP)
+        stop(host_of(llm))
         os.kill(core_of(llm), signal.SIGKILL)
 
     error = await death_of(llm, kill)

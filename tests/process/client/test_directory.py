@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from process_support.engine_under_test import wait_for
+from process_support.stopping import stop
 
 from nbengine import AsyncLLM
 from nbengine.cli import main
@@ -36,8 +37,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 def kill_all(info: ConnectionInfo) -> None:
     """SIGKILL every process of an engine at once, so that none can clean up."""
     processes = session_processes(info)
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
+    stop(*(process.pid for process in processes))
     # The host last: the kernel wakes stopped cores whose host has gone.
     for process in reversed(processes):
         process.kill()
@@ -84,7 +84,7 @@ def test_an_engine_that_does_not_react_is_made_to_end(
 ) -> None:
     monkeypatch.setattr("nbengine.client.directory.TERMINATE_TIMEOUT", 0.3)
     info = unwatched(start_async, "stuck")
-    os.kill(info.host_pid, signal.SIGSTOP)
+    stop(info.host_pid)
     stop_engine(info, timeout=0.3)
     assert not session_processes(info)
     assert not connection_file("stuck").exists()
@@ -165,7 +165,7 @@ def test_a_core_that_was_stopped_when_its_host_died_does_not_outlive_a_reaping(
 ) -> None:
     info = unwatched(start_async, "stopped")
     core = session_processes(info)[1]
-    core.send_signal(signal.SIGSTOP)
+    stop(core.pid)
     os.kill(info.host_pid, signal.SIGKILL)
     wait_for(lambda: not info.host_alive, "the end of the host")
     # The kernel wakes the core if it was stopped in time, and it ends by itself then.

@@ -18,6 +18,7 @@ import pytest
 import torch
 from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, EngineUnderTest, wait_for
 from process_support.raw_client import RawClient
+from process_support.stopping import stop
 
 from nbengine import LLM, AsyncLLM, InvalidArgumentError, SamplingParams
 from nbengine.client.connection import ConnectionInfo
@@ -223,7 +224,7 @@ def test_a_client_that_is_killed_while_its_tensors_are_under_way_leaves_none(
     assert process.stdout is not None
     assert process.stdin is not None
     assert process.stdout.readline() == "attached\n"
-    core.suspend()
+    stop(core.pid)
     try:
         process.stdin.write("\n")
         process.stdin.flush()

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from process_support import rank_process
+from process_support.stopping import stop
 
 ANSWER_SECONDS = 60.0
 MOST_RANKS = 4
@@ -53,7 +54,7 @@ class RankProcess:
         return json.loads(line) if line else {"error": "ended"}
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

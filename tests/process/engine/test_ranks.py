@@ -11,6 +11,7 @@ import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 from process_support.ranks_client import Traffic, core_pids, join, new_core
+from process_support.stopping import stop
 
 from nbengine.client.directory import list_engines, reap
 from nbengine.client.logs import find_worker_log
@@ -145,8 +146,7 @@ def test_the_workers_of_a_killed_rank_are_gone_before_it_is_back(start_ranks) ->
     written = [log.read_text() for log in logs]
     workers = [psutil.Process(worker.pid) for worker in client.ready_of[1].workers]
     others = [psutil.Process(worker.pid) for worker in client.ready_of[0].workers]
-    for worker in workers:
-        worker.suspend()
+    stop(*(worker.pid for worker in workers))
     kill(client.pid(1))
     client.wait_lost()
     client.run_until(lambda: client.ready_of[1].incarnation == 1, "the next incarnation")
@@ -166,8 +166,7 @@ def test_several_ranks_are_one_engine_to_list_and_reap(start_ranks) -> None:
     assert listing.state == "ready"
     assert set(listing.pids) == {engine.host.pid, client.pid(0), client.pid(1)}
     cores = [psutil.Process(client.pid(rank)) for rank in (0, 1)]
-    for core in cores:
-        core.suspend()
+    stop(*(core.pid for core in cores))
     engine.host.kill()
     engine.host.wait()
     reap()

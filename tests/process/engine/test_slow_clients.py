@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from process_support.engine_under_test import SUPPORT_PATH, EngineUnderTest, wait_for
+from process_support.stopping import stop
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.ipc.messages import FinishReason
@@ -93,7 +94,7 @@ def run_while_stopped(
     assert fast.call("pause_generation", "keep", False) == (None, None)
     reader = start_reader(engine)
     wait_for(lambda: fast.call("stats")[1][2] == NUM_REQUESTS, "the reader's requests", 30)
-    reader.send_signal(signal.SIGSTOP)
+    stop(reader.pid)
     peak = before = core.memory_info().rss
     assert fast.call("resume_generation") == (None, None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 from process_support.engine_under_test import ASYNC_FAKE_EXECUTOR, SUPPORT_PATH, EngineUnderTest
 from process_support.raw_client import DEADLINE, RawClient
+from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
 
 from nbengine.client.stats_subscriber import StatsSubscriber
@@ -160,7 +160,7 @@ def test_followers_that_freeze_or_die_hold_up_nobody_and_nothing_is_recorded_wit
             assert other.stdout is not None
             assert other.stdout.readline() == "begun\n"
         frozen, killed = others
-        frozen.send_signal(signal.SIGSTOP)
+        stop(frozen.pid)
         follower = follow(engine)
         follower.begin()
         for number in range(300):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
+from process_support.stopping import stop
 
 from nbengine.client.directory import reap
 from nbengine.client.processes import is_running
@@ -188,7 +189,7 @@ def test_workers_end_by_themselves_when_core_and_host_are_killed_at_once(start_w
     wait_for(lambda: "native begins" in log.read_text(), "the trouble")
     running = workers(engine, 2)
     for process in (psutil.Process(engine.host.pid), engine.core()):
-        process.suspend()
+        stop(process.pid)
         os.kill(process.pid, signal.SIGKILL)
     start = time.monotonic()
     wait_for(lambda: not any(map(is_running, running)), "the end of the workers", NOTICED)

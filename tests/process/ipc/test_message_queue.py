@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from process_support import queue_end
+from process_support.stopping import stop
 
 STREAM = 10_000
 NOTICED = 3.0
@@ -231,7 +232,7 @@ def test_a_death_before_all_are_ready_is_noticed(start: Start, victim: int) -> N
 def test_a_stopped_process_only_delays_and_a_sleeping_one_costs_next_to_nothing(ready: Start) -> None:
     writer, (reader,) = ready(1)
     reader.ask("dequeue")
-    writer.send(signal.SIGSTOP)
+    stop(writer.pid)
     time.sleep(1.0)
     writer.send(signal.SIGCONT)
     writer.do("enqueue", 10)

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 from process_support.engine_under_test import EngineUnderTest, wait_for
+from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
 
 from nbengine import LLM, AsyncLLM, SamplingParams
@@ -126,7 +127,7 @@ def test_an_engine_elsewhere_that_does_not_end_is_left_alone(
 ) -> None:
     engine = start_networked()
     engine.wait_ready()
-    engine.host.send_signal(signal.SIGSTOP)
+    stop(engine.host.pid)
     try:
         with pytest.raises(NBEngineError, match="has not ended within"):
             stop_engine(find_engine(copied(engine.info, tmp_path)), timeout=0.5)
@@ -215,7 +216,7 @@ async def test_an_engine_core_without_its_host_ends(start_networked: StartEngine
     client = engine.client().attach()
     core = engine.core()
     # Its pipe stays open: only the connection tells.
-    engine.host.send_signal(signal.SIGSTOP)
+    stop(engine.host.pid)
     try:
         client.wait_dead(20)
         wait_for(lambda: core.status() == psutil.STATUS_ZOMBIE, "the end of the core", 20)

@@ -45,6 +45,9 @@ def test_a_rank_whose_node_is_lost_comes_back_on_another_one(cluster, start_engi
     head.raylet().kill()
     dead = client.hear(EngineDead, START)
     assert re.search(
-        "this machine's node of the Ray cluster is gone|was lost on .*: The actor died", dead.cause
+        "this machine's node of the Ray cluster is gone"
+        "|was lost on .*: The actor died"
+        r"|was killed by signal 9 \(SIGKILL\); .* and Ray those of a node that goes down",
+        dead.cause,
     )
     engine.wait_gone()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 import zmq
 from process_support.engine_under_test import wait_for
 from process_support.raw_client import DEADLINE
+from process_support.stopping import stop
 from process_support.wave_client import WaveClient
 
 from nbengine.engine.coordinator import FRONT_HWM, DPCoordinatorProc
@@ -163,7 +163,7 @@ def stopped_follower(coordinator: DPCoordinatorProc, address: str) -> Iterator[N
         take_subscription(coordinator)
         assert follower.stdout is not None
         assert follower.stdout.readline() == "read\n"
-        os.kill(follower.pid, signal.SIGSTOP)
+        stop(follower.pid)
         yield
     finally:
         follower.kill()

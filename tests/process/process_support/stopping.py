@@ -1,0 +1,28 @@
+"""Processes that a test holds still."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from process_support.engine_under_test import wait_for
+
+
+def stop(*pids: int) -> None:
+    """Stop processes with SIGSTOP, and return when none of their threads runs any more.
+
+    On a busy machine the others of a process go on until the one that takes the signal gets a processor.
+    """
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        wait_for(lambda pid=pid: _states(pid) <= {"T", "Z"}, f"the stop of process {pid}")
+
+
+def _states(pid: int) -> set[str]:
+    """The states of a process's threads, as /proc spells them."""
+    return {
+        (thread / "stat").read_text().rpartition(")")[2].split()[0]
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+    }
