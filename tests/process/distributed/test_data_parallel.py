@@ -81,7 +81,8 @@ def test_a_rank_that_waits_for_a_stopped_one_sleeps(start_world):
     before = process.cpu_times()
     time.sleep(1.0)
     after = process.cpu_times()
-    assert after.user + after.system - before.user - before.system <= 0.03
+    # A tenth of what it would take if it spun.
+    assert after.user + after.system - before.user - before.system <= 0.1
     for rank in (waiting, stopped):
         rank.kill()
 

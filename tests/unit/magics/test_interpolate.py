@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +117,6 @@ def test_json_survives_even_where_its_words_are_variables(value: object) -> None
 
 
 def test_a_long_run_of_braces_takes_linear_time() -> None:
-    text = "{" * 200_000 + "}" * 200_000
-    started = time.perf_counter()
+    # Quadratic, it would outlast the test's time-out many times over.
+    text = "{" * 1_000_000 + "}" * 1_000_000
     assert interpolate(text, NAMESPACE) == text
-    assert time.perf_counter() - started < 2.0
