@@ -33,6 +33,13 @@ RANKS = (4, 16, 64, 256)
 SPEEDS = (1, 2, 4, 8, 16)
 LOCK_STEP_RANKS = (2, 4, 16, 64, 256)
 LOCK_STEP_LOADS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+WAIT, MOST, CROWD = "wait p99 ms", "most requests / mean", "most to one rank"
+X_LABELS = {
+    "num_clients": "clients",
+    "load": "load, as a share of what 256 ranks can do",
+    "publish_interval": "seconds between two snapshots",
+    "num_ranks": "ranks",
+}
 Row = dict[str, Any]
 
 
@@ -152,77 +159,35 @@ def pick(rows: list[Row], sweep: str, name: str, figure: str) -> dict[str, list[
     return series
 
 
-def write_images(rows: list[Row], directory: Path) -> None:
-    """The charts of docs/scaling.md."""
+def balance_charts(rows: list[Row]) -> list[Chart]:
+    """How evenly ranks are loaded, and what that costs requests."""
 
-    def chart(
-        title: str, sweep: str, name: str, places: Sequence[object], figure: str, y: str, log: bool
-    ) -> Chart:
+    def chart(title: str, sweep: str, name: str, places: Sequence[object], figure: str, y: str) -> Chart:
         series = pick(rows, sweep, name, figure)
-        return Chart(title, x_labels[name], y, places, series, log, COLOR_OF)
+        return Chart(title, X_LABELS[name], y, places, series, figure == WAIT, COLOR_OF)
 
-    x_labels = {
-        "num_clients": "clients",
-        "load": "load, as a share of what 256 ranks can do",
-        "publish_interval": "seconds between two snapshots",
-        "num_ranks": "ranks",
-        "speed": "speed of the steps",
-    }
-    wait, most = "wait p99 ms", "most requests / mean"
-    balance = [
-        chart(
-            "Wait for the first step: clients",
-            "clients",
-            "num_clients",
-            CLIENTS,
-            wait,
-            "ms, 99th percentile",
-            True,
-        ),
-        chart(
-            "Load of the busiest rank: clients",
-            "clients",
-            "num_clients",
-            CLIENTS,
-            most,
-            "requests, by the mean of all ranks",
-            False,
-        ),
-        chart("Wait for the first step: load", "load", "load", LOADS, wait, "ms, 99th percentile", True),
-        chart(
-            "Load of the busiest rank: ranks",
-            "ranks",
-            "num_ranks",
-            RANKS,
-            most,
-            "requests, by the mean of all ranks",
-            False,
-        ),
-        chart(
-            "Wait: age of the snapshots",
-            "publish interval",
-            "publish_interval",
-            INTERVALS,
-            wait,
-            "ms, 99th percentile",
-            True,
-        ),
-        chart(
-            "One rank between two snapshots",
-            "clients",
-            "num_clients",
-            CLIENTS,
-            "most to one rank",
-            "requests to the rank that gets most",
-            False,
-        ),
+    wait_y, most_y = "ms, 99th percentile", "requests, by the mean of all ranks"
+    crowd_y = "requests to the rank that gets most"
+    return [
+        chart("Wait for the first step: clients", "clients", "num_clients", CLIENTS, WAIT, wait_y),
+        chart("Load of the busiest rank: clients", "clients", "num_clients", CLIENTS, MOST, most_y),
+        chart("Wait for the first step: load", "load", "load", LOADS, WAIT, wait_y),
+        chart("Load of the busiest rank: ranks", "ranks", "num_ranks", RANKS, MOST, most_y),
+        chart("Wait: age of the snapshots", "publish interval", "publish_interval", INTERVALS, WAIT, wait_y),
+        chart("One rank between two snapshots", "clients", "num_clients", CLIENTS, CROWD, crowd_y),
     ]
-    (directory / "scaling_balance.svg").write_text(draw(balance, "Balancing with many ranks and clients"))
-    speeds = [row for row in rows if row["sweep"] == "speed"]
-    locked = [row for row in rows if row["sweep"] == "lock step"]
-    starts = [row for row in rows if row["sweep"] == "wave start"]
-    each = LOCK_STEP_LOADS
-    coordination = [
+
+
+def coordination_charts(rows: list[Row]) -> list[Chart]:
+    """What the coordinator and lock step cost."""
+    speeds, locked, starts = (
+        [row for row in rows if row["sweep"] == sweep] for sweep in ("speed", "lock step", "wave start")
+    )
+
+    def by_ranks(figure: str) -> dict[str, list[Any]]:
+        return {f"{n} ranks": [row[figure] for row in locked if row["num_ranks"] == n] for n in (8, 64, 256)}
+
+    return [
         Chart(
             "Coordinator: 256 ranks, faster steps",
             "steps a second of each rank",
@@ -237,28 +202,24 @@ def write_images(rows: list[Row], directory: Path) -> None:
             LOCK_STEP_RANKS,
             {"median": [row["start p50 ms"] for row in starts]},
         ),
-        Chart(
-            "Dummy steps",
-            "load",
-            "share of all steps",
-            each,
-            {
-                f"{n} ranks": [row["dummy steps"] for row in locked if row["num_ranks"] == n]
-                for n in (8, 64, 256)
-            },
-        ),
+        Chart("Dummy steps", "load", "share of all steps", LOCK_STEP_LOADS, by_ranks("dummy steps")),
         Chart(
             "A turn waits for its slowest rank",
             "load",
             "turn, by the mean of the ranks' steps",
-            each,
-            {
-                f"{n} ranks": [row["turn / mean step"] for row in locked if row["num_ranks"] == n]
-                for n in (8, 64, 256)
-            },
+            LOCK_STEP_LOADS,
+            by_ranks("turn / mean step"),
         ),
     ]
-    (directory / "scaling_coordination.svg").write_text(draw(coordination, "Coordinator and lock step"))
+
+
+def write_images(rows: list[Row], directory: Path) -> None:
+    """The charts of docs/scaling.md."""
+    for name, charts, title in (
+        ("scaling_balance", balance_charts(rows), "Balancing with many ranks and clients"),
+        ("scaling_coordination", coordination_charts(rows), "Coordinator and lock step"),
+    ):
+        (directory / f"{name}.svg").write_text(draw(charts, title))
 
 
 def main() -> None:
