@@ -20,11 +20,19 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     require(name, value, value in allowed, "one of " + ", ".join(map(str, allowed)))
 
 
+def require_count(name: str, value: int) -> None:
+    """Raise `InvalidArgumentError` unless `value` is at least 1 and what an array may have of something."""
+    require(name, value, value >= 1, "at least 1")
+    require(name, value, value < 2**31, "below 2**31")
+
+
 def require_number(name: str, value: object) -> None:
-    """Raise unless `value` is a finite number."""
+    """Raise unless `value` is a finite number, which has at most 64 bits if it is an integer."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(name, value, "a number")
-    if not math.isfinite(value):
+    if isinstance(value, int):
+        require(name, value, abs(value) < 2**63, "a number of at most 64 bits")
+    elif not math.isfinite(value):
         raise InvalidArgumentError(name, value, "finite")
 
 

@@ -25,6 +25,8 @@ from nbengine.checks import (
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 
 MAX_LOGPROBS = 20
+MAX_N = 16384
+"""Completions of one prompt: each is a request of its own."""
 POOLING_TASKS = ("embed", "classify", "score", "encode")
 POOLING_TYPES = ("mean", "cls", "last")
 MAX_SEED = 2**63 - 1
@@ -101,8 +103,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
     `max_tokens=None` means: up to the model's context length. `truncate_prompt_tokens=k` keeps the last k tokens
-    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output. Of `n` completions, which need
-    random sampling, the one with index i has the seed `seed + i`. `logprobs=K` asks for the log probability of each
+    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output. Of `n` completions (16,384 at
+    most), which need random sampling, the one with index i has the seed `seed + i`. `logprobs=K` asks for the log probability of each
     token and of the K likeliest in its place, `prompt_logprobs=K` for those of the prompt's tokens.
 
     Raises:
@@ -208,10 +210,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     def _check_ranges(self) -> None:
         require("n", self.n, self.n >= 1, "at least 1")
+        require("n", self.n, self.n <= MAX_N, f"at most {MAX_N}")
         require("temperature", self.temperature, self.temperature >= 0, "a finite number, 0 or greater")
         require("n", self.n, self.n == 1 or not self.is_greedy, "1 when using greedy sampling")
         require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (off), or at least 1")
+        require("top_k", self.top_k, self.top_k < 2**31, "below 2**31")
         require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         if self.seed is not None:
             require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "in [0, 2**63)")
@@ -219,6 +223,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1, or None")
             require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, "at most max_tokens")
         require("min_tokens", self.min_tokens, self.min_tokens >= 0, "0 or greater")
+        require("min_tokens", self.min_tokens, self.min_tokens < 2**31, "below 2**31")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(name, value, -2 <= value <= 2, "in [-2, 2]")

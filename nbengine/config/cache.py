@@ -28,6 +28,7 @@ class CacheConfig:
         )
         share = self.gpu_memory_utilization
         require("gpu_memory_utilization", share, 0 < share <= 1, "in (0, 1]")
-        for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        for name, limit in (("kv_cache_memory_bytes", 63), ("num_gpu_blocks_override", 31)):
             value = getattr(self, name)
             require(name, value, value is None or value >= 1, "at least 1, or None")
+            require(name, value, value is None or value < 2**limit, f"below 2**{limit}, or None")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
-from nbengine.checks import one_of, require
+from nbengine.checks import one_of, require, require_number
 from nbengine.config.cache import CacheConfig
 from nbengine.config.model import ModelConfig
 from nbengine.config.parallel import ParallelConfig
@@ -70,7 +70,7 @@ class EngineConfig:
         require("keep_alive", self.keep_alive, self.keep_alive >= 0, "0 or more seconds")
         require("lease", self.lease, self.lease > 0, "more than 0 seconds")
         backlog = self.client_backlog_bytes
-        require("client_backlog_bytes", backlog, backlog >= 1, "at least 1")
+        require("client_backlog_bytes", backlog, 1 <= backlog < 2**63, "at least 1, below 2**63")
         stages, ahead = self.parallel.pipeline_parallel_size, self.scheduler.async_scheduling
         require(
             "async_scheduling",
@@ -256,6 +256,7 @@ def _check_type(name: str, value: object, hint: Any) -> None:
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        require_number(name, value)
         return
     is_stray_bool = isinstance(value, bool) and bool not in kinds
     if is_stray_bool or not isinstance(value, kinds):

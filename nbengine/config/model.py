@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbengine.checks import one_of, require
+from nbengine.checks import one_of, require, require_count
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf")
@@ -47,7 +47,7 @@ class ModelConfig:
         one_of("device", self.device, DEVICES)
         require("model", self.model, bool(self.model), "a model name, a directory or a .gguf file")
         if self.max_model_len is not None:
-            require("max_model_len", self.max_model_len, self.max_model_len >= 1, "at least 1")
+            require_count("max_model_len", self.max_model_len)
         for name in self.logits_processors:
             parts = name.split(":") if isinstance(name, str) else ()
             require(

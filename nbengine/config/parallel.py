@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from nbengine.checks import require
+from nbengine.checks import require, require_count
 
 EXECUTOR_BACKENDS = (None, "uni", "mp", "ray")
 DATA_PARALLEL_BACKENDS = ("mp", "ray")
@@ -46,7 +46,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+            require_count(name, getattr(self, name))
         backend = self.distributed_executor_backend
         require(
             "distributed_executor_backend",
@@ -81,7 +81,7 @@ class ParallelConfig:
         ok = address is None or (bool(address) and "://" not in address)
         require("ray_address", address, ok, "None, 'auto' or 'HOST:PORT'; Ray Client (ray://) cannot be used")
         cpus = self.ray_cpus_per_worker
-        require("ray_cpus_per_worker", cpus, cpus >= 1, "at least 1")
+        require_count("ray_cpus_per_worker", cpus)
         require("ray_timeout", self.ray_timeout, self.ray_timeout > 0, "more than 0 seconds")
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbengine.checks import one_of, require
+from nbengine.checks import one_of, require, require_count
 
 POLICIES = ("fcfs", "priority")
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -24,7 +24,12 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "stream_interval"):
-            require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+            require_count(name, getattr(self, name))
         threshold = self.long_prefill_token_threshold
-        require("long_prefill_token_threshold", threshold, threshold >= 0, "0 (off) or at least 1")
+        require(
+            "long_prefill_token_threshold",
+            threshold,
+            0 <= threshold < 2**31,
+            "0 (off) or at least 1, below 2**31",
+        )
         one_of("scheduling_policy", self.policy, POLICIES)

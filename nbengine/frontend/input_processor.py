@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from nbengine.checks import require
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
 from nbengine.frontend.continuation import Continuation, continued
@@ -269,6 +270,7 @@ class InputProcessor:
     def _checked_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidTypeError("priority", priority, "an integer")
+        require("priority", priority, abs(priority) < 2**63, "an integer of at most 64 bits")
         if priority and self._policy != "priority":
             raise InvalidArgumentError(
                 "priority", priority, "0 unless the engine has scheduling_policy='priority'"

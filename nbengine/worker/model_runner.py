@@ -106,16 +106,7 @@ class ModelRunner:
         model, shard = self._model.config, self._model.shard
         self._kernels.warm_up(shard.num_heads, shard.num_kv_heads, model.head_dim, block_size)
         self._model.warm_up()
-        self._batch = InputBatch(
-            scheduler.max_num_seqs,
-            max_model_len,
-            block_size,
-            model.vocab_size,
-            device=self._device,
-            processors=self._processors,
-            seed=self._config.model.seed,
-            sampled=self._stage.is_last,
-        )
+        self._batch = self._new_batch(max_model_len)
         self._builder = StepInputBuilder(
             self._batch,
             self._kernels,
@@ -255,6 +246,25 @@ class ModelRunner:
         )
         metadata.slot_mapping.fill_(-1)
         return metadata
+
+    def _new_batch(self, max_model_len: int) -> InputBatch:
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        try:
+            return InputBatch(
+                max_num_seqs,
+                max_model_len,
+                self._config.cache.block_size,
+                self._model.config.vocab_size,
+                device=self._device,
+                processors=self._processors,
+                seed=self._config.model.seed,
+                sampled=self._stage.is_last,
+            )
+        except MemoryError as error:
+            raise EngineStartError(
+                f"could not make room for max_num_seqs={max_num_seqs} requests of max_model_len={max_model_len} tokens; "
+                f"lower one of them: {error}"
+            ) from error
 
     def _new_kv_caches(self, num_blocks: int) -> list[Tensor]:
         shard = self._model.shard

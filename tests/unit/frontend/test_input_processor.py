@@ -308,6 +308,8 @@ def test_a_priority_is_checked_and_a_rank_is_kept(
         input_processor.process_inputs("r", "x", SamplingParams(), data_parallel_rank=0).data_parallel_rank
         == 0
     )
+    with pytest.raises(InvalidArgumentError, match="priority must be an integer of at most 64 bits"):
+        input_processor.process_inputs("r", "x", SamplingParams(), priority=2**63)
     first_come = InputProcessor(EngineConfig(model=engine_config.model), tokenizer, MAX_MODEL_LEN)
     with pytest.raises(InvalidArgumentError, match="scheduling_policy='priority'"):
         first_come.process_inputs("r", "x", SamplingParams(), priority=1)

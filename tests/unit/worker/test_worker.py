@@ -132,6 +132,12 @@ def test_a_failing_allocation_names_the_numbers(
     assert isinstance(raised.value.__cause__, OSError)
 
 
+def test_more_requests_than_there_is_room_for_are_named(tiny_config: EngineConfig) -> None:
+    worker = loaded(replace(tiny_config, scheduler=replace(tiny_config.scheduler, max_num_seqs=2**31 - 1)))
+    with pytest.raises(EngineStartError, match=r"max_num_seqs=2147483647 requests .*; lower one of them: "):
+        worker.initialize_kv_cache(50)
+
+
 def test_a_small_cache_bounds_the_sequence_length(tiny_config: EngineConfig) -> None:
     worker = loaded(replace(tiny_config, model=replace(tiny_config.model, max_model_len=None)))
     worker.initialize_kv_cache(3)
