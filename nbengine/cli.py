@@ -73,24 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _fetch(options: argparse.Namespace) -> int:
     from nbengine.config import ModelConfig
-    from nbengine.ipc.control_messages import Progress
+    from nbengine.frontend.progress_line import progress_line
     from nbengine.models.files import resolve_model
 
-    shown = ""
-
-    def show(progress: Progress) -> None:
-        nonlocal shown
-        share = "" if progress.fraction is None else f" {progress.fraction:4.0%}"
-        line = f"{progress.detail}{share}"
-        if line != shown:
-            shown = line
-            print(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, end="", file=sys.stderr, flush=True)
-            if not sys.stderr.isatty():
-                print(file=sys.stderr)
-
-    config = resolve_model(ModelConfig(model=options.model, revision=options.revision), show)
-    if shown and sys.stderr.isatty():
-        print(file=sys.stderr)
+    with progress_line(f"{options.model}:", everywhere=True) as progress:
+        config = resolve_model(ModelConfig(model=options.model, revision=options.revision), progress)
     weights_bytes = sum(os.path.getsize(path) for path in config.weights)
     print(f"{options.model}: {config.directory} ({size(weights_bytes)} of weights)")
     return 0

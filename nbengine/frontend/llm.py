@@ -18,6 +18,7 @@ from nbengine.frontend.input_processor import PromptType, prompt_list
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.frontend.pooling import OfflinePooling
+from nbengine.frontend.progress_line import progress_line
 from nbengine.frontend.tools import Tool
 from nbengine.metrics.stats import EngineStats
 from nbengine.outputs import RequestOutput
@@ -38,7 +39,8 @@ class LLM(Control, OfflinePooling):
 
     It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the engine
     runs in processes of its own, which end with this one. `shutdown` (or leaving a `with` block) ends them earlier
-    and waits until they are gone. An interrupt of `generate` aborts its requests; the LLM stays usable.
+    and waits until they are gone. In a terminal a line on stderr shows how far the start is. An interrupt of
+    `generate` aborts its requests; the LLM stays usable.
 
     Args:
         model: a directory, a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
@@ -56,7 +58,10 @@ class LLM(Control, OfflinePooling):
         self, model: str = "smollm2-135m", *, multiprocess: bool = True, **options: Unpack[EngineOptions]
     ) -> None:
         engine_args = EngineArgs.from_kwargs({"model": model, **options})
-        self.llm_engine = LLMEngine.from_engine_args(engine_args, multiprocess=multiprocess)
+        with progress_line(f"starting {model}:") as progress:
+            self.llm_engine = LLMEngine.from_engine_args(
+                engine_args, multiprocess=multiprocess, progress=progress
+            )
         self._request_counter = itertools.count()
         self._busy = threading.Lock()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -167,6 +168,22 @@ def test_a_script_needs_no_main_guard_and_its_engine_ends_with_it(script: Script
     pid, tokens = out.splitlines()
     assert tokens == str(counting(6, 16))
     wait_for(lambda: not _runs(int(pid)), "the end of the script's engine")
+
+
+def test_a_terminal_is_told_how_far_the_start_is(script: Script) -> None:
+    process = script(
+        "import os, pty, sys\nfrom nbengine import LLM\n"
+        "terminal, end = pty.openpty()\n"
+        "sys.stderr = os.fdopen(end, 'w')\n"
+        "LLM(**OPTIONS)\n"
+        "print(ascii(os.read(terminal, 4096)))\n"
+    )
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    begin, *lines = ast.literal_eval(out).decode().split("\r\x1b[K")
+    assert begin == lines.pop() == ""
+    assert lines
+    assert all(line.startswith("starting ") for line in lines)
 
 
 def test_a_bound_engine_ends_when_its_script_is_killed(script: Script) -> None:

@@ -1,0 +1,47 @@
+"""One line in a terminal that says how far a fetch or a start is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nbengine.ipc.control_messages import Progress
+from nbengine.models.progress import ProgressCallback
+from nbengine.widgets.words import harmless
+
+
+@contextmanager
+def progress_line(title: str, *, everywhere: bool = False) -> Iterator[ProgressCallback | None]:
+    """Show on stderr what the callback is told: in a terminal as one line that changes, and goes in the end.
+
+    Args:
+        title: what the line begins with.
+        everywhere: where stderr is no terminal, write a line for each change instead of giving None.
+    """
+    stream = sys.stderr
+    if stream is not None and stream.isatty():
+        before, after, room = "\r\x1b[K", "", shutil.get_terminal_size().columns - 1
+    elif stream is not None and everywhere:
+        before, after, room = "", "\n", sys.maxsize
+    else:
+        yield None
+        return
+    shown = ""
+
+    def show(progress: Progress) -> None:
+        nonlocal shown
+        share = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+        line = harmless(" ".join(filter(None, (title, progress.detail or progress.stage, share))))[:room]
+        if line != shown:
+            shown = line
+            stream.write(f"{before}{line}{after}")
+            stream.flush()
+
+    try:
+        yield show
+    finally:
+        if shown and before:
+            stream.write(before)
+            stream.flush()

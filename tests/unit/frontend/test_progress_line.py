@@ -1,0 +1,70 @@
+"""The line in a terminal that says how far a start is."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import pytest
+
+from nbengine.frontend.progress_line import progress_line
+from nbengine.ipc.control_messages import Progress
+
+STEPS = [
+    Progress("load"),
+    Progress("load", "reading layers", 0.25),
+    Progress("load", "reading layers", 0.251),
+    Progress("kv", "\x1b[2J" + "x" * 200),
+]
+
+
+class Terminal(io.StringIO):
+    """A stream that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_one_line_that_changes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
+    with progress_line("starting tiny:") as show:
+        assert show is not None
+        for step in STEPS:
+            show(step)
+    begin, *lines = sys.stderr.getvalue().split("\r\x1b[K")  # type: ignore[attr-defined]
+    assert begin == ""
+    assert lines[:2] == ["starting tiny: load", "starting tiny: reading layers 25%"]
+    assert lines[2] == ("starting tiny: \ufffd[2J" + "x" * 200)[:39]
+    assert lines[3:] == [""]
+
+
+def test_an_error_removes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        with progress_line("starting tiny:") as show:
+            assert show is not None
+            show(STEPS[0])
+            raise ValueError("no")
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert sys.stderr.getvalue().endswith("load\r\x1b[K")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO, lambda: None])
+def test_elsewhere_nobody_listens(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr())  # type: ignore[operator]
+    with progress_line("starting tiny:") as show:
+        assert show is None
+    if sys.stderr is not None:
+        assert not sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_where_it_is_asked_for_every_change_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_line("tiny:", everywhere=True) as show:
+        assert show is not None
+        for step in STEPS[:3]:
+            show(step)
+    assert capsys.readouterr().err == "tiny: load\ntiny: reading layers 25%\n"
