@@ -188,9 +188,11 @@ def test_workers_end_by_themselves_when_core_and_host_are_killed_at_once(start_w
     log = worker_log_path(engine.log_path, 1)
     wait_for(lambda: "native begins" in log.read_text(), "the trouble")
     running = workers(engine, 2)
-    for process in (psutil.Process(engine.host.pid), engine.core()):
-        stop(process.pid)
-        os.kill(process.pid, signal.SIGKILL)
+    # The host last: the kernel wakes a stopped core whose host has gone.
+    pids = (engine.core().pid, engine.host.pid)
+    stop(*pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
     wait_for(lambda: not any(map(is_running, running)), "the end of the workers", NOTICED)
     assert time.monotonic() - start < NOTICED

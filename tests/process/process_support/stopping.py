@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -21,8 +22,10 @@ def stop(*pids: int) -> None:
 
 
 def _states(pid: int) -> set[str]:
-    """The states of a process's threads, as /proc spells them."""
-    return {
-        (thread / "stat").read_text().rpartition(")")[2].split()[0]
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-    }
+    """The states of a process's threads, as /proc spells them; one that ends meanwhile has none."""
+    states = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
