@@ -52,7 +52,12 @@ def test_each_rank_answers_on_a_node_of_its_own(cluster, engine) -> None:
 def test_a_rank_that_loses_a_process_is_started_again(cluster, engine) -> None:
     client = engine.client().attach(START)
     for rank, incarnation, choose, cause in (
-        (1, 1, lambda process, node: process, r"was killed by signal 9 \(SIGKILL\)"),
+        (
+            1,
+            1,
+            lambda process, node: process,
+            r"was killed by signal 9 \(SIGKILL\); .* and Ray those of a node",
+        ),
         (0, 1, lambda process, node: process.parent(), r"was lost on \S+ \(\S+\): its keeper has ended"),
         (1, 2, lambda process, node: node.actors()[0], r"was lost on \S+ \(\S+\): .*died"),
     ):
