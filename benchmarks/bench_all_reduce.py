@@ -1,10 +1,11 @@
-"""How long ranks on one machine take to sum, gather and pass on tensors: through gloo, and through shared memory.
+"""Measure how long ranks on one machine take to exchange tensors: through gloo, and through shared memory.
 
     python benchmarks/bench_all_reduce.py [--ranks 2,3,4] [--json PATH]
 
-The tensors are those of SmolLM2-135M: hidden states of 576, logits of 49152 in all. Every rank is a process on one thread.
-Both ways alternate in the same processes. A figure is what a call takes rank 0 among calls one after another, in
-microseconds, median of the rounds; the ratio is the median of the ratios of neighbouring rounds, theirs by ours.
+The tensors are those of SmolLM2-135M: hidden states of 576, logits of 49152 in all. Every rank is a process
+on one thread. Both ways alternate in the same processes. A figure is the time that a call takes rank 0 among
+calls one after another, in microseconds, median of the rounds; the ratio is the median of the ratios of
+neighbouring rounds, theirs by ours.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from common import alternate, median_ratio, parser, report
 
 from nbengine.distributed.communicator import Communicator, ParallelState, PipelineLink
-from nbengine.distributed.init import TorchWorld, init_parallel
+from nbengine.distributed.init import START_SECONDS, TorchWorld, init_parallel
 from nbengine.distributed.layout import RankLayout
+from nbengine.distributed.rendezvous import Party, Rendezvous
 from nbengine.distributed.torch_communicator import TorchCommunicator, TorchLink
 
 CPU = torch.device("cpu")
@@ -38,7 +40,8 @@ Call = Callable[[], object]
 
 
 def repeat(call: Call, group: Communicator) -> Callable[[], float]:
-    """A round: microseconds a call, over as many calls as the slowest rank makes in ROUND_SECONDS."""
+    """Make a round: it returns microseconds a call, over as many calls as the slowest rank makes in
+    ROUND_SECONDS."""
 
     def run(count: int) -> float:
         group.barrier()
@@ -53,7 +56,7 @@ def repeat(call: Call, group: Communicator) -> Callable[[], float]:
 
 
 def cases(state: ParallelState, group: TorchCommunicator) -> Iterator[tuple[str, Call, Call]]:
-    """What is measured: its name, through gloo, through shared memory."""
+    """Yield the cases to measure: each has a name, a call through gloo and a call through shared memory."""
     gloo, ours, size = group, state.tp, state.layout.tp_size
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -76,7 +79,7 @@ def cases(state: ParallelState, group: TorchCommunicator) -> Iterator[tuple[str,
 
 
 def over_gloo(state: ParallelState) -> tuple[PipelineLink | None, PipelineLink | None]:
-    """The links of a world of two stages, through gloo."""
+    """Make the links of a world of two stages, through gloo."""
     link = TorchLink(1 - state.layout.rank, CPU)
     return (None, link) if state.previous is None else (link, None)
 
@@ -84,7 +87,7 @@ def over_gloo(state: ParallelState) -> tuple[PipelineLink | None, PipelineLink |
 def passing(
     state: ParallelState, x: torch.Tensor, links: tuple[PipelineLink | None, PipelineLink | None]
 ) -> Call:
-    """A tensor from the first stage to the second."""
+    """Make a call that passes a tensor from the first stage to the second."""
     before, after = links
 
     def call() -> None:
@@ -97,17 +100,18 @@ def passing(
 
 
 def run_rank(rank: int, tp: int, pp: int, rounds: int, directory: str) -> None:
-    """One process; rank 0 prints the rows."""
+    """Run one rank in this process; rank 0 prints the rows."""
     torch.set_num_threads(1)
+    layout = RankLayout(rank % tp, tp, rank // tp, pp)
     state = init_parallel(
-        RankLayout(rank % tp, tp, rank // tp, pp),
+        layout,
         CPU,
         init_method=f"file://{directory}/rendezvous",
         directory=directory,
         max_tensor_bytes=MAX_ROWS * HIDDEN * 4,
     )
-    with contextlib.closing(state):
-        world = cast(TorchWorld, state.world)
+    meeting = Rendezvous(f"file://{directory}/gloo", Party.of_workers(layout), "gloo", START_SECONDS)
+    with contextlib.closing(state), contextlib.closing(TorchWorld(layout, CPU, meeting)) as world:
         group = TorchCommunicator(world.stage_group() if tp > 1 else torch.distributed.group.WORLD, CPU)
         for name, theirs, ours in cases(state, group):
             gloo, memory = alternate(rounds, repeat(theirs, group), repeat(ours, group))
@@ -119,7 +123,7 @@ def run_rank(rank: int, tp: int, pp: int, rounds: int, directory: str) -> None:
 
 
 def run_world(tp: int, pp: int, rounds: int) -> list[dict[str, Any]]:
-    """All processes of a world; what rank 0 has measured."""
+    """Run all processes of a world and return what rank 0 has measured."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="nbengine-bench-", dir=place) as directory:
         numbers = [str(number) for number in (tp, pp, rounds)]
@@ -137,7 +141,7 @@ def run_world(tp: int, pp: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Measure each size of group and report."""
     arguments = parser(__doc__)
     arguments.add_argument("--ranks", default="2,3,4", help="sizes of the groups")
     options = arguments.parse_args()

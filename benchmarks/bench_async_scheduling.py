@@ -1,10 +1,10 @@
-"""What async scheduling gains: an engine core with and without it, in turn, in this process.
+"""Measure what async scheduling gains: an engine core with and without it, in turn, in this process.
 
     python benchmarks/bench_async_scheduling.py [--json PATH] [--model NAME]
 
-Milliseconds a decoding step of N greedy requests, from the outputs of one step to those of the next. "model": the
-model on this machine's device. "2 ms": a device that computes for 2 ms beside the processor, as a GPU does; what is
-above 2 ms is what the engine adds.
+Milliseconds a decoding step of N greedy requests, from the outputs of one step to those of the next. "model":
+the model on this machine's device. "2 ms": a device that computes for 2 ms beside the processor, as a GPU
+does; what is above 2 ms is what the engine adds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from common import alternate, median_ratio, parser, report
 from fake_executor import FixedRateExecutor
 
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.engine.core import EngineCore
+from nbengine.engine.core.core import EngineCore
 from nbengine.executor.base import Executor
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import EngineCoreRequest
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 from nbengine.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 32
@@ -33,7 +33,7 @@ WARMUP_STEPS = 8
 
 
 class DeviceExecutor(FixedRateExecutor):
-    """A step begins when it has been handed over and the one before has ended."""
+    """An executor whose step begins when it has been handed over and the step before has ended."""
 
     def _next_end(self, now: float) -> float:
         return max(self._end, now) + self._step_seconds
@@ -45,7 +45,7 @@ def make_core(config: EngineConfig, executor: type[Executor], *, is_async: bool)
 
 
 def step_milliseconds(core: EngineCore, num_requests: int, steps: int) -> float:
-    """Mean time between the outputs of two decoding steps."""
+    """Return the mean time between the outputs of two decoding steps."""
     params = SamplingParams(temperature=0, max_tokens=steps + WARMUP_STEPS + 1, ignore_eos=True)
     for number in range(num_requests):
         prompt = [(7 * number + 3 * i) % 200 + 10 for i in range(PROMPT_TOKENS)]
@@ -65,7 +65,7 @@ def step_milliseconds(core: EngineCore, num_requests: int, steps: int) -> float:
 
 
 def main() -> None:
-    """One row a case."""
+    """Measure each case and report one row for it."""
     options = parser(__doc__)
     options.add_argument("--model", default="smollm2-135m")
     options.add_argument("--steps", type=int, default=60)

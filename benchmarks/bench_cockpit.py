@@ -1,9 +1,9 @@
-"""What a dashboard costs a notebook: 64 streams, 2,000 tokens/s together, in cells and in dashboards.
+"""Measure what a dashboard costs a notebook: 64 streams, 2,000 tokens/s together, in cells and in dashboards.
 
-A real kernel and a real engine process, whose model ends a step every 32 ms and whose KV cache has 20,000 blocks. This
-process plays the browser: it says hello and alive as the dashboard's script does, and counts what the kernel publishes. A
-notebook's server drops what is above 1,000 messages or 1,000,000 bytes a second, over three seconds; frames that were lost
-on the way, in the kernel or here, leave a gap in their numbers.
+A real kernel and a real engine process, whose model ends a step every 32 ms and whose KV cache has 20,000
+blocks. This process plays the browser: it says hello and alive as the dashboard's script does, and counts
+what the kernel publishes. A notebook's server drops what is above 1,000 messages or 1,000,000 bytes a second,
+over three seconds; frames that were lost on the way, in the kernel or here, leave a gap in their numbers.
 
 python benchmarks/bench_cockpit.py [--json PATH] [--tokens 300]
 """
@@ -25,7 +25,7 @@ STREAMS = 64
 STEP_SECONDS = 0.032
 WINDOW = 3.0
 SETTLE_SECONDS = 20.0
-"""In which new dashboards get their first frames, which are long."""
+"""Seconds in which new dashboards get their first frames, which are long."""
 MOST_MESSAGES, MOST_BYTES = 1000, 1_000_000
 UNCOUNTED = ("status", "comm_open", "execute_input")
 START = (
@@ -49,28 +49,29 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 class Browser:
-    """Takes in all that a kernel publishes, and answers for the dashboards that it is shown."""
+    """A browser that takes in all that a kernel publishes, and answers for the dashboards that it is
+    shown."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
         self.models: list[str] = []
         self.seqs: dict[str, int] = {}
         self.arrivals: list[tuple[float, int]] = []
-        """(when, bytes) of what a server would count."""
+        """The moment and the bytes of each message that a server would count."""
         self.frames = self.frame_bytes = self.gaps = 0
         self._said = 0.0
 
     def clear(self) -> None:
-        """Count anew."""
+        """Start counting again at 0."""
         self.arrivals.clear()
         self.frames = self.frame_bytes = self.gaps = 0
 
     def run(self, code: str) -> None:
-        """Run a cell, and be a browser meanwhile."""
+        """Run a cell, and play the browser meanwhile."""
         self.wait(self.client.execute(code))
 
     def wait(self, request: str | None, seconds: float = 120.0) -> None:
-        """Take messages until a cell has ended, or for so long."""
+        """Take in messages until a cell has ended, or for `seconds` seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._say_alive()
@@ -87,7 +88,7 @@ class Browser:
                 return
 
     def peaks(self) -> tuple[float, float]:
-        """The most messages and bytes a second, over any three seconds."""
+        """Return the most messages and bytes a second, over any three seconds."""
         most_messages = most_bytes = first = held = 0
         for index, (moment, size) in enumerate(self.arrivals):
             held += size
@@ -129,7 +130,7 @@ class Browser:
 
 
 def measure(browser: Browser, kernel: psutil.Process, name: str, code: str, tokens: int) -> dict[str, Any]:
-    """One row: cells that generate, and the dashboards that there are."""
+    """Measure one row: cells that generate, and the dashboards that there are."""
     browser.clear()
     before, start = kernel.cpu_times(), time.monotonic()
     if code is MANY:
@@ -156,9 +157,9 @@ def measure(browser: Browser, kernel: psutil.Process, name: str, code: str, toke
 
 
 def main() -> None:
-    """Each way to read the streams, without a dashboard, with one and with ten."""
+    """Measure each way to read the streams, without a dashboard, with one and with ten."""
     options = parser(__doc__)
-    options.add_argument("--tokens", type=int, default=300, help="of each stream")
+    options.add_argument("--tokens", type=int, default=300, help="tokens of each stream")
     arguments = options.parse_args()
     environment = {
         **os.environ,

@@ -1,11 +1,11 @@
-"""What the coordinator costs the host: the process's share of a core while engines push their statistics.
+"""Measure what the coordinator costs the host: its share of a core while engines push their statistics.
 
     python benchmarks/bench_coordinator.py [--json PATH] [--engines N ...] [--seconds S]
 
-The host is a real one, poll loop and sockets, but starts no engine cores: this process pushes in their place, each of them 200
-reports a second, as an engine with two workers does that finishes no request; and reads as the subscribers. The CPU time is
-that of the whole host process, threads of ZMQ included, above what it takes when nobody pushes. "together": all engines push
-at the same moments, as those in lock step do.
+The host is a real one, poll loop and sockets, but starts no engine cores: this process pushes in their place,
+200 reports a second for each of them, as an engine with two workers does that finishes no request; it also
+reads as the subscribers. The CPU time is that of the whole host process, threads of ZMQ included, above what
+it takes when nobody pushes. "together": all engines push at the same moments, as those in lock step do.
 """
 
 from __future__ import annotations
@@ -27,23 +27,30 @@ import psutil
 import zmq
 from common import parser, report
 
-from nbengine.client.connection import ConnectionInfo, new_run_dir, read_connection
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
-from nbengine.engine import supervisor
-from nbengine.engine.processes import CoreHandle
+from nbengine.engine.host import main as host_main
+from nbengine.engine.host import supervisor
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
+from nbengine.runtime.connection import (
+    ConnectionInfo,
+    read_connection,
+    remove_engine_files,
+    write_engine_file,
+)
+from nbengine.runtime.directories import EngineDirectories
+from nbengine.runtime.processes import CoreHandle
 
 RATE = 200.0
-"""Reports of one engine a second."""
+"""The reports of one engine a second."""
 NUM_SUBSCRIBERS = 4
 LIMIT = 0.03
-"""Of a core, at 8 engines."""
+"""The most that the coordinator may take, as a share of a core, at 8 engines."""
 
 
 class NoCore:
-    """Stands for an engine core that never says anything to the host."""
+    """A stand-in for an engine core that never says anything to the host."""
 
     pid = 0
 
@@ -51,49 +58,50 @@ class NoCore:
         self.rank, self.incarnation = rank, incarnation
 
     def poll(self) -> int | None:
-        """It seems to run."""
+        """Return None, so that it seems to run."""
         return None
 
     def describe_end(self) -> str:
-        """It has none."""
+        """Return nothing: it does not end."""
         return ""
 
     log_tail = describe_end
 
     def send_signal(self, number: int) -> None:
-        """The benchmark ends the host by a signal of its own."""
+        """End this process: the benchmark ends the host with a signal."""
         del number
         os._exit(0)
 
     def wait(self, timeout: float) -> None:
-        """Nothing runs."""
+        """Return at once: nothing runs."""
         del timeout
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class NoLauncher:
-    """Starts nothing."""
+    """A launcher that starts nothing."""
 
     def start(self, rank: int, incarnation: int) -> CoreHandle:
-        """An engine core in name."""
+        """Return an engine core in name only."""
         return NoCore(rank, incarnation)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def host(run_dir: str) -> int:
     """Run the host process."""
     supervisor.core_launcher = lambda info, wake: NoLauncher()  # type: ignore[assignment]
-    return supervisor.run_host(read_connection(Path(run_dir) / "engine.json"))
+    return host_main.run_host(read_connection(Path(run_dir) / "engine.json"))
 
 
 @contextlib.contextmanager
 def running_host(num_engines: int, *, lock_step: bool) -> Iterator[tuple[psutil.Process, ConnectionInfo]]:
-    """A host of so many engines."""
-    run_dir = new_run_dir()
+    """Run a host of `num_engines` engines in a process."""
+    directories = EngineDirectories.make()
+    run_dir = Path(directories.run_dir)
     config = EngineConfig(
         model=ModelConfig(model="none", is_moe=lock_step),
         parallel=ParallelConfig(data_parallel_size=num_engines),
@@ -101,13 +109,15 @@ def running_host(num_engines: int, *, lock_step: bool) -> Iterator[tuple[psutil.
     )
     info = ConnectionInfo(
         name=f"bench-{os.getpid()}",
-        run_dir=str(run_dir),
+        run_dir=directories.run_dir,
+        tensor_dir=directories.tensor_dir,
+        marker=directories.marker,
         log_path=str(run_dir / "log"),
         host_pid=0,
-        host_create_time=0.0,
+        host_started=0,
         config=config,
     )
-    (run_dir / "engine.json").write_bytes(msgspec.json.encode(info))
+    write_engine_file(info)
     process = subprocess.Popen([sys.executable, __file__, "--host", str(run_dir)], start_new_session=True)
     try:
         address = Path(run_dir) / "stats.sock"
@@ -117,11 +127,11 @@ def running_host(num_engines: int, *, lock_step: bool) -> Iterator[tuple[psutil.
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-        supervisor.remove_engine_files(info)
+        remove_engine_files(info)
 
 
 class Peers:
-    """The engines and the subscribers."""
+    """The engines and the subscribers of a host."""
 
     def __init__(self, info: ConnectionInfo, num_engines: int, *, together: bool) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -140,7 +150,7 @@ class Peers:
         self.last: EngineStats | None = None
 
     def push(self, seconds: float) -> None:
-        """Push for so long, or only wait if there is nobody to push."""
+        """Push for `seconds` seconds, or only wait if there is nobody to push."""
         ticks = 1 if self._together else max(1, len(self._engines))
         start = time.perf_counter()
         for tick in range(round(seconds * RATE) * ticks):
@@ -153,7 +163,7 @@ class Peers:
                 self.read()
 
     def read(self) -> None:
-        """Read what has been published."""
+        """Read the snapshots that have been published."""
         for subscriber in self._subscribers:
             while subscriber.poll(0):
                 self.last = self._decoder.decode(subscriber.recv_multipart()[1])
@@ -182,18 +192,18 @@ class Peers:
         return EngineCoreOutputs(rank, scheduler_stats=stats, timestamp=time.monotonic())
 
     def close(self) -> None:
-        """Leave."""
+        """Close the sockets."""
         self._context.destroy(linger=0)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """What a process has taken so far."""
+    """Return the CPU time that a process has taken so far."""
     times = process.cpu_times()
     return times.user + times.system
 
 
 def measure(num_engines: int, seconds: float, rounds: int, *, together: bool) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     with running_host(num_engines, lock_step=together) as (process, info):
         silent, peers = Peers(info, 0, together=together), Peers(info, num_engines, together=together)
         peers.push(0.5)
@@ -208,7 +218,7 @@ def measure(num_engines: int, seconds: float, rounds: int, *, together: bool) ->
                 into.append((cpu_seconds(process) - begin) / (time.perf_counter() - start))
         peers.read()
         if peers.last is None or len(peers.last.engines) != num_engines:
-            raise SystemExit(f"published was {peers.last}")
+            raise SystemExit(f"the coordinator published {peers.last}")
         published = peers.num_read / NUM_SUBSCRIBERS / (rounds * seconds)
         silent.close()
         peers.close()
@@ -224,7 +234,7 @@ def measure(num_engines: int, seconds: float, rounds: int, *, together: bool) ->
 
 
 def main() -> int:
-    """One row a number of engines and a way of pushing."""
+    """Measure one row for each number of engines and each way of pushing."""
     if sys.argv[1:2] == ["--host"]:
         return host(sys.argv[2])
     options: argparse.ArgumentParser = parser(__doc__)

@@ -1,14 +1,16 @@
-"""What it costs an engine that somebody watches it: the time of its steps with followers of its trace.
+"""Measure what watching costs an engine: the time of its steps with followers of its trace.
 
     python benchmarks/bench_dashboard.py [--json PATH] [--streams N] [--step-us US] [--seconds S]
 
-A model of a fixed step time, one step at a time so that nothing is hidden behind it, has `--streams` requests that decode. The
-interval of a step is the time between a stream's first and last token, a token. Followers are processes that rebuild the
-engine's state, as a dashboard's thread does: none, one, ten, one that was stopped (SIGSTOP) and one that is killed in the
-middle; the sides alternate, and the ratio is the median of neighbouring rounds.
+A model of a fixed step time, one step at a time so that nothing is hidden behind it, has `--streams` requests
+that decode. The interval of a step is the time between a stream's first and last token, a token. Followers
+are processes that rebuild the engine's state, as a dashboard's thread does: none, one, ten, one that was
+stopped (SIGSTOP) and one that is killed in the middle; the sides alternate, and the ratio is the median of
+neighbouring rounds.
 
-"recording" is what the scheduler's own thread spends on it: microseconds of a step of 64 or 256 decoding requests, without
-and with somebody who wants to know, steps of both in turn; "mirror" is what a follower spends on such a step.
+"recording" is the time that the scheduler's own thread spends on it: microseconds of a step of 64 or 256
+decoding requests, without and with somebody who wants to know, steps of both in turn; "mirror" is what a
+follower spends on such a step.
 """
 
 from __future__ import annotations
@@ -33,22 +35,22 @@ from bench_scheduler import VOCAB_SIZE, make_request, make_scheduler, sample, se
 from common import alternate, median_ratio, parser, report
 
 from nbengine import AsyncLLM, RequestOutputKind, SamplingParams
-from nbengine.client.connection import engine_file, read_connection
-from nbengine.client.stats_subscriber import StatsSubscriber
-from nbengine.client.trace_mirror import TraceMirror
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.metrics.trace import TraceBatch, TraceSnapshot
+from nbengine.runtime.connection import engine_file, read_connection
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.scheduler.trace_stream import TraceStream
 
 LIMIT = 1.02
-"""Of the step time without followers."""
+"""The most that the step time with followers may be, as a multiple of the step time without."""
 PROMPT_TOKENS = 128
 MOST_FOLLOWERS = 10
 STEPS_A_BATCH = 20
 
 
 def follow(path: str) -> int:
-    """A follower's process: follows while it is told to, one line a command."""
+    """Run a follower's process: it follows while it is told to, one line a command."""
     info = read_connection(Path(path))
     while sys.stdin.readline():
         with StatsSubscriber(info, trace=True) as subscriber:
@@ -65,7 +67,7 @@ def follow(path: str) -> int:
 
 
 class Follower:
-    """Such a process, from outside."""
+    """A follower's process, seen from outside."""
 
     def __init__(self, path: Path) -> None:
         command = [sys.executable, __file__, "--follow", str(path)]
@@ -80,16 +82,16 @@ class Follower:
         return self.process.stdout.readline()
 
     def begin(self) -> None:
-        """Have it follow; returns when it does."""
+        """Have the process follow; return when it does."""
         if self._say() != "begun\n":
             raise SystemExit("a follower got nothing")
 
     def end(self) -> int:
-        """Have it stop following; how many steps it has heard of."""
+        """Have the process stop following; return the number of steps of which it has heard."""
         return int(self._say())
 
     def kill(self) -> None:
-        """Without a word."""
+        """Kill the process without a word."""
         self.process.kill()
         self.process.wait()
 
@@ -103,7 +105,7 @@ class Rig:
         self._pool = [self._new() for _ in range(MOST_FOLLOWERS)]
         self._serial = itertools.count(1)
         self._half = 0.0
-        """Seconds of half a round, as of the latest one."""
+        """The seconds of half a round, as of the latest one."""
 
     def _new(self) -> Follower:
         return Follower(self._path)
@@ -120,7 +122,7 @@ class Rig:
         return (time.perf_counter() - first) / (count - 1) * 1e6
 
     def load(self, meanwhile: Callable[[], None] | None = None) -> float:
-        """Microseconds between two steps; `meanwhile` happens when half of the time has passed."""
+        """Return the microseconds between two steps; `meanwhile` happens when half of the time has passed."""
 
         async def run() -> float:
             streams = [asyncio.create_task(self._stream()) for _ in range(self._streams)]
@@ -135,7 +137,7 @@ class Rig:
         return interval
 
     def with_followers(self, count: int) -> float:
-        """So many followers that keep up."""
+        """Return the interval with `count` followers that keep up."""
         for follower in self._pool[:count]:
             follower.begin()
         interval = self.load()
@@ -146,7 +148,7 @@ class Rig:
         return interval
 
     def with_frozen(self) -> float:
-        """One that stands still from the beginning."""
+        """Return the interval with a follower that stands still from the beginning."""
         follower = self._pool[0]
         follower.begin()
         follower.process.send_signal(signal.SIGSTOP)
@@ -156,7 +158,7 @@ class Rig:
         return interval
 
     def with_killed(self) -> float:
-        """One that dies in the middle."""
+        """Return the interval with a follower that dies in the middle."""
         follower = self._pool.pop()
         follower.begin()
         interval = self.load(follower.kill)
@@ -171,7 +173,7 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(arguments: Any) -> Iterator[Rig]:
-    """An engine whose model takes `--step-us` for a step."""
+    """Run an engine whose model takes `--step-us` for a step."""
     os.environ["NBENGINE_BENCH_STEP_SECONDS"] = str(arguments.step_us / 1e6)
     llm = AsyncLLM(
         "random-tiny",
@@ -193,7 +195,7 @@ def rig(arguments: Any) -> Iterator[Rig]:
 
 
 def measure_engine(arguments: Any) -> list[dict[str, Any]]:
-    """A row for each kind of audience."""
+    """Measure a row for each kind of audience."""
     with rig(arguments) as watched:
         sides: dict[str, Callable[[], float]] = {
             "nobody": watched.load,
@@ -214,11 +216,11 @@ def measure_engine(arguments: Any) -> list[dict[str, Any]]:
     ]
 
 
-# What a step costs, in one process.
+# The cost of a step, in one process.
 
 
 def decoding(count: int) -> Scheduler:
-    """A scheduler of so many requests that decode."""
+    """Make a scheduler of `count` requests that decode."""
     rng = random.Random(7)
     params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True)
     scheduler = make_scheduler(count, 8192)
@@ -232,7 +234,7 @@ def decoding(count: int) -> Scheduler:
 
 
 def step_us(scheduler: Scheduler, rng: random.Random) -> float:
-    """Microseconds that the scheduler takes for a step."""
+    """Return the microseconds that the scheduler takes for a step."""
     begin = time.perf_counter_ns()
     plan = scheduler.schedule()
     planned = time.perf_counter_ns()
@@ -243,7 +245,7 @@ def step_us(scheduler: Scheduler, rng: random.Random) -> float:
 
 
 def measure_recording(count: int, steps: int) -> dict[str, Any]:
-    """What recording and following a step of so many requests cost."""
+    """Measure what recording and following a step of `count` requests cost."""
     rng = random.Random(1)
     alone, watched = decoding(count), decoding(count)
     stream = TraceStream(watched)
@@ -268,7 +270,7 @@ def measure_recording(count: int, steps: int) -> dict[str, Any]:
 
 
 def mirror_us(messages: Sequence[bytes]) -> float:
-    """Microseconds of a step's part of these messages, decoding included."""
+    """Return the microseconds of a step's part of these messages, decoding included."""
     decoder = msgspec.msgpack.Decoder(TraceBatch | TraceSnapshot)
     mirror = TraceMirror(0)
     mirror.apply(decoder.decode(messages[0]))
@@ -280,14 +282,14 @@ def mirror_us(messages: Sequence[bytes]) -> float:
 
 
 def main() -> int:
-    """The engine with its audience, then the parts by themselves."""
+    """Measure the engine with its audience, then the parts by themselves."""
     if sys.argv[1:2] == ["--follow"]:
         return follow(sys.argv[2])
     options = parser(__doc__)
     options.add_argument("--streams", type=int, default=64)
-    options.add_argument("--step-us", type=float, default=5000, help="time of the model")
-    options.add_argument("--seconds", type=float, default=2.0, help="of each round")
-    options.add_argument("--steps", type=int, default=2000, help="for the parts by themselves")
+    options.add_argument("--step-us", type=float, default=5000, help="microseconds of a step of the model")
+    options.add_argument("--seconds", type=float, default=2.0, help="seconds of each round")
+    options.add_argument("--steps", type=int, default=2000, help="steps of the parts by themselves")
     arguments = options.parse_args()
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))

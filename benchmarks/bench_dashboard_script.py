@@ -1,8 +1,9 @@
-"""The dashboard's script in a browser: frames a second while scrubbing, and its heap over many minutes of frames.
+"""Measure the dashboard's script in a browser: frames a second while scrubbing, and its heap over minutes.
 
-10,000 steps of 64 requests and 100,000 KV blocks, drawn by Chromium without a GPU; frames go on coming at 5 Hz while one
-scrubs. A processor that is four times slower is Chromium's own emulation. The heap is what is left after a collection, each
-minute of frames at 2,000 tokens/s in 64 streams, fed as fast as it takes them.
+10,000 steps of 64 requests and 100,000 KV blocks are drawn by Chromium without a GPU; frames go on coming at
+5 Hz while somebody scrubs. A processor that is four times slower is Chromium's own emulation. The heap is
+what is left after a collection, each minute of frames at 2,000 tokens/s in 64 streams, fed as fast as the
+script takes them.
 
 python benchmarks/bench_dashboard_script.py [--json PATH] [--minutes 10]
 """
@@ -57,14 +58,14 @@ FEED = """(texts) => {
 
 
 def busy_engine(steps: int) -> FakeEngine:
-    """64 requests at any time, in 100,000 blocks."""
+    """Make an engine that has 64 requests at any time, in 100,000 blocks."""
     engine = FakeEngine(num_blocks=100_000, budget=2048, seqs=64, is_computing=True)
     keep_busy(engine, steps)
     return engine
 
 
 def keep_busy(engine: FakeEngine, steps: int) -> None:
-    """Make steps, a new request for each that has ended."""
+    """Make steps, with a new request for each that has ended."""
     rank = engine.ranks[0]
     for _ in range(steps):
         while len(rank.waiting) + len(rank.running) < 64:
@@ -77,7 +78,7 @@ def keep_busy(engine: FakeEngine, steps: int) -> None:
 
 
 def scrubbing(page: DashboardPage, session: CDPSession, engine: FakeEngine) -> list[dict[str, Any]]:
-    """Frames a second at two zooms, here and on a slower processor."""
+    """Measure frames a second at two zooms, here and on a slower processor."""
     page.deliver(engine.frame(reset=True))
     page.page.evaluate("(seq) => { window.seq = seq; }", engine.seq)
     frames = []
@@ -111,20 +112,22 @@ def scrubbing(page: DashboardPage, session: CDPSession, engine: FakeEngine) -> l
 
 
 def main_thread_seconds(session: CDPSession) -> float:
-    """CPU time of the page's main thread, which what else runs on the machine does not change."""
+    """Return the CPU time of the page's main thread, which does not depend on other programs on the
+    machine."""
     metrics = session.send("Performance.getMetrics")["metrics"]
     return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
 
 
 def heap_bytes(session: CDPSession) -> int:
-    """What is in use after a collection, array buffers included."""
+    """Return the bytes that are in use after a collection, array buffers included."""
     session.send("HeapProfiler.collectGarbage")
     usage = session.send("Runtime.getHeapUsage")
     return int(usage["usedSize"] + usage.get("backingStorageSize", 0))
 
 
 def heap(page: DashboardPage, session: CDPSession, engine: FakeEngine, minutes: int) -> list[dict[str, Any]]:
-    """The heap after each minute of frames, and how long a frame takes to be delivered and painted."""
+    """Measure the heap after each minute of frames, and the time that a frame takes to be delivered and
+    painted."""
     page.deliver(engine.frame(reset=True))
     rows = []
     for minute in range(1, minutes + 1):
@@ -146,15 +149,15 @@ def heap(page: DashboardPage, session: CDPSession, engine: FakeEngine, minutes: 
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure the script and report."""
     arguments = parser(__doc__)
-    arguments.add_argument("--minutes", type=int, default=10, help="of frames for the heap")
+    arguments.add_argument("--minutes", type=int, default=10, help="minutes of frames for the heap")
     options = arguments.parse_args()
     if CHROMIUM is None:
         sys.exit("chromium is not installed")
     engine = busy_engine(10_200)
     with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as started:
-        page = DashboardPage(started.new_page(), as_bundle=True)
+        page = DashboardPage(started.new_page())
         page.mount()
         session = page.page.context.new_cdp_session(page.page)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})

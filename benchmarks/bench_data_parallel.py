@@ -1,10 +1,10 @@
-"""Throughput of several independent engine cores against one, each with a model whose step takes 2 ms whatever is in it.
+"""Measure the throughput of several independent engine cores against one, with a model of 2 ms a step.
 
-All requests are asked for at once; one in five is five times as long as the others. The cores' steps take no CPU, but
-what is around them does: with n ranks, n engine cores and one client share this machine.
+All requests are sent at once; one in five is five times as long as the others. The cores' steps take no CPU,
+but what is around them does: with n ranks, n engine cores and one client share this machine.
 
-"busiest / mean" is the outstanding work (tokens still to come) of the rank that has most of it, as a multiple of the
-mean, sampled every 10 ms while no rank has run dry: its median, and the 95th percentile.
+"busiest / mean" is the outstanding work (tokens still to come) of the rank that has most of it, as a multiple
+of the mean, sampled every 10 ms while no rank has run dry: its median, and the 95th percentile.
 
 python benchmarks/bench_data_parallel.py [--json PATH] [--ranks 1,2,4] [--requests 512]
 """
@@ -29,7 +29,7 @@ PLACES = 16
 
 
 def start(size: int) -> LLM:
-    """An engine of so many ranks."""
+    """Start an engine of `size` ranks."""
     return LLM(
         "random-tiny",
         data_parallel_size=size,
@@ -41,7 +41,7 @@ def start(size: int) -> LLM:
 
 
 class Sampler(threading.Thread):
-    """Looks at the outstanding work of each rank until `stop`."""
+    """A thread that looks at the outstanding work of each rank until `stop`."""
 
     def __init__(self, llm: LLM, lengths: dict[str, int], size: int) -> None:
         super().__init__(daemon=True)
@@ -52,14 +52,14 @@ class Sampler(threading.Thread):
         self.ratios: list[float] = []
 
     def run(self) -> None:
-        """Sample."""
+        """Take a sample every 10 ms."""
         while not self._done.wait(0.01):
             left = self._look()
             if min(left) > 0:
                 self.ratios.append(max(left) * self._size / sum(left))
 
     def stop(self) -> None:
-        """End, and wait for it."""
+        """End the thread, and wait for it."""
         self._done.set()
         self.join()
 
@@ -75,7 +75,7 @@ class Sampler(threading.Thread):
 
 
 def run(llm: LLM, size: int, count: int, seed: int) -> tuple[float, list[float]]:
-    """Tokens a second, and the samples."""
+    """Return the tokens a second, and the samples."""
     chance = random.Random(seed)
     lengths = [LONG if chance.random() < 0.2 else SHORT for _ in range(count)]
     first = next(llm._request_counter) + 1

@@ -1,8 +1,8 @@
-"""Texts embedded a second by all-minilm-l6-v2, against transformers in padded batches of 32, alternating.
+"""Measure texts embedded a second by all-minilm-l6-v2 and by transformers (padded batches of 32) in turn.
 
-256 texts of varied length (8 to 250 tokens, most of them short), in the order in which they come; and as a second
-row sorted by length first, which is what sentence-transformers does before it pads. float32 on both sides; mean
-pooling and normalisation included, tokenization too.
+256 texts of varied length (8 to 250 tokens, most of them short), in the order in which they come; and as a
+second row sorted by length first, which is what sentence-transformers does before it pads. float32 on both
+sides; mean pooling and normalisation included, tokenization too.
 
 python benchmarks/bench_embeddings.py [--json PATH] [--rounds N]
 """
@@ -47,7 +47,7 @@ WORDS = [
 
 
 def make_texts() -> list[str]:
-    """Texts of a length that is log-normal, in words that are one token each."""
+    """Make texts of a length that is log-normal, in words that are one token each."""
     chooser = random.Random(0)
     lengths = [min(250, max(8, int(chooser.lognormvariate(3.4, 0.8)))) for _ in range(NUM_TEXTS)]
     return [" ".join(chooser.choices(WORDS, k=length)) for length in lengths]
@@ -62,7 +62,7 @@ class Peer:
         self.tokenizer = llm.get_tokenizer()
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
-        """Vectors [texts, hidden size] from padded batches."""
+        """Return vectors [texts, hidden size] from padded batches."""
         vectors = []
         for start in range(0, len(texts), BATCH):
             batch = self.tokenizer(
@@ -81,14 +81,14 @@ class Peer:
 
 
 def timed(run: Any) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def main() -> None:
-    """One row an order of the texts; the vectors of both sides are compared first."""
+    """Measure one row for each order of the texts; the vectors of both sides are compared first."""
     arguments = parser(__doc__).parse_args()
     texts = make_texts()
     rows: list[dict[str, Any]] = []

@@ -1,11 +1,11 @@
-"""What a worker in a process of its own adds to a step: an engine core with it and one with its worker inside, in turn.
+"""Measure what a worker in its own process adds to a step, beside an engine core with its worker inside.
 
     python benchmarks/bench_executor.py [--json PATH] [--steps N]
 
-Microseconds a decoding step of N requests through `EngineCore.step_fn`, everything included. "no model": a worker that
-answers at once, so that all of the difference is the way to it and back. "2 ms": a device that computes for 2 ms while its
-worker sleeps, so that the ends of the queues sleep, too, and are woken. "random-tiny": the smallest model, on the CPU.
-Limit: 150 µs more.
+Microseconds a decoding step of N requests through `EngineCore.step_fn`, everything included. "no model": a
+worker that answers at once, so that all of the difference is the way to it and back. "2 ms": a device that
+computes for 2 ms while its worker sleeps, so that the ends of the queues sleep, too, and are woken.
+"random-tiny": the smallest model, on the CPU. Limit: 150 µs more.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from common import alternate, parser, report
 from instant_worker import InstantWorker, InstantWorkersExecutor
 
 from nbengine.config import EngineArgs, EngineConfig, ModelConfig, SchedulerConfig
-from nbengine.engine.core import EngineCore
+from nbengine.engine.core.core import EngineCore
 from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import EngineCoreRequest
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 from nbengine.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 16
@@ -36,7 +36,7 @@ LIMIT_US = 150
 
 
 def without_model() -> tuple[EngineCore, EngineCore]:
-    """Two cores whose workers only answer: the worker inside, and beside."""
+    """Make two cores whose workers only answer: one with the worker inside, one with the worker beside."""
     config = EngineConfig(ModelConfig("fake"), scheduler=SchedulerConfig(async_scheduling=False))
     with patch("nbengine.executor.uniproc.Worker", InstantWorker):
         inside = EngineCore(config, UniProcExecutor)
@@ -44,7 +44,7 @@ def without_model() -> tuple[EngineCore, EngineCore]:
 
 
 def with_model(name: str) -> tuple[EngineCore, EngineCore]:
-    """Two cores with a model on the CPU."""
+    """Make two such cores with a model on the CPU."""
     args = EngineArgs(model=name, device="cpu", kv_cache_memory_bytes=1 << 26, async_scheduling=False)
     config = args.create_engine_config(bound=True)
     config = replace(config, model=resolve_model(config.model))
@@ -52,7 +52,7 @@ def with_model(name: str) -> tuple[EngineCore, EngineCore]:
 
 
 def step_microseconds(core: EngineCore, num_requests: int, steps: int) -> float:
-    """Median time of a decoding step."""
+    """Return the median time of a decoding step."""
     params = SamplingParams(temperature=0, max_tokens=steps + WARMUP_STEPS + 1, ignore_eos=True)
     for number in range(num_requests):
         prompt = [(7 * number + 3 * i) % 200 + 10 for i in range(PROMPT_TOKENS)]
@@ -74,7 +74,7 @@ def step_microseconds(core: EngineCore, num_requests: int, steps: int) -> float:
 
 
 def compare(cores: tuple[EngineCore, EngineCore], what: str, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """A row a number of requests."""
+    """Measure a row for each number of requests."""
     rows = []
     try:
         for count in (1, 32):
@@ -98,9 +98,9 @@ def compare(cores: tuple[EngineCore, EngineCore], what: str, steps: int, rounds:
 
 
 def main() -> None:
-    """Each kind of worker in turn."""
+    """Measure each kind of worker in turn."""
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=500, help="of each round")
+    options.add_argument("--steps", type=int, default=500, help="steps of each round")
     arguments = options.parse_args()
     steps, rounds = arguments.steps, arguments.rounds
     # The workers' processes must find `instant_worker`, too.

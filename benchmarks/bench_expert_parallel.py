@@ -1,14 +1,16 @@
-"""What it costs engine cores to compute experts together: the exchange of rows, and an engine's tokens a second.
+"""Measure what it costs engine cores to compute experts together: the exchange of rows, and throughput.
 
     python benchmarks/bench_expert_parallel.py [--rounds N] [--json PATH]
 
-The first table is the exchange of one layer, a gathering of all tokens and a reduce-scatter of the results, between two
-engine cores with as many tokens each: through gloo, and through shared memory. Both ways alternate in the same processes,
-each on one thread. A figure is microseconds a layer on engine core 0, median of the rounds; the ratio is the median of the
-ratios of neighbouring rounds, theirs by ours. `idle` is the same when the second engine core has no tokens.
+The first table is the exchange of one layer, a gathering of all tokens and a reduce-scatter of the results,
+between two engine cores with as many tokens each: through gloo, and through shared memory. Both ways
+alternate in the same processes, each on one thread. A figure is microseconds a layer on engine core 0, median
+of the rounds; the ratio is the median of the ratios of neighbouring rounds, theirs by ours. `idle` is the
+same when the second engine core has no tokens.
 
-The second table is random-tiny-moe with 64 requests of 32 prompt tokens and 64 new ones: tokens a second of one engine core,
-of two without and with expert parallelism. The model is so small that what is seen is the cost of the lock step.
+The second table is random-tiny-moe with 64 requests of 32 prompt tokens and 64 new ones: tokens a second of
+one engine core, of two without and with expert parallelism. The model is so small that what is seen is the
+cost of the lock step.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def layer(group: DataParallelGroup, tokens: int, hidden: int) -> Callable[[], float]:
-    """A round: microseconds a layer, over as many layers as the slower engine core makes in ROUND_SECONDS."""
+    """Make a round: it returns microseconds a layer, over as many layers as the slower engine core makes in
+    ROUND_SECONDS."""
     mine = torch.zeros(tokens, hidden)
 
     def run(count: int) -> float:
@@ -66,7 +69,7 @@ def layer(group: DataParallelGroup, tokens: int, hidden: int) -> Callable[[], fl
 
 
 def run_core(rank: int, rounds: int, directory: str) -> None:
-    """One process; rank 0 prints the rows."""
+    """Run one engine core in this process; rank 0 prints the rows."""
     torch.set_num_threads(1)
     memory = join_data_parallel(
         RankLayout(dp_rank=rank, dp_size=CORES),
@@ -91,7 +94,7 @@ def run_core(rank: int, rounds: int, directory: str) -> None:
 
 
 def row(tokens: int, hidden: int, idle: bool, gloo: list[float], memory: list[float]) -> dict[str, Any]:
-    """What is reported of one size."""
+    """Make the row of one size."""
     return {
         "what": f"[{tokens}, {hidden}] each" if not idle else f"[{tokens}, {hidden}], idle",
         "gloo µs": statistics.median(gloo),
@@ -101,7 +104,7 @@ def row(tokens: int, hidden: int, idle: bool, gloo: list[float], memory: list[fl
 
 
 def measure_exchange(rounds: int) -> list[dict[str, Any]]:
-    """Both processes; what engine core 0 has measured."""
+    """Run both processes and return what engine core 0 has measured."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="nbengine-bench-", dir=place) as directory:
         command = [sys.executable, __file__, "--core"]
@@ -118,7 +121,7 @@ def measure_exchange(rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_engines(rounds: int) -> list[dict[str, Any]]:
-    """Tokens a second of each engine, all of them running side by side and taking turns."""
+    """Measure the tokens a second of each engine, all of them running side by side and taking turns."""
     prompts = [{"prompt_token_ids": [number + 1] * PROMPT_TOKENS} for number in range(NUM_REQUESTS)]
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     with contextlib.ExitStack() as stack:
@@ -140,7 +143,7 @@ def measure_engines(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Measure both tables and report."""
     if sys.argv[1:2] == ["--core"]:
         rank, rounds, directory = sys.argv[2:]
         run_core(int(rank), int(rounds), directory)

@@ -1,6 +1,7 @@
-"""What the grid of a comparison costs a notebook: a real kernel and engine process, a model that ends a step every 32 ms.
+"""Measure what the grid of a comparison costs a notebook: a real kernel and engine, a step every 32 ms.
 
-Kernel CPU, messages and bytes a second with so many streams in one live grid; text that is shown all the time changes in
+Figures are kernel CPU, messages and bytes a second for each number of streams in one live grid; text that is
+shown all the time changes in
 every cell at each step.
 
 python benchmarks/bench_grid.py [--json PATH] [--streams 2 16 64 256] [--tokens 300]
@@ -27,7 +28,7 @@ CELL = "%%generate --raw --max-tokens {tokens} --set ignore_eos=true {streams}\n
 
 
 class Traffic:
-    """What a cell sends: messages, their sizes, and how many updates of the grid."""
+    """The messages that a cell sends: their number and sizes, and the number of updates of the grid."""
 
     def __init__(self) -> None:
         self.messages = self.characters = self.largest = self.updates = 0
@@ -45,7 +46,7 @@ class Traffic:
 
 
 def measure(client: Any, kernel: psutil.Process, streams: int, tokens: int) -> dict[str, Any]:
-    """One row: a grid of so many streams."""
+    """Measure one row: a grid of `streams` streams."""
     seeds = f"--seed {','.join(map(str, range(streams)))}"
     traffic = Traffic()
     before, start = kernel.cpu_times(), time.monotonic()
@@ -66,7 +67,7 @@ def measure(client: Any, kernel: psutil.Process, streams: int, tokens: int) -> d
 
 
 def main() -> None:
-    """A row a number of streams."""
+    """Measure a row for each number of streams."""
     arguments = parser(__doc__)
     arguments.add_argument("--streams", type=int, nargs="+", default=[2, 16, 64, 256])
     arguments.add_argument("--tokens", type=int, default=300)

@@ -2,8 +2,9 @@
 
     python benchmarks/bench_hand_over.py [--json PATH]
 
-As with `AsyncLLM`, one thread processes the outputs and the readers are coroutines on another thread's event loop, all
-of them waiting when a step comes. Timed are `process_outputs`, and the whole until the last reader has its output.
+As with `AsyncLLM`, one thread processes the outputs and the readers are coroutines on another thread's event
+loop, all of them waiting when a step comes. Timed are `process_outputs`, and the whole until the last reader
+has its output.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from bench_output_processor import TEXT, WARMUP_STEPS, Streams
 from common import parser, report
 
 from nbengine.config import ModelConfig
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.tokenizer import load_tokenizer
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.text.tokenizer import load_tokenizer
 from nbengine.ipc.messages import EngineCoreOutput
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 T = TypeVar("T")
 PAUSE_SECONDS = 0.001
-"""Between two steps, in which the readers begin to wait again."""
+"""The time between two steps, in which the readers begin to wait again."""
 
 
 class Readers:
-    """A coroutine a collector, and an event for when all have read."""
+    """A coroutine for each collector, and an event that is set when all have read."""
 
     def __init__(self, collectors: list[RequestOutputCollector]) -> None:
         self._collectors = collectors
@@ -47,7 +48,8 @@ class Readers:
                 self.all_read.set()
 
     async def serve(self, produce: Callable[[], T]) -> T:
-        """Read everything until `produce`, in a thread of its own, has returned; returns what it did."""
+        """Read everything until `produce`, in its own thread, has returned; return what `produce`
+        returned."""
         tasks = [asyncio.create_task(self.read(collector)) for collector in self._collectors]
         await asyncio.sleep(0)
         result = await asyncio.to_thread(produce)
@@ -57,7 +59,7 @@ class Readers:
 
 
 def produce(streams: Streams, readers: Readers, steps: int) -> list[tuple[float, float]]:
-    """Microseconds of every step: processing alone, and until all have read."""
+    """Return the microseconds of every step: processing alone, and until all have read."""
     times = []
     for index in range(steps):
         time.sleep(PAUSE_SECONDS)

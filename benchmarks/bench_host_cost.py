@@ -1,10 +1,11 @@
-"""What a step costs around the model: AsyncLLM, sockets, engine core process and scheduler, with a model that only waits.
+"""Measure what a step costs around the model, from AsyncLLM to the scheduler, with a model that only waits.
 
-    python benchmarks/bench_host_cost.py [--json PATH] [--streams N ...] [--step-us US ...]
+    python benchmarks/bench_host_cost.py [--json PATH] [--streams N ...] [--step-us US ...] [--model NAME]
 
-Every stream has its own prompt of 128 tokens and gets 200 tokens of a real text, as deltas. The interval of a step is the time
-between a stream's first and last output, a token (the median over streams and rounds); what is above the model's time is
-the host cost that was not overlapped. A model of 0 µs leaves nothing to overlap with: the interval is the slowest stage.
+Every stream has its own prompt of 128 tokens and gets 200 tokens of a real text, as deltas. The interval of a
+step is the time between a stream's first and last output, a token (the median over streams and rounds); what
+is above the model's time is the host cost that was not overlapped. A model of 0 µs leaves nothing to overlap
+with: the interval is the slowest stage.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PROMPT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class StreamTimes:
-    """One stream as its reader saw it; seconds."""
+    """The times of one stream as its reader saw it, in seconds."""
 
     tokens: int
     outputs: int
@@ -40,7 +41,7 @@ class StreamTimes:
 
 
 class Load:
-    """Streams with prompts that share no block."""
+    """A load of streams with prompts that share no block."""
 
     def __init__(self, llm: AsyncLLM, ids: list[int], tokens: int) -> None:
         self._llm = llm
@@ -51,7 +52,7 @@ class Load:
         self._serial = itertools.count(1)
 
     async def run(self, streams: int) -> list[StreamTimes]:
-        """So many streams at once."""
+        """Run `streams` streams at once."""
         return await asyncio.gather(*[self._stream(self._prompt()) for _ in range(streams)])
 
     def _prompt(self) -> list[int]:
@@ -71,12 +72,12 @@ class Load:
 
 
 async def measure(load: Load, streams: int, rounds: int, step_us: float) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     rates: list[float] = []
     times: list[StreamTimes] = []
     for _ in range(rounds):
         start = time.perf_counter()
-        # One stream alone is over so soon that it takes several to make a round.
+        # One stream without others is over so soon that it takes several to make a round.
         this_round = [await load.run(streams) for _ in range(5 if streams == 1 else 1)]
         elapsed = time.perf_counter() - start
         flat = list(itertools.chain.from_iterable(this_round))
@@ -95,15 +96,15 @@ async def measure(load: Load, streams: int, rounds: int, step_us: float) -> dict
 
 
 def measure_step(step_us: float, arguments: Any) -> list[dict[str, Any]]:
-    """The rows of one engine, whose model takes `step_us`."""
+    """Measure the rows of one engine, whose model takes `step_us`."""
     with tempfile.TemporaryDirectory() as directory:
         text = Path(directory) / "text.json"
         os.environ["NBENGINE_BENCH_STEP_SECONDS"] = str(step_us / 1e6)
         os.environ["NBENGINE_BENCH_TEXT"] = str(text)
-        tokenizer_ids = text_ids()
+        tokenizer_ids = text_ids(arguments.model)
         text.write_text(json.dumps(tokenizer_ids))
         llm = AsyncLLM(
-            "smollm2-135m",
+            arguments.model,
             max_model_len=8192,
             max_num_batched_tokens=8192,
             async_scheduling=arguments.async_scheduling,
@@ -121,21 +122,24 @@ def measure_step(step_us: float, arguments: Any) -> list[dict[str, Any]]:
             llm.shutdown()
 
 
-def text_ids() -> list[int]:
-    """Token ids of the architecture's description, several times over."""
+def text_ids(model: str) -> list[int]:
+    """Return the token ids of the architecture's description, several times over."""
     from nbengine.config import ModelConfig
-    from nbengine.frontend.tokenizer import load_tokenizer
-    from nbengine.models.files import resolve_model
+    from nbengine.frontend.text.tokenizer import load_tokenizer
+    from nbengine.models.checkpoints.files import resolve_model
 
-    tokenizer = load_tokenizer(resolve_model(ModelConfig("smollm2-135m"))).backend_tokenizer
+    tokenizer = load_tokenizer(resolve_model(ModelConfig(model))).backend_tokenizer
     return tokenizer.encode(TEXT.read_text() * 10).ids
 
 
 def main() -> None:
-    """Measure each model time in an engine of its own."""
+    """Measure each model time in its own engine."""
     options = parser(__doc__)
     options.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
-    options.add_argument("--step-us", type=float, nargs="+", default=[0, 2000], help="time of the model")
+    options.add_argument(
+        "--step-us", type=float, nargs="+", default=[0, 2000], help="microseconds of a step of the model"
+    )
+    options.add_argument("--model", default="smollm2-135m", help="the model whose tokenizer is used")
     options.add_argument("--tokens", type=int, default=200)
     options.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, default=None)
     arguments = options.parse_args()

@@ -1,4 +1,4 @@
-"""What importing nbengine and loading its extension cost.
+"""Measure what importing nbengine and loading its extension cost.
 
 python benchmarks/bench_import.py [--json PATH]
 """
@@ -32,7 +32,7 @@ assert "torch" not in sys.modules
 
 
 def seconds(code: str) -> float:
-    """Seconds that a fresh interpreter says `code` took."""
+    """Return the seconds that a fresh interpreter says `code` took."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(result.stdout.split()[0])
 

@@ -1,4 +1,4 @@
-"""Resident memory of every process over 2,000 requests of random length, a tenth of them aborted.
+"""Measure the resident memory of every process over 2,000 requests of random length, a tenth of them aborted.
 
 python benchmarks/bench_memory.py [--json PATH] [--requests 2000]
 """
@@ -20,7 +20,7 @@ ABORTED_SHARE = 0.1
 
 
 def resident(engine: AsyncLLM) -> dict[str, int]:
-    """Bytes by process: this frontend, the host, the engine cores."""
+    """Return the bytes of each process: this frontend, the host, the engine cores."""
     host = psutil.Process(engine.connection.host_pid)
     named = {"frontend": psutil.Process(), "host": host}
     named |= {f"engine core {i}": child for i, child in enumerate(host.children(recursive=True))}
@@ -28,7 +28,7 @@ def resident(engine: AsyncLLM) -> dict[str, int]:
 
 
 async def one_request(engine: AsyncLLM, chooser: random.Random) -> None:
-    """A request of random length that is sometimes given up half-way."""
+    """Send a request of random length that is sometimes given up half-way."""
     vocabulary = range(10, 200)
     prompt = {"prompt_token_ids": chooser.choices(vocabulary, k=chooser.randrange(1, 400))}
     wanted = chooser.randrange(1, 100)
@@ -43,7 +43,7 @@ async def one_request(engine: AsyncLLM, chooser: random.Random) -> None:
 
 
 async def load(engine: AsyncLLM, requests: int) -> list[dict[str, int]]:
-    """Run the requests, `CONCURRENT` at a time; a sample of the memory every 250."""
+    """Run the requests, `CONCURRENT` at a time, and sample the memory every 250."""
     chooser = random.Random(0)
     samples = []
     for done in range(0, requests, 250):

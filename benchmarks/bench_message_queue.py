@@ -1,12 +1,12 @@
-"""What it costs to tell workers about a step and to hear from them, without a step.
+"""Measure what it costs to tell workers about a step and to hear from them, without a step.
 
     python benchmarks/bench_message_queue.py [--json PATH] [--readers 1 2] [--reply one all]
 
-As the executor wires it: one queue carries the call of `execute_model` with the scheduler's output, a
-decoding step of 32 requests, to every worker; each worker has a queue of its own for its answer, a model
-runner's output. A round trip ends when the answer of the first worker ("one", as `execute_model` asks for),
-or of all, has been read. Workers are processes that compute nothing. `idle` is the processor time of a worker
-that has waited for a second, and goes on to, in percent of a core.
+The queues are wired as the executor does it: one queue carries the call of `execute_model` with the
+scheduler's output, a decoding step of 32 requests, to every worker; each worker has its own queue for its
+answer, a model runner's output. A round trip ends when the answer of the first worker ("one", as
+`execute_model` asks for), or of all, has been read. Workers are processes that compute nothing. `idle` is the
+processor time of a worker that has waited for a second, and goes on to, in percent of a core.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from bench_scheduler import VOCAB_SIZE, make_request, make_scheduler, sample, se
 from common import parser, report
 
 from nbengine.errors import QueueTimeoutError
-from nbengine.ipc.message_queue import Handle, MessageQueue
-from nbengine.ipc.shm_tensors import SHARED_MEMORY
+from nbengine.ipc.queues.message_queue import Handle, MessageQueue
+from nbengine.runtime.directories import SHARED_MEMORY
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
@@ -41,7 +41,7 @@ IDLE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Directories:
-    """Private directories for the rings and for the sockets."""
+    """The private directories for the rings and for the sockets."""
 
     shared_memory: str
     sockets: str
@@ -90,7 +90,7 @@ def idle_wait(queue: MessageQueue, seconds: float) -> None:
 
 
 def decoding_step() -> tuple[SchedulerOutput, ModelRunnerOutput]:
-    """A step in which every request computes one token, and what comes of it."""
+    """Make a step in which every request computes one token, and its output."""
     rng = random.Random(1)
     scheduler = make_scheduler(256, 8192)
     params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True)
@@ -107,7 +107,8 @@ def decoding_step() -> tuple[SchedulerOutput, ModelRunnerOutput]:
 
 
 def round_trips(num_readers: int, reply: str, steps: int) -> dict[str, Any]:
-    """Microseconds of a round trip and of the sending in it, and a waiting reader's share of a core, in percent."""
+    """Measure the microseconds of a round trip and of the sending in it, and a waiting reader's share of a
+    core, in percent."""
     plan, answer = decoding_step()
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
@@ -166,7 +167,8 @@ def _us(nanoseconds: float) -> float:
 
 
 def main() -> None:
-    """One row for each number of readers and way of replying: the round whose round trip is the median."""
+    """Measure one row for each number of readers and way of replying: the round whose round trip is the
+    median."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=3000)
     options.add_argument("--readers", type=int, nargs="+", default=[1, 2])

@@ -1,11 +1,12 @@
-"""A layer's experts on the CPU: the block here against a loop over experts and against transformers, alternating.
+"""Measure a layer's experts on the CPU: the block here, a loop over experts and transformers in turn.
 
     python benchmarks/bench_moe.py [--json PATH]
 
-One layer with half the widths of Qwen3-30B-A3B: 64 experts of 384 inner features, 8 a token, hidden size 1024 (302 MB
-in float32). All sides have the same weights, and route the tokens too. The loop computes every expert that has tokens
-for exactly these, picked and added by index; transformers' block runs its own implementations "eager" and "grouped_mm".
-Times are medians in milliseconds; the ratios are medians of the ratios of neighbouring runs, theirs by ours.
+One layer with half the widths of Qwen3-30B-A3B: 64 experts of 384 inner features, 8 a token, hidden size 1024
+(302 MB in float32). All sides have the same weights, and route the tokens too. The loop computes every expert
+that has tokens for exactly these, picked and added by index; transformers' block runs its own implementations
+"eager" and "grouped_mm". Times are medians in milliseconds; the ratios are medians of the ratios of
+neighbouring runs, theirs by ours.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from nbengine.distributed.communicator import SINGLE
 from nbengine.kernels.dispatch import select_expert_kernels
-from nbengine.models.moe import SparseMoeBlock
-from nbengine.models.moe_config import MoEConfig
+from nbengine.models.configs.moe_config import MoEConfig
+from nbengine.models.layers.moe import DenseExperts, SparseMoeBlock
+from nbengine.models.layers.weights import Place
 
 MOE = MoEConfig(num_experts=64, experts_per_token=8, intermediate_size=384, renormalize=True)
 HIDDEN = 1024
@@ -35,16 +37,23 @@ CPU = torch.device("cpu")
 
 
 def make_ours(dtype: torch.dtype) -> SparseMoeBlock:
-    """The block here with random weights."""
+    """Make the block here with random weights."""
     kernels = select_expert_kernels(CPU, dtype)
-    block = SparseMoeBlock(MOE, HIDDEN, kernels, dtype=dtype, device=CPU, parallel=SINGLE)
-    for weight in (block.router.weight, block.experts.gate_up, block.experts.down):
+    block = SparseMoeBlock(MOE, HIDDEN, kernels, place=Place(dtype, CPU), parallel=SINGLE)
+    for weight in (block.router.weight.tensor, *stacked(block)):
         weight.normal_(std=weight.shape[-1] ** -0.5)
     return block
 
 
+def stacked(block: SparseMoeBlock) -> tuple[Tensor, Tensor]:
+    """Return the experts' weights: those of gate and other projection together, and the last one's."""
+    experts = block.experts.blocks
+    assert isinstance(experts, DenseExperts)
+    return experts.gate_up, experts.down
+
+
 def make_transformers(block: SparseMoeBlock, implementation: str) -> Callable[[Tensor], Tensor]:
-    """Transformers' block with the same weights."""
+    """Make transformers' block with the same weights."""
     config = Qwen3MoeConfig(
         hidden_size=HIDDEN,
         num_experts=MOE.num_experts,
@@ -55,25 +64,28 @@ def make_transformers(block: SparseMoeBlock, implementation: str) -> Callable[[T
     )
     with torch.device("meta"):
         theirs = Qwen3MoeSparseMoeBlock(config)
+    gate_up, down = stacked(block)
     weights = {
-        "gate.weight": block.router.weight,
-        "experts.gate_up_proj": block.experts.gate_up,
-        "experts.down_proj": block.experts.down,
+        "gate.weight": block.router.weight.tensor,
+        "experts.gate_up_proj": gate_up,
+        "experts.down_proj": down,
     }
     theirs.load_state_dict(weights, assign=True)
     return lambda x: theirs(x[None])[0]
 
 
 def loop_over_experts(block: SparseMoeBlock) -> Callable[[Tensor], Tensor]:
-    """Each expert for its tokens, one after the other."""
+    """Make a call that computes each expert for its tokens, one after the other."""
+
+    gate_ups, downs = stacked(block)
 
     def run(x: Tensor) -> Tensor:
         weights, chosen = block.route(x)
         result = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             tokens, choice = torch.where(chosen == expert)
-            gate, up = F.linear(x[tokens], block.experts.gate_up[expert]).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, block.experts.down[expert])
+            gate, up = F.linear(x[tokens], gate_ups[expert]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, downs[expert])
             result.index_add_(0, tokens, out * weights[tokens, choice, None].to(out.dtype))
         return result
 
@@ -81,7 +93,7 @@ def loop_over_experts(block: SparseMoeBlock) -> Callable[[Tensor], Tensor]:
 
 
 def milliseconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """How long one pass takes, the fastest of as many as fit into some tenths of a second."""
+    """Return the milliseconds of a pass, the fastest of as many as fit into some tenths of a second."""
     best = float("inf")
     for _ in range(max(1, 64 // len(x))):
         start = time.perf_counter()
@@ -91,7 +103,7 @@ def milliseconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def measure(dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
-    """One row a number of tokens."""
+    """Measure one row for each number of tokens."""
     block = make_ours(dtype)
     others = {
         "loop": loop_over_experts(block),
@@ -118,7 +130,7 @@ def measure(dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """One row a data type and number of tokens."""
+    """Measure one row for each data type and number of tokens."""
     arguments = parser(__doc__).parse_args()
     with torch.inference_mode():
         rows = [row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, arguments.rounds)]

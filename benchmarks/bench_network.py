@@ -1,8 +1,9 @@
-"""What a network transport costs beside files of one machine: TCP with CURVE on the loopback against ipc.
+"""Measure what a network transport costs beside files of one machine: TCP with CURVE (loopback) against ipc.
 
-The same engine (a model that ends a step every 2 ms) twice, each used by the same client in turn: the time of an
-empty call to the engine core and back, tokens a second of 64 streams, and the processor time that they take of the
-client and of the engine for a token. There is no peer: no other engine encrypts these connections.
+The same engine (a model that ends a step every 2 ms) runs twice, and the same client uses each in turn: the
+figures are the time of an empty call to the engine core and back, tokens a second of 64 streams, and the
+processor time that a token takes of the client and of the engine. There is no peer: no other engine encrypts
+these connections.
 
 python benchmarks/bench_network.py [--json PATH] [--tokens 200]
 """
@@ -21,7 +22,7 @@ import psutil
 from common import parser, report
 
 from nbengine import AsyncLLM, SamplingParams
-from nbengine.client.processes import session_processes
+from nbengine.client.engines.processes import session_processes
 from nbengine.sampling_params import RequestOutputKind
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -34,7 +35,7 @@ CALLS = 500
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one round."""
+    """The figures of one round."""
 
     call_us: float
     tokens_per_second: float
@@ -43,7 +44,7 @@ class Figures:
 
 
 def start(address: str | None) -> AsyncLLM:
-    """An engine that listens on `address`, or in its run directory."""
+    """Start an engine that listens on `address`, or in its run directory."""
     return AsyncLLM(
         model="random-tiny",
         distributed_executor_backend="fake_executor:FixedRateExecutor",
@@ -53,24 +54,24 @@ def start(address: str | None) -> AsyncLLM:
 
 
 def engine_cpu_seconds(llm: AsyncLLM) -> float:
-    """Processor time of all the engine's processes."""
+    """Return the processor time of all the engine's processes."""
     times = [process.cpu_times() for process in session_processes(llm.connection)]
     return sum(item.user + item.system for item in times)
 
 
 async def stream(llm: AsyncLLM, tokens: int) -> None:
-    """One request, read to its end."""
+    """Send one request and read it to its end."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     async for _ in llm.generate({"prompt_token_ids": [1, 2, 3]}, params):
         pass
 
 
 async def measure(llm: AsyncLLM, tokens: int) -> Figures:
-    """One round."""
+    """Measure one round."""
     waits = []
     for _ in range(CALLS):
         begun = time.perf_counter()
-        await llm.engine_core.call_utility_async("ping")
+        await llm.call_utility("ping")
         waits.append(time.perf_counter() - begun)
     own = psutil.Process()
     before, engine_before = own.cpu_times(), engine_cpu_seconds(llm)
@@ -89,7 +90,7 @@ async def measure(llm: AsyncLLM, tokens: int) -> Figures:
 
 
 async def run(rounds: int, tokens: int) -> list[dict[str, Any]]:
-    """The rows, after a warm-up round of each side."""
+    """Measure the rows, after a warm-up round of each side."""
     sides = {"ipc": start(None), "TCP + CURVE": start("127.0.0.1")}
     figures: dict[str, list[Figures]] = {name: [] for name in sides}
     try:
@@ -114,7 +115,7 @@ async def run(rounds: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure both transports and report."""
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=200)
     arguments = options.parse_args()

@@ -1,6 +1,6 @@
-"""What a person waits for in a notebook: an interrupt, a restarted kernel's first token; and what an idle engine costs.
+"""Measure what a person waits for in a notebook (interrupt, restart), and what an idle engine costs.
 
-A real kernel and the default model.
+The kernel is a real one, and the model the default one.
 
 python benchmarks/bench_notebook.py [--json PATH]
 """
@@ -30,7 +30,7 @@ IDLE_SECONDS = 10
 
 
 class InterruptOnText:
-    """Interrupts the kernel when a cell has shown some text, and remembers when."""
+    """A watcher that interrupts the kernel when a cell has shown some text, and remembers when."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -46,7 +46,8 @@ class InterruptOnText:
 
 
 def interrupt(manager: Any, client: Any) -> tuple[float, float]:
-    """Seconds from an interrupt to the prompt, and from then until the engine is idle, its blocks free."""
+    """Return the seconds from an interrupt to the prompt, and from then until the engine is idle, its blocks
+    free."""
     watcher = InterruptOnText(manager)
     execute(client, LONG, watcher)
     to_prompt = time.monotonic() - watcher.moment
@@ -59,7 +60,7 @@ def interrupt(manager: Any, client: Any) -> tuple[float, float]:
 
 
 def restart(manager: Any, client: Any) -> float:
-    """Seconds from a kernel's restart to the first token of the engine that it had."""
+    """Return the seconds from a kernel's restart to the first token of the engine that it had."""
     start = time.monotonic()
     manager.restart_kernel()
     client.wait_for_ready(timeout=60)
@@ -69,7 +70,7 @@ def restart(manager: Any, client: Any) -> float:
 
 
 def idle_share(processes: list[psutil.Process]) -> list[float]:
-    """Share of a core that each process uses while nothing happens, in percent."""
+    """Return the share of a core that each process uses while nothing happens, in percent."""
     before = [p.cpu_times() for p in processes]
     time.sleep(IDLE_SECONDS)
     after = [p.cpu_times() for p in processes]
@@ -78,7 +79,7 @@ def idle_share(processes: list[psutil.Process]) -> list[float]:
 
 
 def main() -> None:
-    """A row a question, each over the rounds."""
+    """Measure a row for each question, each over the rounds."""
     arguments = parser(__doc__).parse_args()
     manager, client = start_new_kernel()
     try:

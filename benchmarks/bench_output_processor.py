@@ -2,8 +2,8 @@
 
     python benchmarks/bench_output_processor.py [--json PATH]
 
-The shape is that of the peer's benchmark: prompts of 128 tokens, 20 steps of warm-up, 200 timed ones, three times over,
-the tokens of a real text. The rows with other settings show what a part costs.
+The shape is that of the peer's benchmark: prompts of 128 tokens, 20 steps of warm-up, 200 timed ones, three
+times over, the tokens of a real text. The rows with other settings show what a part costs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from common import parser, report
 from tokenizers import Tokenizer
 
 from nbengine.config import ModelConfig
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
-from nbengine.frontend.tokenizer import load_tokenizer
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.text.decoding import TextDecoding
+from nbengine.frontend.text.tokenizer import load_tokenizer
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, LogprobsLists
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 PROMPT_TOKENS = 128
@@ -39,12 +40,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Streams:
-    """Requests of one setting and the tokens that they are going to get."""
+    """The requests of one setting and the tokens that they are going to get."""
 
     def __init__(
         self, tokenizer: Tokenizer, ids: list[int], requests: int, steps: int, options: dict[str, Any]
     ) -> None:
-        self.processor = OutputProcessor(tokenizer)
+        self.processor = OutputProcessor(TextDecoding(tokenizer))
         self.queues: list[RequestOutputCollector] = []
         self.tokens: list[tuple[str, list[int]]] = []
         self.text = [""] * requests
@@ -64,7 +65,7 @@ class Streams:
             self.tokens.append((request_id, rest[:steps]))
 
     def step(self, index: int) -> int:
-        """Process one token of every request and read the outputs; returns the nanoseconds of the former."""
+        """Process one token of every request and read the outputs; return the nanoseconds of the former."""
         outputs = [EngineCoreOutput(request_id, [tokens[index]]) for request_id, tokens in self.tokens]
         if self.logprobs is not None:
             for output in outputs:
@@ -84,7 +85,7 @@ class Streams:
 def measure(
     tokenizer: Tokenizer, ids: list[int], requests: int, steps: int, rounds: int, options: dict[str, Any]
 ) -> list[float]:
-    """Microseconds of every timed step."""
+    """Return the microseconds of every timed step."""
     times = []
     for _ in range(rounds):
         streams = Streams(tokenizer, ids, requests, WARMUP_STEPS + steps, options)

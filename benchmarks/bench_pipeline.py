@@ -1,10 +1,11 @@
-"""What it gains to keep a step in flight for every pipeline stage, and what workers cost and gain beside one process.
+"""Measure what a step in flight for each pipeline stage gains, and compare workers with one process.
 
     python benchmarks/bench_pipeline.py [--json PATH] [--rounds N] [--without-default-model]
 
-"queue": two stages of one thread each on a seeded random Llama whose stages dominate, with as many steps in flight as
-there are stages, against one step at a time, in turn. Without the queue a step takes all requests, with it half of
-them. The default model, informational: one process, tensor parallel over 3 workers, two stages.
+"queue": two stages of one thread each on a seeded random Llama whose stages dominate, with as many steps in
+flight as there are stages, against one step at a time, in turn. Without the queue a step takes all requests,
+with it half of them. The default model, informational: one process, tensor parallel over 3 workers, two
+stages.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from safetensors.numpy import save_file
 
 from nbengine import LLM, SamplingParams
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.engine.core import EngineCore
+from nbengine.engine.core.core import EngineCore
 from nbengine.executor.base import Executor
 from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.ipc.messages import EngineCoreRequest
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 LIMIT = 1.6
 NUM_REQUESTS = 128
@@ -62,16 +63,16 @@ STREAMS = 16
 
 
 class OneStepAtATime(MultiprocExecutor):
-    """Workers that are given a step when the one before has been taken in."""
+    """An executor whose workers are given a step when the one before has been taken in."""
 
     @property
     def max_concurrent_batches(self) -> int:
-        """One, however many stages there are."""
+        """Return one, however many stages there are."""
         return 1
 
 
 def write_model(directory: Path) -> None:
-    """A checkpoint of normal weights of variance 1 / fan-in, the same each time."""
+    """Write a checkpoint of normal weights of variance 1 / fan-in, the same each time."""
     generator = np.random.default_rng(0)
     shapes = {"self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM)}
     shapes |= {f"self_attn.{name}_proj": (KV_HEADS * HEAD_DIM, HIDDEN) for name in "kv"}
@@ -90,7 +91,7 @@ def write_model(directory: Path) -> None:
 
 
 def pipeline_config(directory: Path) -> EngineConfig:
-    """Two stages, and room for all requests at once."""
+    """Return a configuration of two stages, with room for all requests at once."""
     arguments = EngineArgs(
         str(directory),
         dtype="float32",
@@ -106,7 +107,7 @@ def pipeline_config(directory: Path) -> EngineConfig:
 
 
 def decoding_rate(core: EngineCore) -> float:
-    """Tokens a second while all requests decode."""
+    """Return the tokens a second while all requests decode."""
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     for number in range(NUM_REQUESTS):
         prompt = [(7 * number + 3 * place) % (VOCABULARY - 1) + 1 for place in range(PROMPT_TOKENS)]
@@ -128,7 +129,7 @@ def decoding_rate(core: EngineCore) -> float:
 
 
 def measure_queue(rounds: int) -> dict[str, Any]:
-    """Both ways to drive the same two stages, in turn."""
+    """Measure both ways to drive the same two stages, in turn."""
     sides: list[type[Executor]] = [MultiprocExecutor, OneStepAtATime]
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
@@ -149,7 +150,7 @@ def measure_queue(rounds: int) -> dict[str, Any]:
 
 
 def default_model_rate(options: dict[str, Any], rounds: int) -> float:
-    """Tokens a second out of the default model, prompts of 128 tokens included."""
+    """Return the tokens a second of the default model, prompts of 128 tokens included."""
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     prompts = [{"prompt_token_ids": [1000 + 131 * n + i for i in range(128)]} for n in range(STREAMS)]
     with LLM("smollm2-135m", max_model_len=512, num_gpu_blocks_override=512, **options) as llm:
@@ -165,11 +166,11 @@ def default_model_rate(options: dict[str, Any], rounds: int) -> float:
 
 
 def main() -> None:
-    """The queue's row, with a limit, and one without for each topology of the default model."""
+    """Measure the queue's row, with a limit, and one without for each topology of the default model."""
     options = parser(__doc__)
     options.add_argument("--without-default-model", action="store_true", help="only the queue")
     arguments = options.parse_args()
-    # One core a stage, in every worker.
+    # There is one core for each stage, in every worker.
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = [measure_queue(arguments.rounds)]
     del os.environ["OMP_NUM_THREADS"]

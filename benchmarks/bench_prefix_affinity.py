@@ -1,10 +1,11 @@
-"""What it is worth to send a prompt where its blocks are warm: two ranks of random-tiny on this machine's CPU.
+"""Measure what it is worth to send a prompt where its blocks are warm: two ranks of random-tiny on the CPU.
 
-"conversations": several at once, each turn of which repeats all turns before it, with `data_parallel_prefix_affinity`
-and without. "n=4": one long prompt after another, each with four completions, which follow each other to one rank or
-are spread like different requests.
+"conversations": several at once, each turn of which repeats all turns before it, with
+`data_parallel_prefix_affinity` and without. "n=4": one long prompt after another, each with four completions,
+which follow each other to one rank or are spread like different requests.
 
-The hit rate is the share of prompt tokens that was found in the prefix cache; the engine's own counters say so.
+The hit rate is the share of prompt tokens that was found in the prefix cache; the engine's own counters say
+so.
 
 python benchmarks/bench_prefix_affinity.py [--json PATH] [--conversations 8] [--turns 8]
 """
@@ -28,7 +29,7 @@ VOCABULARY = 256
 
 
 def start(*, affinity: bool) -> AsyncLLM:
-    """Two ranks."""
+    """Start an engine of two ranks."""
     return AsyncLLM(
         "random-tiny",
         data_parallel_size=2,
@@ -39,12 +40,12 @@ def start(*, affinity: bool) -> AsyncLLM:
 
 
 def question(chance: random.Random, length: int) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     return [chance.randrange(VOCABULARY) for _ in range(length)]
 
 
 async def ask(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
-    """The answer, and the seconds to its first token."""
+    """Return the answer, and the seconds to its first token."""
     begin, first, answer = time.perf_counter(), 0.0, []
     async for output in llm.generate({"prompt_token_ids": prompt}, params):
         first = first or time.perf_counter() - begin
@@ -53,7 +54,7 @@ async def ask(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> tuple
 
 
 async def converse(llm: AsyncLLM, seed: int, turns: int) -> list[float]:
-    """Seconds to the first token of each turn but the first."""
+    """Return the seconds to the first token of each turn but the first."""
     chance = random.Random(seed)
     params = SamplingParams(
         temperature=0, max_tokens=ANSWER, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -69,13 +70,13 @@ async def converse(llm: AsyncLLM, seed: int, turns: int) -> list[float]:
 
 
 async def converse_all(llm: AsyncLLM, seed: int, conversations: int, turns: int) -> list[float]:
-    """All conversations at once."""
+    """Hold all conversations at once and return their waits."""
     found = await asyncio.gather(*(converse(llm, seed + number, turns) for number in range(conversations)))
     return [wait for waits in found for wait in waits]
 
 
 async def complete_four(llm: AsyncLLM, seed: int, prompts: int) -> list[float]:
-    """Seconds to all of four completions, one prompt after another."""
+    """Return the seconds to all of four completions, one prompt after another."""
     chance = random.Random(seed)
     params = SamplingParams(
         n=4, seed=1, max_tokens=ANSWER, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
@@ -88,13 +89,13 @@ async def complete_four(llm: AsyncLLM, seed: int, prompts: int) -> list[float]:
 
 
 async def counters(llm: AsyncLLM) -> tuple[int, int]:
-    """Prompt tokens found and looked up so far."""
+    """Return the numbers of prompt tokens found and looked up so far."""
     engines = (await llm.stats()).engines
     return sum(e.prefix_cache_hits for e in engines), sum(e.prefix_cache_queries for e in engines)
 
 
 def row(what: str, waits: list[float], before: tuple[int, int], after: tuple[int, int]) -> dict[str, Any]:
-    """One row of the table."""
+    """Make one row of the table."""
     waits = sorted(waits)
     return {
         "requests": what,
@@ -105,7 +106,7 @@ def row(what: str, waits: list[float], before: tuple[int, int], after: tuple[int
 
 
 async def measure_conversations(conversations: int, turns: int, rounds: int) -> list[dict[str, Any]]:
-    """Balanced by load alone, and with affinity."""
+    """Measure conversations balanced by load alone, and with affinity."""
     rows = []
     for affinity in (False, True):
         llm = start(affinity=affinity)
@@ -122,7 +123,7 @@ async def measure_conversations(conversations: int, turns: int, rounds: int) -> 
 
 
 async def measure_siblings(rounds: int) -> list[dict[str, Any]]:
-    """Four completions of one prompt, spread and together."""
+    """Measure four completions of one prompt, spread and together."""
     rows = []
     llm = start(affinity=False)
     router = llm.engine_core.cores.router
@@ -149,7 +150,7 @@ async def measure_siblings(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure conversations and siblings and report."""
     options = parser(__doc__)
     options.add_argument("--conversations", type=int, default=8)
     options.add_argument("--turns", type=int, default=8)

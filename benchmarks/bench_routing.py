@@ -1,8 +1,8 @@
-"""What it costs a client to choose an engine core: microseconds a request, by the number of ranks.
+"""Measure what it costs a client to choose an engine core: microseconds a request, by the number of ranks.
 
-"route" is the choice and the entry in the map of requests in flight; "whole life" adds the first output and the end;
-"affinity" is the choice by the first blocks of a prompt of 1024 tokens (64 of them hashed); "snapshot" is taking in the
-coordinator's statistics, ten times a second.
+"route" is the choice and the entry in the map of requests in flight; "whole life" adds the first output and
+the end; "affinity" is the choice by the first blocks of a prompt of 1024 tokens (64 of them hashed);
+"snapshot" is taking in the coordinator's statistics, ten times a second.
 
 python benchmarks/bench_routing.py [--json PATH] [--requests 20000]
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from common import parser, report
 
-from nbengine.client.request_router import RequestRouter
+from nbengine.client.routing.request_router import RequestRouter
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -28,25 +28,25 @@ PROMPT = list(range(1024))
 
 
 def make_router(size: int, *, affinity: bool = False) -> RequestRouter:
-    """A router with so many idle ranks."""
+    """Make a router with `size` idle ranks."""
     parallel = ParallelConfig(data_parallel_size=size, data_parallel_prefix_affinity=affinity)
     router = RequestRouter(dataclasses.replace(EngineConfig(model=ModelConfig(model="m")), parallel=parallel))
     for rank in range(size):
         router.on_ready(EngineReady(rank, 4096, 16, 4096, 0, 0, "cpu", "float32", [], 0))
-        router.table.on_connected(rank, 0)
+        router.table.on_connected(rank, 0, 0)
     router.table.set_ranks(range(size))
     router.update()
     return router
 
 
 def requests(count: int, prompt: list[int]) -> list[EngineCoreRequest]:
-    """So many different requests."""
+    """Make `count` different requests."""
     params = SamplingParams()
     return [EngineCoreRequest(f"request-{i}", prompt, params, external_req_id=str(i)) for i in range(count)]
 
 
 def route_all(router: RequestRouter, batch: list[EngineCoreRequest]) -> float:
-    """Microseconds a request."""
+    """Return the microseconds of routing a request."""
     start = time.perf_counter()
     for request in batch:
         router.route(request)
@@ -54,7 +54,7 @@ def route_all(router: RequestRouter, batch: list[EngineCoreRequest]) -> float:
 
 
 def end_all(router: RequestRouter) -> float:
-    """Microseconds a request for its first output and its end, which come in batches of 32."""
+    """Return the microseconds of a request's first output and its end, which come in batches of 32."""
     by_rank: dict[int, list[str]] = {}
     for name, entry in router._in_flight.items():
         by_rank.setdefault(entry.home.rank, []).append(name)
@@ -72,7 +72,7 @@ def end_all(router: RequestRouter) -> float:
 
 
 def snapshots(router: RequestRouter, size: int, count: int = 200) -> float:
-    """Microseconds a snapshot."""
+    """Return the microseconds of taking in a snapshot."""
     seconds = 0.0
     for step in range(count):
         engines = [SchedulerStats(rank, 3, 1, step_counter=step) for rank in range(size)]
@@ -83,7 +83,7 @@ def snapshots(router: RequestRouter, size: int, count: int = 200) -> float:
 
 
 def measure(size: int, count: int, rounds: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     figures: dict[str, list[float]] = {
         "route µs": [],
         "whole life µs": [],

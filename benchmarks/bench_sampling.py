@@ -1,10 +1,11 @@
-"""Sampling a step: from the logits to the tokens on the host, with each of the things a request can ask for.
+"""Measure sampling a step: from the logits to the tokens on the host, with each thing a request can ask for.
 
     python benchmarks/bench_sampling.py [--json PATH] [--dtype float32|bfloat16]
 
-Vocabulary 49,152, prompts of 256 tokens and 128 generated ones, drawn as often as words are in text (Zipf's law, in
-the order of their ids). Every request of a batch asks for the same. Each case runs in turn with greedy sampling;
-times are medians in microseconds, the ratio is the median of the ratios of neighbouring rounds.
+Vocabulary 49,152, prompts of 256 tokens and 128 generated ones, drawn as often as words are in text (Zipf's
+law, in the order of their ids). Every request of a batch asks for the same. Each case runs in turn with
+greedy sampling; times are medians in microseconds, the ratio is the median of the ratios of neighbouring
+rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nbengine.sampling.rows import ALL_ROWS
 from nbengine.sampling.sampler import Sampler
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.batch.input_batch import InputBatch
 
 VOCAB, PROMPT, OUTPUT, BLOCK = 49_152, 256, 128, 16
 STEPS = 16
@@ -73,13 +74,13 @@ class Side:
             self.append(torch.from_numpy(zipf(random, batch_size)))
 
     def append(self, tokens: torch.Tensor) -> None:
-        """Let tokens be the next ones."""
+        """Append tokens as the next ones."""
         self.batch.sampling.metadata(self.rows)
         self.batch.sampling.append_on_device(tokens)
         self.batch.append(self.rows, tokens.numpy())
 
     def step(self) -> NDArray[np.int64]:
-        """What the model runner does with a step's logits."""
+        """Do what the model runner does with a step's logits."""
         sampling = self.batch.sampling
         metadata = sampling.metadata(self.rows)
         uniform = torch.from_numpy(sampling.uniforms(self.rows)) if metadata.random else None
@@ -93,7 +94,7 @@ class Side:
         return tokens
 
     def microseconds(self, pristine: torch.Tensor) -> float:
-        """Median time of a step; the logits, which it may change, are made anew between steps.
+        """Return the median time of a step; the logits, which it may change, are restored between steps.
 
         That is done on one thread: what another core has just written takes long to read.
         """
@@ -108,12 +109,12 @@ class Side:
 
 
 def zipf(random: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Tokens whose frequency is inversely proportional to their rank, which is their id."""
+    """Draw tokens whose frequency is inversely proportional to their rank, which is their id."""
     return np.exp(random.random(count) * np.log(VOCAB)).astype(np.int64)
 
 
 def measure(name: str, batch_size: int, pristine: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """Alternate a case with greedy sampling."""
+    """Measure a case and greedy sampling in turn."""
     logits = pristine.clone()
     case = Side(batch_size, CASES[name], logits, masked=name == "structured mask")
     greedy = Side(batch_size, GREEDY, logits, masked=False)
@@ -130,7 +131,7 @@ def measure(name: str, batch_size: int, pristine: torch.Tensor, rounds: int) -> 
 
 
 def main() -> None:
-    """One row a case and batch size."""
+    """Measure one row for each case and batch size."""
     arguments = parser(__doc__)
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = arguments.parse_args()

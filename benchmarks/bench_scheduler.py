@@ -1,12 +1,14 @@
-"""What the scheduler and the KV cache cost a step, without a model.
+"""Measure what the scheduler and the KV cache cost a step, without a model.
 
     python benchmarks/bench_scheduler.py [--json PATH] [--only decode|new]
 
-Decoding: schedule(), and update_from_output() with make_stats(), of a step in which every request computes one token;
-prompts of 128 tokens and up, so that block boundaries spread over the steps. New requests: 256 prompts of 1,000 tokens,
-the first 800 of them shared, admitted in one step: making and hashing the request, add_request(), schedule() and
-update_from_output(), a request each; then the lookup in the prefix cache and the allocation by themselves, in a fresh
-cache. Medians, in microseconds, prefix caching on.
+Decoding: schedule(), and update_from_output() with make_stats(), of a step in which every request computes
+one token; prompts of 128 tokens and up, so that block boundaries spread over the steps. New requests: 256
+prompts of 1,000 tokens, the first 800 of them shared, admitted in one step: making and hashing the request,
+add_request(), schedule() and update_from_output(), a request each; then the lookup in the prefix cache and
+the allocation by themselves, in a fresh cache. The queue: 100,000 requests of two clients wait; one more is
+added, the next is admitted, and one is aborted (the middle of what is left), a request each. Medians, in
+microseconds, prefix caching on.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from common import parser, report
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.options import SchedulerOptions
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import Request
 from nbengine.scheduler.scheduler import Scheduler
+from nbengine.scheduler.waiting import WaitingQueue
 
 NUM_BLOCKS = 40_000
 MAX_MODEL_LEN = 8192
@@ -37,7 +41,8 @@ NEW_REQUESTS_BUDGET = 65_536
 
 def make_scheduler(max_num_seqs: int, budget: int, *, ahead: bool = False) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    return Scheduler(config, CacheConfig(), NUM_BLOCKS, MAX_MODEL_LEN, async_scheduling=ahead)
+    options = SchedulerOptions(async_scheduling=ahead)
+    return Scheduler(config, CacheConfig(), NUM_BLOCKS, MAX_MODEL_LEN, options=options)
 
 
 def make_request(name: str, prompt: list[int], params: SamplingParams, scheduler: Scheduler) -> Request:
@@ -58,7 +63,8 @@ def settle() -> None:
 def decode(
     num_requests: int, num_waiting: int, steps: int, repeats: int, *, ahead: bool = False
 ) -> dict[str, float]:
-    """Microseconds a decoding step of `num_requests`, with `num_waiting` more that are not admitted.
+    """Return the microseconds of a decoding step of `num_requests`, with `num_waiting` more that are not
+    admitted.
 
     With `ahead` each step is planned before the one before it is answered.
     """
@@ -95,7 +101,7 @@ def decode(
 
 
 def new_requests(count: int, repeats: int) -> dict[str, float]:
-    """Microseconds a new request, from its tokens to its first output."""
+    """Return the microseconds of a new request, from its tokens to its first output."""
     rng = random.Random(7)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     init: list[float] = []
@@ -143,7 +149,8 @@ def new_requests(count: int, repeats: int) -> dict[str, float]:
 
 
 def _admissions(prompts: list[list[int]], params: SamplingParams) -> tuple[list[int], list[int]]:
-    """Nanoseconds of each request's lookup, and of its allocation and entry into the prefix cache."""
+    """Return the nanoseconds of each request's lookup, and of its allocation and entry into the prefix
+    cache."""
     manager = make_scheduler(len(prompts), NEW_REQUESTS_BUDGET).kv_cache_manager
     lookup, allocate = [], []
     for i, prompt in enumerate(prompts):
@@ -162,21 +169,54 @@ def _admissions(prompts: list[list[int]], params: SamplingParams) -> tuple[list[
     return lookup, allocate
 
 
+def queue(count: int, operations: int = 2000) -> dict[str, float]:
+    """Return the microseconds that an operation on a queue of `count` requests takes."""
+    params = SamplingParams()
+    waiting = WaitingQueue()
+    requests = []
+    for i in range(count + operations):
+        request = Request(f"q{i}", [1], params, client_index=i % 2)
+        request.order = (0, 0, 0.0, i)
+        requests.append(request)
+    for request in requests[:count]:
+        waiting.add(request)
+    settle()
+    add, admit, abort = [], [], []
+    for i in range(operations):
+        t0 = perf_counter_ns()
+        waiting.add(requests[count + i])
+        t1 = perf_counter_ns()
+        first = waiting.first()
+        if first is None:
+            raise SystemExit("the queue is empty")
+        waiting.admit(first)
+        t2 = perf_counter_ns()
+        waiting.remove(requests[count // 2 + i])
+        t3 = perf_counter_ns()
+        add.append(t1 - t0)
+        admit.append(t2 - t1)
+        abort.append(t3 - t2)
+    gc.unfreeze()
+    return {"add": _median_us(add), "admit": _median_us(admit), "abort": _median_us(abort)}
+
+
 def _median_us(samples: Sequence[float]) -> float:
     return round(statistics.median(samples) / 1e3, 2)
 
 
 def main() -> None:
-    """One row a case; the parts of a total stand beside it."""
+    """Measure one row for each case; the parts of a total stand beside it."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=200)
     options.add_argument(
-        "--only", choices=("decode", "ahead", "waiting", "new"), help="this kind of row alone"
+        "--only",
+        choices=("decode", "ahead", "waiting", "new", "queue"),
+        help="measure this kind of row alone",
     )
     options.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256], help="decoding ones")
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
-    kinds = (arguments.only,) if arguments.only else ("decode", "ahead", "waiting", "new")
+    kinds = (arguments.only,) if arguments.only else ("decode", "ahead", "waiting", "new", "queue")
     if "decode" in kinds:
         for count in arguments.requests:
             figures = decode(count, 0, arguments.steps, arguments.rounds)
@@ -190,6 +230,8 @@ def main() -> None:
     if "new" in kinds:
         name = f"new request of {PROMPT} tokens, {SHARED} shared"
         rows.append({"µs": name, **new_requests(256, arguments.rounds)})
+    if "queue" in kinds:
+        rows.append({"µs": "queue of 100000", **queue(100_000)})
     report("scheduler and KV cache", rows, arguments.json)
 
 

@@ -3,17 +3,15 @@
     python benchmarks/bench_serial.py [--json PATH] [--only outputs|request|tensors]
 
 Times are microseconds. The message shapes are those of the peer's benchmark: step outputs with one token per
-request and the scheduler's stats, and a request with a 1,000-token prompt. Tensors travel between two processes,
-over the engine's kind of sockets: in a frame of the message, or through shared memory.
+request and the scheduler's stats, and a request with a 1,000-token prompt. Tensors travel between two
+processes, over the engine's kind of sockets: in a frame of the message, or through shared memory.
 """
 
 from __future__ import annotations
 
 import gc
 import random
-import shutil
 import statistics
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -26,14 +24,15 @@ from common import alternate, median_ratio, parser, report
 
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
-from nbengine.ipc.shm_tensors import ShmTensorReceiver, ShmTensorSender, new_tensor_dir
+from nbengine.ipc.shm_tensors import ShmTensorReceiver, ShmTensorSender
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.runtime.directories import EngineDirectories
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 
 def timed(name: str, function: Callable[[], Any], calls: int, rounds: int) -> dict[str, float]:
-    """Median and 90th percentile of one call, in microseconds."""
+    """Return the median and 90th percentile of one call, in microseconds."""
     for _ in range(calls // 10):
         function()
     times = []
@@ -95,12 +94,13 @@ def bench_request(prompt_tokens: int, calls: int, rounds: int, rng: random.Rando
 
 
 def bench_tensor(num_bytes: int, rounds: int) -> dict[str, Any]:
-    """Time until the other process holds the tensor and has said so, and what of it the sender is busy."""
+    """Measure the time until the other process holds the tensor and has said so, and the part in which the
+    sender is busy."""
     import torch
 
     tensor = torch.randn(num_bytes // 4)
-    run_dir = Path(tempfile.mkdtemp(prefix="nbb-"))
-    tensor_dir = new_tensor_dir(run_dir)
+    directories = EngineDirectories.make()
+    run_dir, tensor_dir = Path(directories.run_dir), Path(directories.tensor_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sender = make_socket(context, f"ipc://{run_dir}/in", zmq.ROUTER, bind=True)
     answers = make_socket(context, f"ipc://{run_dir}/out", zmq.PULL, bind=True)
@@ -125,8 +125,7 @@ def bench_tensor(num_bytes: int, rounds: int) -> dict[str, Any]:
     finally:
         child.join()
         context.destroy(linger=0)
-        for directory in (run_dir, tensor_dir):
-            shutil.rmtree(directory, ignore_errors=True)
+        directories.remove()
     row: dict[str, Any] = {"tensor": f"{num_bytes >> 10} KiB"}
     for name, times, sending in zip(("frame", "shared memory"), figures, busy, strict=True):
         row[f"{name} µs"] = round(statistics.median(times) / 1e3, 1)
@@ -136,7 +135,7 @@ def bench_tensor(num_bytes: int, rounds: int) -> dict[str, Any]:
 
 
 def receive_tensors(run_dir: Path, tensor_dir: Path) -> None:
-    """The other process: decode what comes, until an empty message."""
+    """Run the other process: decode what comes, until an empty message."""
     import torch  # noqa: F401 (importing it is no part of the first round)
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -151,12 +150,16 @@ def receive_tensors(run_dir: Path, tensor_dir: Path) -> None:
 
 
 def main() -> None:
-    """One row a message."""
+    """Measure one row for each message."""
     options = parser(__doc__)
     options.add_argument("--calls", type=int, default=2000, help="timed calls of each round")
     options.add_argument("--tensor-rounds", type=int, default=200, help="tensors of each size and way")
-    options.add_argument("--only", choices=("outputs", "request", "tensors"), help="this kind of row alone")
-    options.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256], help="in a step's outputs")
+    options.add_argument(
+        "--only", choices=("outputs", "request", "tensors"), help="measure this kind of row alone"
+    )
+    options.add_argument(
+        "--requests", type=int, nargs="+", default=[1, 32, 256], help="requests in a step's outputs"
+    )
     options.set_defaults(rounds=3)
     arguments = options.parse_args()
     rng = random.Random(3)

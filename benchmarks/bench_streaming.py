@@ -1,6 +1,7 @@
-"""What streaming costs a notebook: a real kernel, a real engine process, a model that ends a step every 5 ms.
+"""Measure what streaming costs a notebook: a real kernel, a real engine process, a step every 5 ms.
 
-Kernel CPU a token, and the time from the end of a step in the engine to the text arriving at the notebook's side.
+The figures are kernel CPU a token, and the time from the end of a step in the engine to the text arriving at
+the notebook's side.
 
 python benchmarks/bench_streaming.py [--json PATH] [--tokens 1000]
 """
@@ -28,7 +29,8 @@ CELL = "%%generate --raw --max-tokens {tokens} --format {format} --set ignore_eo
 
 
 class Arrivals:
-    """When how many tokens had arrived; a token is one letter "a" of the streamed text."""
+    """The moments at which each number of tokens had arrived; a token is one letter "a" of the streamed
+    text."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -50,7 +52,7 @@ class Arrivals:
             self.counts.append(count)
 
     def delays(self, produced: list[float]) -> list[float]:
-        """Seconds from each token's production to the message that showed it."""
+        """Return the seconds from each token's production to the message that showed it."""
         waits = []
         for token, moment in enumerate(produced[: self.counts[-1]], start=1):
             waits.append(self.times[bisect.bisect_left(self.counts, token)] - moment)
@@ -58,7 +60,7 @@ class Arrivals:
 
 
 def measure(client: Any, kernel: psutil.Process, log: Path, format_name: str, tokens: int) -> dict[str, Any]:
-    """One row: a cell of so many tokens in one output format."""
+    """Measure one row: a cell of `tokens` tokens in one output format."""
     log.write_text("")
     arrivals = Arrivals()
     before = kernel.cpu_times()

@@ -1,11 +1,12 @@
-"""Structured outputs: what grammars cost to compile and masks to build, in llguidance and, where installed, xgrammar.
+"""Measure structured outputs: compiling grammars and building masks, in llguidance and, if there, xgrammar.
 
     python benchmarks/bench_structured.py [--json PATH]
 
-34 JSON schemas of varied shape, a regular expression, a choice and a Lark grammar, in the default model's vocabulary of
-49,152 tokens. Compiling: one thread, nothing cached; ours goes through the checking process. Masks: batches of
-requests follow the schemas' examples token by token; microseconds a request of a step, after one walk through all of them.
-Keywords: of schemas that forbid an instance, how many are enforced, refused with an error, or ignored in silence.
+34 JSON schemas of varied shape, a regular expression, a choice and a Lark grammar, in the default model's
+vocabulary of 49,152 tokens. Compiling: one thread, nothing cached; ours goes through the checking process.
+Masks: batches of requests follow the schemas' examples token by token; microseconds a request of a step,
+after one walk through all of them. Keywords: the number of schemas that forbid an instance and are enforced,
+refused with an error, or ignored in silence.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from common import parser, report
 from tokenizers import Tokenizer
 
 from nbengine.config import ModelConfig
-from nbengine.engine.structured import StructuredOutputManager
+from nbengine.engine.core.structured import StructuredOutputManager
 from nbengine.errors import RequestError
-from nbengine.frontend.tokenizer import load_tokenizer
-from nbengine.models.files import resolve_model
+from nbengine.frontend.text.tokenizer import load_tokenizer
+from nbengine.models.checkpoints.files import resolve_model
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 CASES = json.loads((Path(__file__).parents[1] / "tests/data/json_schemas.json").read_text(encoding="utf-8"))
@@ -57,11 +58,11 @@ FORBIDDEN: list[tuple[dict[str, Any], Any]] = [
     ({"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": False}, {"b": 1}),
     ({"type": "string", "minLength": 2, "maxLength": 3}, "abcd"),
 ]
-"""Schemas with an instance that they forbid."""
+"""The schemas, each with an instance that it forbids."""
 
 
 class Library(Protocol):
-    """A library as it is measured."""
+    """The operations of a library that are measured."""
 
     def compile(self, kind: str, value: Any) -> Any:
         """Compile without a cache; whatever is raised is a refusal."""
@@ -80,7 +81,7 @@ class Library(Protocol):
 
 
 class Ours:
-    """llguidance as the engine uses it."""
+    """The library llguidance, as the engine uses it."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._manager = StructuredOutputManager(config, VOCAB_SIZE, max_num_seqs=max(BATCHES))
@@ -106,7 +107,8 @@ class Ours:
 
 
 class XGrammar:
-    """xgrammar with its defaults, but that it may not use more threads than we do and that extra properties are allowed."""
+    """The library xgrammar with its defaults, but that it may not use more threads than we do and that extra
+    properties are allowed."""
 
     def __init__(self, config: ModelConfig) -> None:
         import torch
@@ -157,7 +159,7 @@ def milliseconds(function: Any, *arguments: Any) -> tuple[Any, float]:
 def compile_all(
     library: Library, texts: list[tuple[str, Any, str]]
 ) -> tuple[list[float], list[Any], list[str]]:
-    """Milliseconds of each, what came of it (None where it was refused), and the refusals."""
+    """Return the milliseconds of each, the result (None where it was refused), and the refusals."""
     times, compiled, refused = [], [], []
     for kind, value, _ in texts:
         try:
@@ -171,7 +173,7 @@ def compile_all(
 
 
 def walk(library: Library, compiled: Any, token_ids: Sequence[int]) -> bool:
-    """Whether a text is allowed, token by token."""
+    """Return whether a text is allowed, token by token."""
     matcher = library.start(compiled)
     for token_id in token_ids:
         (mask,) = library.fill([matcher])
@@ -182,8 +184,8 @@ def walk(library: Library, compiled: Any, token_ids: Sequence[int]) -> bool:
 
 
 def steps(library: Library, texts: list[tuple[Any, list[int]]], batch: int) -> Iterator[float]:
-    """Microseconds a request of every step in which `batch` requests go through all texts; one that ends is
-    replaced by the next."""
+    """Yield the microseconds a request of every step in which `batch` requests go through all texts; one that
+    ends is replaced by the next."""
     queue = iter(texts * -(-4 * batch // len(texts)) if batch > 1 else texts)
     running: list[tuple[Any, Iterator[int]]] = []
     while True:
@@ -218,7 +220,7 @@ def keywords(library: Library, tokenizer: Tokenizer) -> str:
 
 
 def size_of(distributions: Sequence[str]) -> float:
-    """MiB of the files of installed packages."""
+    """Return the MiB of the files of installed packages."""
     files = [path for name in distributions for path in importlib.metadata.files(name) or ()]
     return sum(path.locate().stat().st_size for path in files if path.locate().exists()) / (1 << 20)
 

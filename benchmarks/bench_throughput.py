@@ -1,6 +1,7 @@
-"""Tokens a second of the whole engine, against transformers' `generate` on the same weights, alternating.
+"""Measure tokens a second of the engine and of transformers' `generate` on the same weights, in turn.
 
-The shapes are those of the field: 128 random prompt tokens and 64 output tokens a request, all requests at once.
+The shapes are those of the field: 128 random prompt tokens and 64 output tokens a request, all requests at
+once.
 
 python benchmarks/bench_throughput.py [--json PATH] [--dtype bfloat16] [--streams 1,8,32]
 """
@@ -19,14 +20,14 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from nbengine import LLM, SamplingParams
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 64
 
 
 def load_peer(gguf: Path, dtype: str) -> PreTrainedModel:
-    """The same file in transformers."""
+    """Load the same file in transformers."""
     return AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -36,7 +37,7 @@ def load_peer(gguf: Path, dtype: str) -> PreTrainedModel:
 
 
 def peer_seconds(model: PreTrainedModel, prompts: list[list[int]]) -> float:
-    """Seconds of one static batch of all prompts."""
+    """Return the seconds of one static batch of all prompts."""
     ids = torch.tensor(prompts)
     start = time.perf_counter()
     with torch.inference_mode():
@@ -51,7 +52,7 @@ def peer_seconds(model: PreTrainedModel, prompts: list[list[int]]) -> float:
 
 
 def engine_seconds(llm: LLM, prompts: list[list[int]]) -> float:
-    """Seconds of all prompts at once through the engine, from a cold prefix cache."""
+    """Return the seconds of all prompts at once through the engine, from a cold prefix cache."""
     llm.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     start = time.perf_counter()
@@ -60,7 +61,7 @@ def engine_seconds(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def main() -> None:
-    """One row a number of streams."""
+    """Measure one row for each number of streams."""
     options = parser(__doc__)
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--streams", default="1,8,32")

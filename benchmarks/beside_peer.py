@@ -1,11 +1,11 @@
-"""The control plane beside a peer's, in one run: the peer's script, ours, the peer's, ours, …
+"""Measure the control plane beside a peer's, in one run: the peer's script, ours, the peer's, ours, …
 
     python benchmarks/beside_peer.py [--peer DIR] [--only NAME ...] [--rounds 5] [--json PATH]
 
-DIR holds the peer's scripts and, as `DIR/venv`, the environment that they run in; each script prints one JSON line a row, whose
-fields `CASES` names. Shapes, settings of the collector and what is timed are the same on both sides, every round is a
-fresh process on each, and the ratio is the median of those of neighbouring rounds. Without `--peer` only our side runs.
-The exit status is 1 if a ratio is above its limit.
+DIR holds the peer's scripts and, as `DIR/venv`, the environment that they run in; each script prints one JSON
+line a row, whose fields `CASES` names. Shapes, settings of the collector and what is timed are the same on
+both sides, every round is a fresh process on each, and the ratio is the median of those of neighbouring
+rounds. Without `--peer` only our side runs. The exit status is 1 if a ratio is above its limit.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ HERE = Path(__file__).parent
 COUNTS = (1, 32, 256)
 STEP_US = 2000
 OVERLAPPED_US = 0.02 * STEP_US
-"""A peer's host cost below this is as good as hidden behind the model: no ratio is taken, ours has to be below it too."""
+"""A peer's host cost below this is as good as hidden behind the model: no ratio is taken, but ours has to be
+below it, too."""
 
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What the two scripts printed in one round, and how long a model of `STEP_US` really took in it."""
+    """The output of the two scripts in one round, and the time that a model of `STEP_US` really took in
+    it."""
 
     peer: Rows
     ours: Rows
@@ -65,7 +67,7 @@ class Case:
 
 @dataclass(slots=True)
 class Figures:
-    """One metric's figures, a round each."""
+    """The figures of one metric, one a round."""
 
     peer: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
@@ -76,7 +78,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def decoding(count: int) -> Case:
-    """schedule() and update_from_output() of a step."""
+    """Return the case of schedule() and update_from_output() of a step."""
     return Case(
         f"scheduler-{count}",
         ("bench_vllm_sched.py", "--requests", str(count), "--repeats", "1"),
@@ -93,7 +95,7 @@ def decoding(count: int) -> Case:
 
 
 def new_requests() -> Case:
-    """A request of 1,000 tokens, 800 of them in the prefix cache."""
+    """Return the case of a request of 1,000 tokens, 800 of them in the prefix cache."""
     return Case(
         "new-requests",
         (
@@ -132,7 +134,7 @@ def new_requests() -> Case:
 
 
 def serial(name: str, label: str, kind: str, count: int, peer_encode: str) -> Case:
-    """Encoding and decoding of one message."""
+    """Return the case of encoding and decoding one message."""
     return Case(
         name,
         ("bench_vllm_serial.py", "--what", kind, "--requests", str(count), "--repeats", "1"),
@@ -155,7 +157,7 @@ def serial(name: str, label: str, kind: str, count: int, peer_encode: str) -> Ca
 
 
 def output_processor(count: int) -> Case:
-    """process_outputs() of one token of every request."""
+    """Return the case of process_outputs() of one token of every request."""
     return Case(
         f"outputs-{count}",
         ("bench_vllm_output.py", "--requests", str(count), "--repeats", "1"),
@@ -172,7 +174,7 @@ def output_processor(count: int) -> Case:
 
 
 def host_cost(step_us: int, asynchronous: bool) -> Case:
-    """A step through AsyncLLM, without the model's time."""
+    """Return the case of a step through AsyncLLM, without the model's time."""
     mode, switch = ("async", "on") if asynchronous else ("sync", "off")
     ours = "--async-scheduling" if asynchronous else "--no-async-scheduling"
 
@@ -198,7 +200,8 @@ def host_cost(step_us: int, asynchronous: bool) -> Case:
 
 
 def message_queue(readers: int, reply: str) -> Case:
-    """A round trip of a step's plan and its output between the executor and its workers."""
+    """Return the case of a round trip of a step's plan and its output between the executor and its
+    workers."""
     label = _count(readers, "reader") + (f", {reply} replying" if readers > 1 else "")
     chosen = ("--readers", str(readers), "--reply", reply)
     return Case(
@@ -231,14 +234,14 @@ CASES = (
 
 
 def run_peer(directory: Path, command: tuple[str, ...]) -> Rows:
-    """The JSON lines that a peer's script prints."""
+    """Return the JSON lines that a peer's script prints."""
     python = directory / "venv" / "bin" / "python"
     output = _run([str(python), str(directory / command[0]), *command[1:]], directory)
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def run_ours(command: tuple[str, ...]) -> Rows:
-    """The rows of one of our benchmarks."""
+    """Return the rows of one of our benchmarks."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows.json"
         _run([sys.executable, str(HERE / command[0]), *command[1:], "--json", str(path)], HERE.parent)
@@ -254,7 +257,8 @@ def _run(command: list[str], directory: Path) -> str:
 
 
 def model_us() -> float:
-    """How long a model of `STEP_US` takes: it sleeps, and sleeping takes somewhat longer than asked."""
+    """Return the time that a model of `STEP_US` takes: it sleeps, and sleeping takes somewhat longer than
+    asked."""
     times = []
     for _ in range(100):
         start = time.perf_counter()
@@ -264,7 +268,7 @@ def model_us() -> float:
 
 
 def compare(case: Case, peer: Path | None, rounds: int) -> list[dict[str, Any]]:
-    """The rows of one case; the first round warms the files up and is not counted."""
+    """Measure the rows of one case; the first round warms the files up and is not counted."""
     figures = {metric.name: Figures() for metric in case.metrics}
     for number in range(rounds + 1):
         one = Round(run_peer(peer, case.peer) if peer else [], run_ours(case.ours), model_us())
@@ -295,7 +299,7 @@ def main() -> int:
     options.add_argument("--peer", type=Path, metavar="DIR", help="the peer's scripts, with their venv")
     names = [case.name for case in CASES]
     options.add_argument(
-        "--only", nargs="+", metavar="NAME", help=f"of {', '.join(names)}, or beginnings of them"
+        "--only", nargs="+", metavar="NAME", help=f"names of cases, or their beginnings: {', '.join(names)}"
     )
     arguments = options.parse_args()
     chosen = [c for c in CASES if not arguments.only or c.name.startswith(tuple(arguments.only))]

@@ -1,4 +1,4 @@
-"""What every benchmark shares: arguments, alternation, the table and the JSON beside it."""
+"""The parts that all benchmarks share: arguments, alternation, the table and the JSON beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser with the options that every benchmark has."""
+    """Make an argument parser with the options that every benchmark has."""
     result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     result.add_argument("--json", type=Path, help="also write the figures here")
     result.add_argument("--rounds", type=int, default=5, help="counted rounds of each side")
@@ -21,7 +21,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """The machine that the figures belong to."""
+    """Describe the machine to which the figures belong."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     flags: set[str] = set()
@@ -53,7 +53,7 @@ def alternate(rounds: int, *sides: Callable[[], float], warmup: int = 1) -> list
 
 
 def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
-    """Median of the ratios of neighbouring rounds, so that a drifting machine cancels out."""
+    """Return the median of the ratios of neighbouring rounds, so that a drifting machine cancels out."""
     return statistics.median(a / b for a, b in zip(ours, peers, strict=True))
 
 

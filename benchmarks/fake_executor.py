@@ -1,8 +1,8 @@
 """Executors without a model, which stand in where a benchmark asks what everything around the model costs.
 
-`NBENGINE_BENCH_STEP_SECONDS` is the time of a step. With `NBENGINE_BENCH_TOKEN_LOG` the moment of each step's end
-(`time.monotonic()`) goes to that file. `NBENGINE_BENCH_TEXT` names a JSON file with the token ids of a text, from which
-each request gets a piece; without it every token is random-tiny's for "a".
+`NBENGINE_BENCH_STEP_SECONDS` is the time of a step. With `NBENGINE_BENCH_TOKEN_LOG` the moment of each step's
+end (`time.monotonic()`) goes to that file. `NBENGINE_BENCH_TEXT` names a JSON file with the token ids of a
+text, from which each request gets a piece; without it every token is random-tiny's for "a".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from nbengine.config import EngineConfig
 from nbengine.executor.base import Executor
 from nbengine.ipc.control_messages import WorkerInfo
-from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.kv_cache.sizing import RankCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 TOKEN = 64
@@ -25,7 +25,8 @@ PIECES, PIECE_OFFSET = 200, 37
 
 
 class StepFuture(Future[ModelRunnerOutput | None]):
-    """The outcome of a step that ends at `end`. Waiting for it sleeps, so the interpreter is free as with a device."""
+    """The outcome of a step that ends at `end`. Waiting for it sleeps, so the interpreter is free as with a
+    device."""
 
     def __init__(self, output: ModelRunnerOutput | None, end: float, log: TextIO | None = None) -> None:
         super().__init__()
@@ -45,7 +46,8 @@ class StepFuture(Future[ModelRunnerOutput | None]):
 
 
 class FixedRateExecutor(Executor):
-    """Ends a step every so many seconds, counted from the previous step's end."""
+    """An executor that ends a step every `NBENGINE_BENCH_STEP_SECONDS`, counted from the previous step's
+    end."""
 
     def __init__(self, config: EngineConfig, progress: Any = None, files: Any = None) -> None:
         self._block_size = config.cache.block_size
@@ -60,10 +62,10 @@ class FixedRateExecutor(Executor):
         self._num_requests = 0
         self._prompt_lengths: dict[str, int] = {}
         self._positions: dict[str, int] = {}
-        """Where in the text each request's next token lies."""
+        """The place in the text of each request's next token."""
 
     def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None, **_: Any) -> Any:
-        """Only what an engine core asks at its start."""
+        """Answer only what an engine core asks at its start."""
         answers = {
             "model_info": {
                 "device": "cpu",
@@ -72,7 +74,7 @@ class FixedRateExecutor(Executor):
                 "max_position_embeddings": 1 << 20,
                 "vocab_size": max(256, *self._text) + 1,
             },
-            "get_kv_cache_spec": KVCacheSpec(1, 1, 1, 4, self._block_size),
+            "get_kv_cache_spec": RankCacheSpec(1, 1, 1, 4, self._block_size),
             "determine_available_memory": 1 << 24,
             "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
@@ -82,16 +84,16 @@ class FixedRateExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Two with asynchronous scheduling."""
+        """Return two with asynchronous scheduling, else one."""
         return 2 if self.async_scheduling else 1
 
     @property
     def async_scheduling(self) -> bool:
-        """As the configuration says; off by default."""
+        """Return what the configuration says; it is off by default."""
         return self._async_scheduling
 
     def execute_model(self, scheduler_output: SchedulerOutput, *, non_block: bool = False) -> Any:
-        """Begin a step. As with a real worker, `sample_tokens` says what came of a plan with tokens."""
+        """Begin a step. As with a real worker, `sample_tokens` returns the outcome of a plan with tokens."""
         output = self._run(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
             self._sampled, output = output, None
@@ -100,7 +102,7 @@ class FixedRateExecutor(Executor):
         return future if non_block else future.result()
 
     def sample_tokens(self, grammar_output: Any = None, *, non_block: bool = False) -> Any:
-        """Which requests get which token."""
+        """Return the outcome of the step: each request's token."""
         del grammar_output
         future = StepFuture(self._sampled, self._end, self._log)
         return future if non_block else future.result()
@@ -133,7 +135,7 @@ class FixedRateExecutor(Executor):
         return ModelRunnerOutput(list(scheduled), sampled)
 
     def check_health(self) -> None:
-        """Nothing can be wrong."""
+        """Return at once: nothing can be wrong."""
 
     def shutdown(self) -> None:
         """Close the log."""
@@ -142,7 +144,8 @@ class FixedRateExecutor(Executor):
 
 
 class SerialDeviceExecutor(FixedRateExecutor):
-    """A step takes so many seconds, from when it is handed over or the previous one has ended, as on a device."""
+    """An executor whose step takes that time from when it is handed over or the previous one has ended, as on
+    a device."""
 
     def _next_end(self, now: float) -> float:
         return max(self._end, now) + self._step_seconds

@@ -1,7 +1,7 @@
-"""What to run on a machine with a CUDA GPU: the tests marked `gpu`, then the engine on the GPU.
+"""Check the engine on a machine with a CUDA GPU: run the tests marked `gpu`, then the engine on the GPU.
 
-The engine's greedy float32 tokens must be those of the CPU, and its throughput is reported. Needs no network:
-the models are made from a seed. Uses whichever Python runs it.
+The engine's greedy float32 tokens must be those of the CPU, and its throughput is reported. It needs no
+network: the models are made from a seed. It uses the Python that runs it.
 
 python benchmarks/gpu_check.py [--json PATH]
 """
@@ -56,16 +56,16 @@ LARGE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-"""Shape of a model of about a billion parameters."""
+"""The shape of a model of about a billion parameters."""
 
 
 def missing_modules() -> list[str]:
-    """Modules that are needed and not installed."""
+    """List the modules that are needed and not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def run_gpu_tests(report: Path) -> dict[str, Any]:
-    """Run the tests marked `gpu`; counts and the names of those that failed."""
+    """Run the tests marked `gpu`; return counts and the names of those that failed."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/kernels", f"--junitxml={report}"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -81,7 +81,7 @@ def run_gpu_tests(report: Path) -> dict[str, Any]:
 
 
 def tokens_on(device: str) -> list[list[int]]:
-    """Greedy float32 tokens of the small random model on one device."""
+    """Return greedy float32 tokens of the small random model on one device."""
     from nbengine import LLM, SamplingParams
 
     chooser = random.Random(0)
@@ -94,14 +94,14 @@ def tokens_on(device: str) -> list[list[int]]:
 
 
 def large_model(directory: Path) -> Path:
-    """A random model of the shape `LARGE` in bfloat16, with the tokenizer of the small one."""
+    """Make a random model of the shape `LARGE` in bfloat16, with the tokenizer of the small one."""
     import torch
     from safetensors.torch import save_file
 
     from nbengine.config import ModelConfig
-    from nbengine.models.decoder import DecoderForCausalLM
-    from nbengine.models.decoder_config import decoder_config
-    from nbengine.models.files import resolve_model
+    from nbengine.models.checkpoints.files import resolve_model
+    from nbengine.models.families.decoder import DecoderForCausalLM
+    from nbengine.models.registry import decoder_config
 
     small = Path(resolve_model(ModelConfig("random-tiny")).directory)
     for file in small.iterdir():
@@ -120,7 +120,7 @@ def large_model(directory: Path) -> Path:
 
 
 def throughput(model: Path) -> dict[str, float]:
-    """Output tokens a second of one stream and of `REQUESTS` at once, median of three runs."""
+    """Measure the output tokens a second of one stream and of `REQUESTS` at once, median of three runs."""
     from nbengine import LLM, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -139,7 +139,7 @@ def throughput(model: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Exit status 0 when the tests passed and the tokens are equal."""
+    """Run the checks; return 0 when the tests passed and the tokens are equal."""
     arguments = parser(__doc__).parse_args()
     if missing := missing_modules():
         print(

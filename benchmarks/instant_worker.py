@@ -1,4 +1,4 @@
-"""A worker whose step takes as long as it is told to, next to nothing if not: for what reaching a worker costs.
+"""A worker whose step takes next to no time, or the time that it is told: it shows what reaching it costs.
 
 `NBENGINE_BENCH_STEP_SECONDS` is the time of a step.
 """
@@ -13,16 +13,16 @@ from fake_executor import TOKEN
 
 from nbengine.config import EngineConfig
 from nbengine.distributed.layout import ALONE, RankLayout
-from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.multiproc import MultiprocExecutor
-from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.control_messages import WorkerInfo
-from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.kv_cache.sizing import RankCacheSpec
+from nbengine.runtime.executor_files import ExecutorFiles
+from nbengine.runtime.worker_board import WorkerBoard
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class InstantWorker:
-    """In place of `nbengine.worker.worker.Worker`; torch-free."""
+    """A stand-in for `nbengine.worker.worker.Worker`, free of torch."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class InstantWorker:
         self._req_ids: list[str] = []
 
     def init_device(self) -> None:
-        """There is none."""
+        """Do nothing: there is no device."""
 
     def load_model(self) -> None:
-        """There is none."""
+        """Do nothing: there is no model."""
 
     def model_info(self) -> dict[str, Any]:
-        """Of a model with room for everything."""
+        """Describe a model with room for everything."""
         return {
             "device": "cpu",
             "dtype": "float32",
@@ -55,23 +55,23 @@ class InstantWorker:
         }
 
     def worker_info(self) -> WorkerInfo:
-        """Who this worker is."""
+        """Return which worker this is."""
         layout = self._layout
         return WorkerInfo(layout.rank, layout.tp_rank, layout.pp_rank, os.getpid(), "cpu", 0, 0, 0, 1)
 
-    def get_kv_cache_spec(self) -> KVCacheSpec:
-        """The least there can be."""
-        return KVCacheSpec(1, 1, 1, 4, self._block_size)
+    def get_kv_cache_spec(self) -> RankCacheSpec:
+        """Return the smallest specification that there can be."""
+        return RankCacheSpec(1, 1, 1, 4, self._block_size)
 
     def determine_available_memory(self) -> int:
-        """Enough."""
+        """Return enough bytes."""
         return 1 << 24
 
-    def check_kv_cache_fits(self, num_blocks: int) -> None:
-        """It does."""
+    def check_kv_cache_fits(self, num_blocks: int, num_slots: int) -> None:
+        """Return at once: the cache fits."""
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """There is none."""
+    def initialize_kv_cache(self, num_blocks: int, num_slots: int) -> None:
+        """Do nothing: there is no cache."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Take the time of a step."""
@@ -84,15 +84,15 @@ class InstantWorker:
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """One token a request."""
+        """Return one token for each request."""
         del grammar_output
         return ModelRunnerOutput(self._req_ids, [[TOKEN] for _ in self._req_ids])
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class InstantWorkersExecutor(MultiprocExecutor):
-    """Such workers in processes of their own."""
+    """An executor that has such workers in their own processes."""
 
     worker_class = "instant_worker:InstantWorker"

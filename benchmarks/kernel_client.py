@@ -1,4 +1,4 @@
-"""Running cells in a real kernel, for the benchmarks."""
+"""This module runs cells in a real kernel, for the benchmarks."""
 
 from __future__ import annotations
 

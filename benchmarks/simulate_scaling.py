@@ -1,11 +1,11 @@
-"""Where the coordinator or the balancing rule breaks: 256 engine cores and 32 clients, as a simulation.
+"""Find where the coordinator or the balancing rule breaks: 256 engine cores and 32 clients, as a simulation.
 
     python benchmarks/simulate_scaling.py [--record] [--json PATH] [--images DIR] [--quick]
 
-The decisions are those of the real classes (`LoadBalancer`, `DPCoordinator`, `WaveState`), time and processes are made
-up; no process is started. What things cost is read from docs/benchmarks/scaling_costs.json, so that everybody gets the
-same figures; --record measures it anew on this machine first, which nothing else should use meanwhile. docs/scaling.md
-says what the figures mean.
+The decisions are those of the real classes (`LoadBalancer`, `DPCoordinator`, `WaveState`), time and processes
+are made up; no process is started. The costs are read from docs/benchmarks/scaling_costs.json, so that
+everybody gets the same figures; --record first measures them again on this machine, which nothing else should
+use meanwhile. docs/scaling.md says what the figures mean.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 class Sweeps:
-    """Runs settings, and keeps a row of figures for each."""
+    """A runner of settings that keeps a row of figures for each."""
 
     def __init__(self, costs: Costs, seconds: float) -> None:
         self._costs = costs
@@ -103,7 +103,7 @@ class Sweeps:
         return rows
 
     def rare(self, num_ranks: int, seconds_between: float) -> Setting:
-        """Requests so rare that each begins a wave, as long as the pause is."""
+        """Return a setting with requests so rare that each begins a wave, as long as the pause is."""
         whole = Setting(num_ranks=num_ranks, load=1.0).request_rate(self._costs)
         load = 1 / seconds_between / whole
         return Setting(
@@ -112,7 +112,7 @@ class Sweeps:
 
 
 def percentiles(values: Sequence[float]) -> list[float]:
-    """The 1st to the 99th."""
+    """Return the 1st to the 99th percentile."""
     return (
         statistics.quantiles(values, n=100, method="inclusive")
         if len(values) > 1
@@ -121,17 +121,18 @@ def percentiles(values: Sequence[float]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 of nothing."""
+    """Return the mean, 0 of nothing."""
     return statistics.fmean(values) if values else 0.0
 
 
 def ms(seconds: float) -> float:
-    """Milliseconds, to three places."""
+    """Return milliseconds, to three places."""
     return round(seconds * 1000, 3)
 
 
 def run_all(costs: Costs, seconds: float) -> list[Row]:
-    """All sweeps around the middle: 256 ranks, 32 clients, load 0.85, skewed lengths, a snapshot each 0.1 s."""
+    """Run all sweeps around the middle: 256 ranks, 32 clients, load 0.85, skewed lengths, a snapshot each 0.1
+    s."""
     sweeps = Sweeps(costs, seconds)
     few = RULES[:3]
     rows = sweeps.by_rule("clients", "num_clients", CLIENTS, RULES)
@@ -151,7 +152,7 @@ def run_all(costs: Costs, seconds: float) -> list[Row]:
 
 
 def pick(rows: list[Row], sweep: str, name: str, figure: str) -> dict[str, list[float | None]]:
-    """A figure by rule, in the order of `name`'s values."""
+    """Return a figure by rule, in the order of `name`'s values."""
     series: dict[str, list[float | None]] = {}
     for row in rows:
         if row["sweep"] == sweep and name in row:
@@ -160,7 +161,7 @@ def pick(rows: list[Row], sweep: str, name: str, figure: str) -> dict[str, list[
 
 
 def balance_charts(rows: list[Row]) -> list[Chart]:
-    """How evenly ranks are loaded, and what that costs requests."""
+    """Draw how evenly ranks are loaded, and what that costs requests."""
 
     def chart(title: str, sweep: str, name: str, places: Sequence[object], figure: str, y: str) -> Chart:
         series = pick(rows, sweep, name, figure)
@@ -179,7 +180,7 @@ def balance_charts(rows: list[Row]) -> list[Chart]:
 
 
 def coordination_charts(rows: list[Row]) -> list[Chart]:
-    """What the coordinator and lock step cost."""
+    """Draw what the coordinator and lock step cost."""
     speeds, locked, starts = (
         [row for row in rows if row["sweep"] == sweep] for sweep in ("speed", "lock step", "wave start")
     )
@@ -214,7 +215,7 @@ def coordination_charts(rows: list[Row]) -> list[Chart]:
 
 
 def write_images(rows: list[Row], directory: Path) -> None:
-    """The charts of docs/scaling.md."""
+    """Write the charts of docs/scaling.md."""
     for name, charts, title in (
         ("scaling_balance", balance_charts(rows), "Balancing with many ranks and clients"),
         ("scaling_coordination", coordination_charts(rows), "Coordinator and lock step"),
@@ -225,9 +226,7 @@ def write_images(rows: list[Row], directory: Path) -> None:
 def main() -> None:
     """Simulate, print tables, write figures and charts."""
     options = parser(__doc__)
-    options.add_argument(
-        "--record", action="store_true", help="measure what things cost on this machine first"
-    )
+    options.add_argument("--record", action="store_true", help="first measure the costs on this machine")
     options.add_argument("--images", type=Path, help="write the charts here")
     options.add_argument("--quick", action="store_true", help="short runs, for a look")
     arguments = options.parse_args()

@@ -55,11 +55,11 @@ EXAMPLES = {
     "06_inside_the_scheduler": "%dashboard",
     "07_kv_cache": "display(board.static(), raw=True)",
 }
-"""Of each notebook the beginning of the cell that is shown."""
+"""For each notebook, the beginning of the cell that is shown."""
 
 
 def take_live() -> None:
-    """The dashboard while it works, and tokens with a branch."""
+    """Take the dashboard while it works, and tokens with a branch."""
     with tempfile.TemporaryDirectory(prefix="nbp-", dir="/tmp") as name:
         directory = Path(name)
         environment = os.environ | {"NBENGINE_RUNTIME_DIR": f"{name}/engines", "XDG_RUNTIME_DIR": name}
@@ -77,7 +77,7 @@ def take_live() -> None:
 
 
 def take_dashboard(page: Page) -> None:
-    """When some requests have been preempted, and some have ended."""
+    """Take the dashboard when some requests have been preempted, and some have ended."""
     page.wait_for_function(
         "() => /[1-9] preemption/.test(document.body.innerText) && /[2-8] of 10 answers/.test(document.body.innerText)"
     )
@@ -100,7 +100,7 @@ def take_tokens(page: Page) -> None:
 
 
 def take_examples() -> None:
-    """A cell of each example, as it was committed."""
+    """Take a cell of each example, as it was committed."""
     with tempfile.TemporaryDirectory() as directory, browser(Path(directory)) as started:
         page = started.new_page(viewport={"width": 1000, "height": 900})
         for stem, beginning in EXAMPLES.items():
@@ -113,7 +113,7 @@ def take_examples() -> None:
 
 
 def output(page: Page, cell: int):
-    """What a code cell shows."""
+    """Return the output area of a code cell."""
     return page.locator(".jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea")
 
 

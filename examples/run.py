@@ -30,14 +30,15 @@ class ProgressClient(NotebookClient):
         sys.stderr.flush()
 
     async def cell_started(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
-        """Hook of nbclient: a cell is about to run."""
+        """Show that a cell is about to run; nbclient calls this."""
         if cell.cell_type == "code":
             first = cell.source.strip().splitlines()[0] if cell.source.strip() else "(empty)"
             self.show(f"cell {cell_index + 1} of {len(self.nb.cells)}: {first}")
 
 
 def execute(path: Path, output: Path, timeout: float) -> nbformat.NotebookNode:
-    """Run every cell of the notebook at `path` and write the executed notebook to `output`, also on failure."""
+    """Run every cell of the notebook at `path` and write the executed notebook to `output`, also on
+    failure."""
     notebook = nbformat.read(path, as_version=4)
     client = ProgressClient(
         notebook,
@@ -61,7 +62,7 @@ def execute(path: Path, output: Path, timeout: float) -> nbformat.NotebookNode:
 
 
 def cell_text(cell: nbformat.NotebookNode) -> str:
-    """Plain text of everything that a cell shows."""
+    """Return the plain text of everything that a cell shows."""
     parts = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream" and output.name == "stdout":
@@ -80,7 +81,7 @@ def print_cells(notebook: nbformat.NotebookNode) -> None:
 
 
 def main() -> int:
-    """Run one notebook; exit status 1 when a cell failed."""
+    """Run one notebook; return 1 when a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("notebook", type=Path)
     parser.add_argument("--output", type=Path, help="default: an `executed` folder beside the notebook")
@@ -91,7 +92,7 @@ def main() -> int:
         notebook = execute(args.notebook, output, args.timeout)
     except (CellExecutionError, DeadKernelError) as error:
         print(error, file=sys.stderr)
-        print(f"the notebook as far as it ran: {output}", file=sys.stderr)
+        print(f"the part of the notebook that ran: {output}", file=sys.stderr)
         return 1
     print_cells(notebook)
     print(f"executed notebook: {output}")

@@ -1,10 +1,13 @@
-"""What the kernels must compute, as plainly as torch can say it: the oracle of their tests."""
+"""The results that the kernels must compute, as plainly as torch can say it: the oracle of their tests."""
 
 from __future__ import annotations
 
 import torch
 
-from nbengine.worker.attention_metadata import AttentionMetadata
+from nbengine.kernels.attention_metadata import AttentionMetadata
+from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.kv_cache import LEAST_LARGEST, LEVELS, SCALE_BYTES
+from nbengine.kernels.latent import LatentOptions
 
 
 def write_kv(
@@ -15,48 +18,93 @@ def write_kv(
     *,
     keys_transposed: bool = False,
 ) -> None:
-    """Reference for `Kernels.write_kv`, one token at a time."""
+    """Do what `Kernels.write_kv` does, one token at a time."""
     block_size = kv_cache.shape[3]
-    keys = rows_of_keys(kv_cache, keys_transposed)
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
+    for half, (tensor, is_key) in enumerate([(key, True), (value, False)]):
+        numbers, scales = rows_of(kv_cache[half], tensor.shape[2], is_key and keys_transposed)
+        if scales is not None:
+            levels, largest = rounded_heads(tensor)
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot < 0:
+                continue
             block, offset = divmod(slot, block_size)
-            keys[block, :, offset] = key[token]
-            kv_cache[1, block, :, offset] = value[token]
+            numbers[block, :, offset] = tensor[token] if scales is None else levels[token]
+            if scales is not None:
+                scales[block, :, offset] = largest[token]
 
 
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: AttentionMetadata,
-    scale: float,
+    options: AttentionOptions,
     *,
     keys_transposed: bool = False,
 ) -> torch.Tensor:
-    """Reference for `Kernels.paged_attention`, in float64, one request at a time; the result is float64."""
-    keys, values = rows_of_keys(kv_cache, keys_transposed), kv_cache[1]
-    num_heads, block_size = query.shape[1], kv_cache.shape[3]
+    """Do what `Kernels.paged_attention` does, in float64, one request at a time; the result is float64."""
+    head_dim, num_heads, block_size = query.shape[2], query.shape[1], kv_cache.shape[3]
+    halves = [
+        rows_of(half, head_dim, is_key and keys_transposed)
+        for half, is_key in zip(kv_cache, (True, False), strict=True)
+    ]
     output = torch.full(query.shape, float("nan"), dtype=torch.float64, device=query.device)
     for request in range(metadata.num_reqs):
         start, stop = metadata.query_start_loc[request : request + 2].tolist()
         seq_len = int(metadata.seq_lens[request])
+        first = options.first_seen(seq_len - (stop - start))
         slots = [
             (int(metadata.block_table[request, position // block_size]), position % block_size)
-            for position in range(seq_len)
+            for position in range(first, seq_len)
         ]
         dense_keys, dense_values = (
-            torch.stack([half[block, :, offset] for block, offset in slots], dim=1)
-            .double()
-            .repeat_interleave(num_heads // half.shape[1], dim=0)
-            for half in (keys, values)
+            torch.stack(
+                [_head_numbers(half, block, offset) for block, offset in slots], dim=1
+            ).repeat_interleave(num_heads // kv_cache.shape[2], dim=0)
+            for half in halves
         )
         queries = query[start:stop].double().transpose(0, 1)
-        scores = queries @ dense_keys.transpose(1, 2) * scale
-        positions = torch.arange(seq_len, device=query.device)
-        hidden = positions[None, :] > positions[seq_len - (stop - start) :, None]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = queries @ dense_keys.transpose(1, 2) * options.scale
+        if options.soft_cap is not None:
+            scores = (scores / options.soft_cap).tanh() * options.soft_cap
+        keys_at = torch.arange(first, seq_len, device=query.device)
+        queries_at = torch.arange(seq_len - (stop - start), seq_len, device=query.device)[:, None]
+        hidden = (keys_at > queries_at) | (keys_at < options.first_seen(queries_at))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if options.sinks is not None:
+            sinks = options.sinks.double()[:, None, None].expand(-1, stop - start, 1)
+            scores = torch.cat((scores, sinks), dim=2)
+        weights = scores.softmax(dim=-1)[..., : seq_len - first]
         output[start:stop] = (weights @ dense_values).transpose(0, 1)
     return output
+
+
+def write_latent(rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Do what `LatentKernels.write_latent` does, one token at a time."""
+    for row, slot in zip(rows, slot_mapping.tolist(), strict=True):
+        if slot >= 0:
+            block, offset = divmod(slot, cache.shape[3])
+            cache[0, block, 0, offset] = row
+
+
+def latent_attention(
+    query: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, options: LatentOptions
+) -> torch.Tensor:
+    """Do what `LatentKernels.latent_attention` does: attention whose keys are the values, too; the result is
+    float64."""
+    both = cache.expand(2, -1, -1, -1, -1)
+    found = paged_attention(query, both, metadata, AttentionOptions(options.scale))
+    return found[..., : options.rank].contiguous()
+
+
+def rounded_heads(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round heads [..., head_dim] as an int8 cache does: return whole numbers of the same shape, and scales [...]."""
+    numbers = tensor.float()
+    largest = numbers.abs().amax(-1).clamp(min=LEAST_LARGEST)
+    finite = numbers.isfinite().all(-1)
+    # A number divided by a tensor would be its inverse times the number, rounded twice.
+    inverse = torch.full_like(largest, LEVELS) / largest
+    levels = (numbers * inverse[..., None]).round().masked_fill(~finite[..., None], 0)
+    return levels.to(torch.int8), torch.where(finite, largest / LEVELS, float("nan"))
 
 
 def experts(
@@ -66,7 +114,8 @@ def experts(
     weights: torch.Tensor,
     experts: torch.Tensor,
 ) -> torch.Tensor:
-    """Reference for `ExpertKernels.experts`, in float64, one token and expert at a time; the result is float64."""
+    """Do what `ExpertKernels.experts` does, in float64, one token and expert at a time; the result is
+    float64."""
     output = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token].tolist(), experts[token].tolist(), strict=True):
@@ -76,10 +125,28 @@ def experts(
     return output
 
 
+def rows_of(half: torch.Tensor, head_dim: int, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the keys, or the values, as a view [num_blocks, num_kv_heads, block_size, head_dim], however they are
+    stored, and of an int8 cache the scales, float32 [num_blocks, num_kv_heads, block_size]."""
+    blocks, kv_heads, block_size, _ = half.shape
+    memory = half.view(blocks, kv_heads, -1)
+    numbers = memory[..., : block_size * head_dim]
+    if transposed:
+        rows = numbers.view(blocks, kv_heads, head_dim, block_size).transpose(2, 3)
+    else:
+        rows = numbers.view(blocks, kv_heads, block_size, head_dim)
+    if half.dtype is not torch.int8:
+        return rows, None
+    return rows, memory[..., -SCALE_BYTES * block_size :].view(torch.float32)
+
+
 def rows_of_keys(kv_cache: torch.Tensor, keys_transposed: bool) -> torch.Tensor:
-    """The keys as a view [num_blocks, num_kv_heads, block_size, head_dim], however they are stored."""
-    keys = kv_cache[0]
-    if not keys_transposed:
-        return keys
-    blocks, kv_heads, block_size, head_dim = keys.shape
-    return keys.view(blocks, kv_heads, head_dim, block_size).transpose(2, 3)
+    """Return the keys of a cache without scales as `rows_of` does."""
+    return rows_of(kv_cache[0], kv_cache.shape[4], keys_transposed)[0]
+
+
+def _head_numbers(half: tuple[torch.Tensor, torch.Tensor | None], block: int, offset: int) -> torch.Tensor:
+    """Return a token's heads [num_kv_heads, head_dim] in float64."""
+    rows, scales = half
+    numbers = rows[block, :, offset].double()
+    return numbers if scales is None else numbers * scales[block, :, offset, None].double()

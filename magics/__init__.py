@@ -1,1 +1,1 @@
-"""IPython magics: `%engine`, `%generate`, `%%generate`."""
+"""The IPython magics `%engine`, `%generate`, `%chat` and `%dashboard`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import keyword
 import re
@@ -13,10 +12,16 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from nbengine.errors import InvalidArgumentError, ModelNotFoundError, NotSupportedError, RequestError
+from nbengine.errors import (
+    InvalidArgumentError,
+    ModelNotFoundError,
+    NotSupportedError,
+    RequestError,
+    did_you_mean,
+)
 
 CALLER_ERRORS = (InvalidArgumentError, ModelNotFoundError, NotSupportedError, RequestError)
-"""Mistakes of whoever typed the line: shown as one line, without a traceback."""
+"""Mistakes of the user who typed the line, which are shown as one line without a traceback."""
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]i?)?B?")
@@ -25,7 +30,7 @@ _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2*
 
 
 class HelpRequested(Exception):
-    """`-h` was given; the exception carries the text to print, and the parser that it tells of."""
+    """`-h` was given; the exception carries the help text to print, and the parser that it describes."""
 
     def __init__(self, parser: MagicParser) -> None:
         super().__init__(parser.format_help())
@@ -41,7 +46,7 @@ class MagicParser(argparse.ArgumentParser):
     """
 
     stray_hint = ""
-    """What to add to the complaint about a word that belongs to no flag."""
+    """The hint that is added to the complaint about a word that belongs to no flag."""
 
     def __init__(self, prog: str, description: str, epilog: str = "", usage: str | None = None) -> None:
         super().__init__(
@@ -56,7 +61,7 @@ class MagicParser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action=_HelpAction, nargs=0, help="show this text")
 
     def take_flags(self, other: MagicParser, destinations: Iterable[str]) -> None:
-        """Have those flags of another parser, too, that are read into `destinations`."""
+        """Adopt the flags of another parser that are read into `destinations`."""
         wanted = set(destinations)
         for action in other._actions:
             if action.dest in wanted:
@@ -76,32 +81,32 @@ class MagicParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message} ({self.prog} -h lists the flags)")
 
     def takes_value(self, flag: str) -> bool | None:
-        """Whether a flag is followed by a value; None when there is no such flag."""
+        """Return whether a flag is followed by a value; None when there is no such flag."""
         action = self._option_string_actions.get(flag)
         return None if action is None else action.nargs != 0
 
     @property
     def flags(self) -> list[str]:
-        """All flags, those of two dashes first."""
+        """List all flags, those with two dashes first."""
         return sorted(self._option_string_actions, key=lambda flag: (not flag.startswith("--"), flag))
 
     @property
     def positionals(self) -> list[argparse.Action]:
-        """What is read from words without a flag, in its order."""
+        """List the arguments that are read from words without a flag, in their order."""
         return [action for action in self._actions if not action.option_strings]
 
     def action_of(self, flag: str) -> argparse.Action | None:
-        """What a flag does; None when there is no such flag."""
+        """Find the argument that a flag belongs to; None when there is no such flag."""
         return self._option_string_actions.get(flag)
 
     def value_is_optional(self, flag: str) -> bool:
-        """Whether a flag that takes a value may also stand alone."""
+        """Return whether a flag that takes a value may also stand alone."""
         action = self._option_string_actions.get(flag)
         return action is not None and action.nargs == "?"
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wide enough for a notebook cell, with one flag a line."""
+    """A formatter that is wide enough for a notebook cell and puts one flag on a line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=100)
@@ -148,7 +153,7 @@ def split_prompt(line: str, parser: MagicParser) -> tuple[list[str], str]:
 
 
 def values_of(flag: str, words: Sequence[str], parser: MagicParser) -> list[str]:
-    """The values that a flag has in the words of a line, before the line is read."""
+    """Collect the values that a flag has in the words of a line, before the line is read."""
     found = []
     remaining = list(words)
     while remaining:
@@ -165,20 +170,14 @@ def values_of(flag: str, words: Sequence[str], parser: MagicParser) -> list[str]
 
 
 def split_body(line: str, body: str | None, parser: MagicParser, what: str) -> tuple[list[str], str]:
-    """The words of a magic's flags, and its text: a cell's body or, of a line magic, the rest of the line.
+    """Return the words of a magic's flags, and its text: a cell's body or, of a line magic, the line's rest.
 
-    `what` the text is called where a stray word is refused.
+    `what` names the text in the message that refuses a stray word.
     """
     if body is None:
         return split_prompt(line, parser)
     parser.stray_hint = f": the {what} is the cell's body, not its first line"
     return split_words(line, parser.prog), body.removesuffix("\n")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean X?"` for the nearest of `known`, or nothing."""
-    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def literal(text: str) -> Any:
@@ -221,7 +220,7 @@ def memory_size(text: str) -> int:
 def variable_name(text: str) -> str:
     """Read the name that `-o` binds a value to."""
     if not text.isidentifier() or keyword.iskeyword(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name of a variable")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a variable name")
     return text
 
 

@@ -12,15 +12,20 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from nbengine.errors import NBEngineError
+from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested
 from nbengine.magics.config import NBEngine
+from nbengine.magics.conversations.answer import answer_in, reading_of
 from nbengine.magics.conversations.arguments import ChatOptions, chat_parser, parse_chat
 from nbengine.magics.conversations.conversation import CellRun, Conversation, Conversations, Exchange
-from nbengine.magics.conversations.reasoning import split_reasoning, tag_opened_by
 from nbengine.magics.conversations.view import AnswerNotes, chat_view, conversation_bundle
 from nbengine.magics.errors import without_traceback
+from nbengine.magics.generation.arguments import GenerateOptions
+from nbengine.magics.generation.readiness import make_ready
+from nbengine.magics.generation.request import send_all
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.submission import Submitter
+from nbengine.magics.generation.thinking import chat_prompt
 from nbengine.magics.generation.turn import Turn
 from nbengine.magics.generation.view import Appearance
 from nbengine.magics.help import documented
@@ -33,17 +38,17 @@ from nbengine.widgets.words import count
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where a message goes: after the first `position` turns of a conversation, in place of all others."""
+    """The place of a message: it follows `position` turns of a conversation and replaces the other ones."""
 
     conversation: Conversation
     position: int
     dropped: int
-    """Turns behind the one that this cell had added before, which go with it."""
+    """Turns behind the one that this cell had added before; they are removed with it."""
     system: str | None
 
 
 class ChatTurn(Turn):
-    """A run of the magic that leaves the conversation behind, with its new turn unless the engine failed."""
+    """A run of the magic that returns the conversation, with its new turn unless the engine failed."""
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class ChatTurn(Turn):
 
 @magics_class
 class ChatMagics(Magics):
-    """Keeps conversations with the notebook's engines."""
+    """The magics `%chat` and `%%chat`, with the notebook's conversations."""
 
     shell: InteractiveShell
 
@@ -90,7 +95,7 @@ class ChatMagics(Magics):
         self.conversations = conversations
         self._session = session
         self._config = config
-        self._submitter = Submitter(shell, config, session.ongoing)
+        self._submitter = Submitter(shell, config, session)
 
     @no_var_expand
     @line_cell_magic
@@ -98,26 +103,14 @@ class ChatMagics(Magics):
     def chat(self, line: str, cell: str | None = None) -> Any:
         """Say something in a conversation; the answer streams into the cell."""
         __tracebackhide__ = True
-        turn = self._begin(line, cell)
-        if turn is None:
-            return None
-        with turn:
-            if turn.generation is not None:
-                turn.generation.run_blocking()
-        return turn.returned
+        return self._begin(line, cell).run_blocking()
 
     async def stream(self, line: str, cell: str | None = None) -> Any:
-        """`chat`, awaited: what a kernel's top-level cell runs."""
+        """Do what `chat` does, but awaited: a kernel's top-level cell runs this."""
         __tracebackhide__ = True
-        turn = self._begin(line, cell)
-        if turn is None:
-            return None
-        with turn:
-            if turn.generation is not None:
-                await turn.generation.run()
-        return turn.returned
+        return await self._begin(line, cell).run()
 
-    def _begin(self, line: str, cell: str | None) -> ChatTurn | None:
+    def _begin(self, line: str, cell: str | None) -> Turn:
         __tracebackhide__ = True
         shell, namespace = self.shell, prompt_namespace(self.shell)
         try:
@@ -126,10 +119,10 @@ class ChatMagics(Magics):
             )
             if options.message is None:
                 self._manage(options)
-                return None
+                return Turn(shell, self._session, None, is_cell=cell is not None)
         except HelpRequested as request:
             print(request)
-            return None
+            return Turn(shell, self._session, None, is_cell=cell is not None)
         except CALLER_ERRORS as error:
             raise UsageError(f"%chat: {error}") from None
         except NBEngineError as error:
@@ -137,7 +130,7 @@ class ChatMagics(Magics):
         return self._say(shell, options, options.message, is_cell=cell is not None)
 
     def _manage(self, options: ChatOptions) -> None:
-        """What a line without a message asks for."""
+        """Carry out a line without a message: save, load, undo, reset or show a conversation."""
         if options.load is not None:
             self.conversations.put(Conversation.load(options.load), options.name)
         is_new = options.system is not None or options.load is not None
@@ -167,26 +160,29 @@ class ChatMagics(Magics):
         cell = CellRun.current(shell)
         try:
             plan = self._plan(options, cell)
-            prompt = self._prompt(engine, plan, message)
+            prompt = self._prompt(engine, plan, message, options.generate)
         except CALLER_ERRORS as error:
             raise UsageError(f"%chat: {error}") from None
         except NBEngineError as error:
             raise without_traceback(error) from error.__cause__
-        closing, generate = tag_opened_by(prompt.get("prompt", "")), options.generate
+        reading, generate = reading_of(prompt), options.generate
 
         def on_answer(result: GenerationResult) -> None:
-            self._add(plan, message, closing, cell, result)
+            self._add(plan, message, reading, cell, result)
             if options.save is not None:
                 self._save(plan.conversation, options.save)
 
         notes = AnswerNotes(plan.dropped, engine.client.ready.max_model_len)
         appearance = Appearance(generate.format, stream=generate.stream, footer=generate.footer)
-        view = chat_view(shell, appearance, closing, notes)
+        view = chat_view(shell, appearance, reading, notes)
         turn = ChatTurn(shell, self._session, engine, plan.conversation, on_answer, is_cell=is_cell)
         try:
-            turn.generation = self._submitter.submit(engine, generate, prompt=prompt, view=view)
+            request = self._submitter.prepare(engine, generate, prompt)
+            make_ready([engine], can_wait=False)
+            send_all([request], foreground=True)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
+        turn.generation = self._submitter.stream(engine, request, generate, view)
         if generate.out is not None:
             shell.user_ns[generate.out] = plan.conversation
         return turn
@@ -200,7 +196,7 @@ class ChatMagics(Magics):
         system = options.system if options.system is not None or options.reset else conversation.system
         before = None if options.append else conversation.position_of(cell)
         if before is not None:
-            # What --undo and --reset took away when the cell ran first is not there any more.
+            # An earlier run of this cell has already applied --undo or --reset.
             return _Plan(conversation, before, len(conversation) - before - 1, system)
         position = len(conversation)
         if options.reset:
@@ -210,11 +206,11 @@ class ChatMagics(Magics):
             position -= options.undo
         return _Plan(conversation, position, 0, system)
 
-    def _prompt(self, engine: AttachedEngine, plan: _Plan, message: str) -> Any:
-        """The conversation with its new message, as the engine takes it.
+    def _prompt(self, engine: AttachedEngine, plan: _Plan, message: str, options: GenerateOptions) -> Any:
+        """Render the conversation with its new message as the engine takes it.
 
         Raises:
-            UsageError: the model has no chat template, or its context is too short.
+            UsageError: there is no chat template, the context is too short, or the model cannot think as asked.
         """
         client = engine.client
         if not client.has_chat_template:
@@ -222,15 +218,17 @@ class ChatMagics(Magics):
                 f"%chat: the model of engine {engine.name!r} has no chat template, so it cannot hold a conversation; "
                 "%%generate continues a text, and `%engine load` takes another model"
             )
-        prompt = self._rendered(engine, plan, plan.position, message)
+        prompt = self._rendered(engine, plan, plan.position, message, options)
         limit = client.ready.max_model_len - 1
         size = len(prompt.get("prompt_token_ids", ()))
         if size <= limit:
             return prompt
         for fewer in range(1, plan.position + 1):
-            shorter = self._rendered(engine, plan, plan.position - fewer, message)
+            shorter = self._rendered(engine, plan, plan.position - fewer, message, options)
             if len(shorter["prompt_token_ids"]) <= limit:
-                advice = f"`%chat --undo{f' {fewer}' if fewer > 1 else ''}` makes room, `%chat --reset` starts anew"
+                advice = (
+                    f"`%chat --undo{f' {fewer}' if fewer > 1 else ''}` makes room, `%chat --reset` empties it"
+                )
                 break
         else:
             advice = (
@@ -241,17 +239,26 @@ class ChatMagics(Magics):
             f"{engine.name!r} holds {limit + 1:,}, one of them for the answer; {advice}"
         )
 
-    def _rendered(self, engine: AttachedEngine, plan: _Plan, position: int, message: str) -> Any:
+    def _rendered(
+        self, engine: AttachedEngine, plan: _Plan, position: int, message: str, options: GenerateOptions
+    ) -> Any:
         system = self._config.system if plan.system is None else plan.system
         messages = plan.conversation.messages_before(position, system)
-        return engine.client.render_chat([*messages, {"role": "user", "content": message}])
+        messages = [*messages, {"role": "user", "content": message}]
+        has_grammar = "structured_outputs" in options.sampling
+        return chat_prompt(engine, messages, options.template, has_grammar=has_grammar)
 
     def _add(
-        self, plan: _Plan, message: str, closing: str | None, cell: CellRun | None, result: GenerationResult
+        self,
+        plan: _Plan,
+        message: str,
+        reading: AnswerReading,
+        cell: CellRun | None,
+        result: GenerationResult,
     ) -> None:
         if not result.text and result.finish_reason == "abort":
-            return  # nothing was answered, so nothing was said
-        answer = split_reasoning(result.text, closing)
+            return  # without an answer there is no turn
+        answer = answer_in(result.text, reading)
         turn = Exchange(message, answer.text, answer.reasoning, result.finish_reason, cell)
         conversation = plan.conversation
         conversation.add(turn, plan.position)

@@ -11,7 +11,8 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.config.model import DEVICES, DTYPES, LOAD_FORMATS
+from nbengine.config.cache import KV_CACHE_DTYPES
+from nbengine.config.model import DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, ROUNDINGS
 from nbengine.config.parallel import DATA_PARALLEL_BACKENDS, EXECUTOR_BACKENDS
 from nbengine.config.scheduler import POLICIES
 from nbengine.magics.arguments import MagicParser, split_prompt
@@ -20,27 +21,33 @@ from nbengine.magics.conversations.conversation import Conversations
 from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.engine import EngineMagics
 from nbengine.magics.generation.arguments import generate_parser
+from nbengine.magics.interpolate import is_text, unfinished_field
 from nbengine.magics.session import NotebookSession, live_engines
-from nbengine.models.files import list_aliases
+from nbengine.models.checkpoints.files import list_aliases
 
 _LINE = re.compile(r"\s*(?:[\w.\[\]'\", ]+=\s*)?(?P<sign>%%?)(?P<magic>\w+)\s")
 CHOICES: Mapping[str, Iterable[str | None]] = {
     "dtype": DTYPES,
     "device": DEVICES,
     "load_format": LOAD_FORMATS,
+    "model_impl": MODEL_IMPLS,
+    "quantization": tuple(ROUNDINGS),
+    "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
     "distributed_executor_backend": EXECUTOR_BACKENDS,
     "data_parallel_backend": DATA_PARALLEL_BACKENDS,
 }
-"""What flags take whose parsers leave the checking to the engine's configuration."""
+"""Values of the flags whose parsers leave the check to the engine's configuration."""
 _OF_THIS_NOTEBOOK = ("stop", "detach", "restart", "load", "config", "status")
-"""Commands of `%engine` that are about attached engines; others are also about those that merely run."""
+"""Commands of `%engine` that take attached engines; others also take engines that merely run."""
+
+_WITH_PROMPTS = ("generate", "chat")
 
 Matcher = Callable[[CompletionContext], SimpleMatcherResult]
 
 
 class Completion:
-    """Completes the lines of the magics in `shell`; `parsers` has those that only take flags, by name."""
+    """The completion of the magics' lines in `shell`; `parsers` has those of magics with flags, by name."""
 
     def __init__(
         self,
@@ -61,16 +68,19 @@ class Completion:
         self._matcher = self._make_matcher()
 
     def install(self) -> None:
-        """Take part in the shell's completion."""
+        """Add this completion to the shell's."""
         self._shell.Completer.custom_matchers.append(self._matcher)
 
     def uninstall(self) -> None:
-        """Take part no more."""
+        """Remove this completion from the shell's."""
         self._shell.Completer.custom_matchers.remove(self._matcher)
 
     def complete(self, text: str) -> tuple[str, list[str]]:
-        """What may follow a cell's text up to the cursor: the end of it that is replaced, and what by."""
+        """Complete a cell's text up to the cursor: return the end that is replaced, and its replacements."""
         before, _, line = text.rpartition("\n")
+        if _takes_variables(text.lstrip(), line) and (field := unfinished_field(line)) is not None:
+            owner, begun = field
+            return begun, [name for name in self._fields(owner) if name.startswith(begun)]
         match = _LINE.match(line)
         if match is None or (match["sign"] == "%%" and before.strip()):
             return "", []
@@ -117,7 +127,7 @@ class Completion:
     def _of_flags(
         self, parser: MagicParser, words: list[str], fragment: str, command: str, *, offers_flags: bool
     ) -> tuple[str, list[str]]:
-        """Completions for a word behind others that `parser` reads: a flag, a flag's value, or a word of its own."""
+        """Complete a word behind others that `parser` reads: a flag, a flag's value, or a positional."""
         flag, has_equals, value = fragment.partition("=")
         if has_equals and parser.takes_value(flag):
             return self._values(parser.action_of(flag), value, command)
@@ -144,8 +154,11 @@ class Completion:
             return fragment, self._names(command)
         if action.dest == "model":
             return fragment, list(model_names(fragment))
-        if action.dest in ("json", "each"):
-            return fragment, self._variables(action.dest)
+        if action.dest == "json":
+            return fragment, self._variables(_is_schema)
+        if action.dest == "each":
+            # In NAME=SOURCE the user chooses NAME freely, so only SOURCE is completed.
+            return fragment.rpartition("=")[2], self._variables(_has_several)
         return fragment, []
 
     def _names(self, command: str) -> list[str]:
@@ -155,9 +168,16 @@ class Completion:
             return [engine.name for engine in self._session.engines]
         return [info.name for info in live_engines()] if command != "start" else []
 
-    def _variables(self, purpose: str) -> list[str]:
-        """The notebook's variables that can be a schema, or that have several values."""
-        fits = _is_schema if purpose == "json" else _has_several
+    def _fields(self, owner: str | None) -> list[str]:
+        """List what may stand in braces: variables, or the attributes of one, listed without being read."""
+        if owner is None:
+            return self._variables(is_text)
+        if owner not in self._shell.user_ns:
+            return []
+        return [name for name in dir(self._shell.user_ns[owner]) if not name.startswith("_")]
+
+    def _variables(self, fits: Callable[[object], bool]) -> list[str]:
+        """List the notebook's variables that fit a purpose."""
         own = self._shell.user_ns.items()
         hidden = self._shell.user_ns_hidden
         return sorted(
@@ -166,7 +186,7 @@ class Completion:
 
 
 def model_names(fragment: str) -> Iterable[str]:
-    """What may be meant by the beginning of a model's name: aliases, models in the hub's cache, files and directories."""
+    """List what a model's name may go on to: aliases, models in the hub's cache, files and directories."""
     yield from list_aliases()
     yield from sorted(_cached_models())
     yield from sorted(_paths(fragment))
@@ -184,7 +204,7 @@ def _paths(fragment: str) -> Iterable[str]:
     directory = Path(f"{start}/" if fragment.startswith("/") else start or ".")
     try:
         entries = list(directory.expanduser().iterdir())
-    except (OSError, RuntimeError):  # the latter where `~name` is nobody's
+    except (OSError, RuntimeError):  # RuntimeError where `~name` names no user
         return
     for entry in entries:
         name = fragment[: len(fragment) - len(fragment.rpartition("/")[2])] + entry.name
@@ -194,8 +214,17 @@ def _paths(fragment: str) -> Iterable[str]:
             yield f"{name}/"
 
 
+def _takes_variables(cell: str, line: str) -> bool:
+    """Return whether braces in a cell's last `line` name variables: in a prompt, or a line that has one."""
+    in_cell = _LINE.match(cell)
+    if in_cell is not None and in_cell["sign"] == "%%":
+        return in_cell["magic"] in _WITH_PROMPTS
+    in_line = _LINE.match(line)
+    return in_line is not None and in_line["sign"] == "%" and in_line["magic"] in (*_WITH_PROMPTS, "engine")
+
+
 def _has_prompt(typed: str, parser: MagicParser) -> bool:
-    """Whether the prompt of a line magic has begun, in which nothing is completed."""
+    """Return whether the prompt of a line magic, in which nothing is completed, has begun."""
     try:
         return bool(split_prompt(typed, parser)[1])
     except UsageError:

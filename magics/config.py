@@ -17,7 +17,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "se
 
 
 class NBEngine(Configurable):
-    """What `%engine start` and `%%generate` assume where a line does not say."""
+    """The defaults of `%engine start` and `%%generate` for what a line does not say."""
 
     def __init__(self, **kwargs: Any) -> None:
         try:
@@ -50,8 +50,13 @@ class NBEngine(Configurable):
     dashboard = Enum(
         DASHBOARD_FORMS,
         "auto",
-        help="What `%dashboard` shows: a widget with a script of its own, a plain one of core ipywidgets, or text. "
+        help="What `%dashboard` shows: a widget with its own script, a plain one of core ipywidgets, or text. "
         "auto: the widget, and the plain one if its script cannot be loaded.",
+    ).tag(config=True)
+    spare_engine = Bool(
+        True,
+        help="`%load_ext nbengine` starts processes that import torch, for the first `%engine start` within ten "
+        "minutes; they take 200 MB until then.",
     ).tag(config=True)
     footer = Bool(True, help="Show tokens, speed and reuse under each answer.").tag(config=True)
 
@@ -72,6 +77,6 @@ class NBEngine(Configurable):
         return proposal["value"]
 
     def sampling_defaults(self) -> dict[str, Any]:
-        """The sampling parameters that are set here. `max_tokens` always is."""
+        """Collect the sampling parameters that are set here; `max_tokens` is always among them."""
         values = {name: getattr(self, name) for name in SAMPLING_DEFAULTS}
         return {name: value for name, value in values.items() if value is not None or name == "max_tokens"}

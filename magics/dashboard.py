@@ -11,8 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.directory import find_engine
+from nbengine.client.engines.directory import find_engine
 from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import HelpRequested, split_words
 from nbengine.magics.config import NBEngine
@@ -21,19 +20,20 @@ from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.ownership import WAITING, Owner
 from nbengine.widgets.live import LiveDisplay, in_kernel, publish_bundle
 from nbengine.widgets.words import count
 
 if TYPE_CHECKING:
     from nbengine.widgets.dashboard.glance import Glance
-    from nbengine.widgets.dashboard.plain_view import PlainView
+    from nbengine.widgets.dashboard.plain import PlainDashboard
     from nbengine.widgets.dashboard.widget import Dashboard
 
 
 @magics_class
 class DashboardMagics(Magics):
-    """Shows what an engine's scheduler and KV cache are doing."""
+    """The magic `%dashboard`, which shows what an engine's scheduler and KV cache are doing."""
 
     shell: InteractiveShell
 
@@ -41,7 +41,7 @@ class DashboardMagics(Magics):
         super().__init__(shell)
         self._session = session
         self._config = config
-        self._shown: list[Dashboard | PlainView] = []
+        self._shown: list[Dashboard | PlainDashboard] = []
         WAITING.add(session.ongoing.snapshot)
         session.on_engine_end.append(self._on_engine_end)
         session.on_close.append(self._leave)
@@ -69,7 +69,7 @@ class DashboardMagics(Magics):
             self._show_widget(info, owner, form, parsed)
 
     def _form(self, parsed: argparse.Namespace) -> str:
-        """ "auto", "widget", "plain" or "text"."""
+        """Choose the form: "auto", "widget", "plain" or "text"."""
         if parsed.plain and parsed.text:
             raise UsageError("%dashboard: --plain and --text are two forms; give one of them")
         form: str = "text" if parsed.text else "plain" if parsed.plain else self._config.dashboard
@@ -80,7 +80,7 @@ class DashboardMagics(Magics):
         return form
 
     def _engine(self, name: str | None) -> tuple[ConnectionInfo, Owner | None]:
-        """The engine, and this notebook's client of it if it has one."""
+        """Find the engine, and this notebook's client of it if it has one."""
         engine = self._session.find(name) if name else self._session.get()
         if engine is not None:
             return engine.client.connection, Owner(engine.client)
@@ -92,12 +92,12 @@ class DashboardMagics(Magics):
     def _show_widget(
         self, info: ConnectionInfo, owner: Owner | None, form: str, parsed: argparse.Namespace
     ) -> None:
-        from nbengine.widgets.dashboard.plain_view import PlainView
+        from nbengine.widgets.dashboard.plain import PlainDashboard
         from nbengine.widgets.dashboard.widget import Dashboard
 
-        view: Dashboard | PlainView
+        view: Dashboard | PlainDashboard
         if form == "plain":
-            view = PlainView(info, owner)
+            view = PlainDashboard(info, owner)
         else:
             view = Dashboard(info, owner, height=parsed.height, falls_back=form == "auto")
         self._shown = [*(shown for shown in self._shown if not shown.is_closed), view]
@@ -115,11 +115,11 @@ class DashboardMagics(Magics):
             try:
                 self._watch(glance, interval)
             except KeyboardInterrupt:
-                # What is shown is what was wanted.
+                # The interrupt ends the watching, and the last text stays in the cell.
                 return
 
     def _watch(self, glance: Glance, interval: float) -> None:
-        """Show the text anew until the engine ends, in place where that is possible."""
+        """Show the text every `interval` seconds until the engine ends, in place where that is possible."""
         live = LiveDisplay(self.shell) if in_kernel(self.shell) else None
         num_lines = 0
         while True:
@@ -129,7 +129,7 @@ class DashboardMagics(Magics):
             else:
                 text = bundle["text/plain"]
                 if num_lines and sys.stdout.isatty():
-                    # Up to where the text before began, and away with it.
+                    # Move the cursor up to where the previous text began, and erase that text.
                     print(f"\x1b[{num_lines}A\x1b[J", end="")
                 print(text, flush=True)
                 num_lines = text.count("\n") + 1

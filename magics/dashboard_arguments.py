@@ -7,22 +7,22 @@ import argparse
 from nbengine.magics.arguments import MagicParser, variable_name
 
 HEIGHTS = (200, 4000)
-"""Pixels."""
+"""The lowest and the highest height of the widget, in pixels."""
 
 
 def dashboard_parser() -> MagicParser:
-    """Parser of the flags."""
+    """Make the parser of the flags."""
     parser = MagicParser(
         "%dashboard",
         "Show what an engine does, live: requests, scheduler, KV blocks, steps. A terminal gets it as text.",
     )
     parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
     parser.add_argument(
-        "--plain", action="store_true", help="of core ipywidgets alone, for where scripts do not load"
+        "--plain", action="store_true", help="use core ipywidgets alone, where scripts cannot load"
     )
-    parser.add_argument("--text", action="store_true", help="as it is now, in plain text")
+    parser.add_argument("--text", action="store_true", help="show the present state as plain text")
     parser.add_argument(
-        "--watch", type=_interval, metavar="S", help="as text, anew every S seconds until an interrupt"
+        "--watch", type=_interval, metavar="S", help="show text again every S seconds until an interrupt"
     )
     parser.add_argument(
         "--height", type=_height, default=0, metavar="PX", help="pixels (default: as its content)"
@@ -31,7 +31,7 @@ def dashboard_parser() -> MagicParser:
         "-o", dest="out", type=variable_name, metavar="NAME", help="keep the widget in this variable"
     )
     parser.add_argument(
-        "--close", action="store_true", help="end this notebook's dashboards, of the engine or all"
+        "--close", action="store_true", help="close this notebook's dashboards of the engine, or all"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""`%engine`: start, watch and end engines."""
+"""`%engine` starts, watches and ends engines."""
 
 from __future__ import annotations
 
@@ -8,39 +8,42 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
-from nbengine.client.directory import find_engine, list_engines, reap, stop_engine
+from nbengine.client.engines.directory import find_engine, list_engines, reap, stop_engine
 from nbengine.config import EngineArgs
-from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, did_you_mean, split_words
+from nbengine.errors import EngineDeadError, NBEngineError, did_you_mean
+from nbengine.magics.answers.recover import RecoverCommands
+from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested, MagicParser, split_words
 from nbengine.magics.config import NBEngine
-from nbengine.magics.engines.arguments import StartOptions, arguments_of, parse_start, present_arguments
+from nbengine.magics.engines.arguments import StartOptions, parse_start, present_arguments, with_model
 from nbengine.magics.engines.config import ConfigCommand
 from nbengine.magics.engines.control import ControlCommands
 from nbengine.magics.engines.fit import FitCommand
-from nbengine.magics.engines.launching import Launcher
+from nbengine.magics.engines.launching import Launcher, still_configured
 from nbengine.magics.engines.logs import LogCommands
+from nbengine.magics.engines.models import ModelsCommand
 from nbengine.magics.engines.parallel import ParallelCommands
 from nbengine.magics.engines.reports import (
-    capacity,
     engines_table,
     reap_sentences,
     status_table,
 )
 from nbengine.magics.errors import without_traceback
-from nbengine.magics.generation.recover import RecoverCommands
 from nbengine.magics.help import ENGINE_HELP, documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
+from nbengine.runtime.other_protocols import other_engines
 from nbengine.widgets.live import publish, publish_bundle
-from nbengine.widgets.processes.progress import StartProgress
 from nbengine.widgets.processes.tree import read_process_tree
 from nbengine.widgets.words import seconds
+
+STATUS_SECONDS = 1.5
+"""Seconds that `%engine status` waits for engine cores which may be stuck."""
 
 
 @magics_class
 class EngineMagics(Magics):
-    """Starts, watches and ends the notebook's engines."""
+    """The magic `%engine`, which starts, watches and ends the notebook's engines."""
 
     shell: InteractiveShell
 
@@ -61,6 +64,7 @@ class EngineMagics(Magics):
             "logs": LogCommands(shell, session).logs,
             "load": self._launcher.load,
             "fit": FitCommand(shell, config).fit,
+            "models": ModelsCommand(shell).models,
             "config": ConfigCommand(shell, session).config,
             "reap": self._reap,
             **ParallelCommands(shell, session).commands,
@@ -71,11 +75,11 @@ class EngineMagics(Magics):
 
     @property
     def command_names(self) -> list[str]:
-        """The words that may follow `%engine`."""
+        """List the words that may follow `%engine`."""
         return sorted(self._commands)
 
     def parser_of(self, command: str) -> MagicParser | None:
-        """What reads the words behind a command; None where nothing does."""
+        """Find the parser of the words behind a command; None where the command takes none."""
         if command not in self._commands or command == "help":
             return None
         try:
@@ -110,19 +114,7 @@ class EngineMagics(Magics):
 
     def _start(self, words: Sequence[str]) -> None:
         options = parse_start(words)
-        running = self._session.engines
-        if options.name is None and running:
-            name = running[-1].name
-            raise UsageError(
-                f"%engine start: engine {name!r} is running already; `%engine stop` or `%engine restart` it, "
-                "or start another one beside it with --name"
-            )
-        if any(info.name == options.name for info in live_engines()):
-            attached = self._session.find(options.name or "") is not None
-            advice = "choose another --name" if attached else f"`%engine attach {options.name}` joins it"
-            raise UsageError(f"%engine start: engine {options.name!r} is running already; {advice}")
-        options.arguments.setdefault("model", self._config.model)
-        self._launcher.launch(options)
+        self._launcher.start(with_model(options, self._config.model))
 
     def _stop(self, words: Sequence[str]) -> None:
         parser = _parser("stop", "End an engine and wait until its processes are gone.")
@@ -144,10 +136,11 @@ class EngineMagics(Magics):
     def _restart(self, words: Sequence[str]) -> None:
         options = parse_start(words, "restart")
         engine = self._session.get(options.name)
-        arguments = {"model": self._config.model, **present_arguments(engine), **options.arguments}
+        arguments = {**present_arguments(engine), **options.arguments}
         EngineArgs.from_kwargs(arguments).create_engine_config(bound=False)
         self._launcher.end(engine.client.connection, lambda: self._session.stop(engine))
-        self._launcher.launch(StartOptions(engine.name, options.out, arguments))
+        configured = still_configured(engine, options)
+        self._launcher.launch(StartOptions(engine.name, options.out, arguments, configured=configured))
 
     def _status(self, words: Sequence[str]) -> None:
         parser = _parser("status", "Show an engine's topology, requests, KV blocks and prefix cache.")
@@ -157,11 +150,11 @@ class EngineMagics(Magics):
         default = self._session.default
         for engine in [self._session.get(name)] if name or not attached else attached:
             try:
-                stats = engine.client.stats_blocking()
+                stats, silent = engine.client.stats_within(STATUS_SECONDS)
             except EngineDeadError:
                 self._session.drop(engine)
                 raise
-            publish(self.shell, *status_table(engine, stats, is_default=engine is default))
+            publish(self.shell, *status_table(engine, stats, silent, is_default=engine is default))
 
     def _ps(self, words: Sequence[str]) -> None:
         _parser("ps", "List all engines of yours on this machine.").parse_words(words)
@@ -169,13 +162,16 @@ class EngineMagics(Magics):
         if self._session.default is not None:
             here[self._session.default.name] = "default"
         engines = list_engines()
+        others = [other.note for other in other_engines() if other.may_live]
         if engines:
             publish(self.shell, *engines_table(engines, here))
-        else:
+        if others:
+            print("\n".join(others))
+        if not (engines or others):
             print("no engine runs on this machine; `%engine start` starts one")
 
     def _tree(self, words: Sequence[str]) -> None:
-        parser = _parser("tree", "Show an engine's processes as they are now, and what connects them.")
+        parser = _parser("tree", "Show an engine's processes as they are now, and their connections.")
         parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
         name = parser.parse_words(words).name
         engine = self._session.find(name) if name else self._session.get()
@@ -193,7 +189,7 @@ class EngineMagics(Magics):
             attached = self._session.find(name)
             if attached is not None:
                 print(f"engine {name!r} is attached already; it is the default now")
-            self._session.add(attached or self._join(name))
+            self._session.add(attached or self._launcher.join(name))
 
     def _candidates(self, name: str | None) -> list[str]:
         if name is not None:
@@ -229,18 +225,9 @@ class EngineMagics(Magics):
         else:
             raise UsageError(f"%engine help: no command {words[0]!r}{did_you_mean(words[0], self._commands)}")
 
-    def _join(self, name: str) -> AttachedEngine:
-        session = self._session
-        parallel = find_engine(name).config.parallel
-        with StartProgress(self.shell, f"attaching to {name}", parallel) as progress:
-            client = session.backend.attach(name, session=session.key, progress=progress.update)
-            engine = AttachedEngine(client, arguments_of(client.config))
-            progress.conclusion = f"attached to engine {engine.name!r}: {capacity(engine)}"
-        return engine
-
 
 def farewell(engines: Sequence[AttachedEngine]) -> str:
-    """What becomes of engines that the notebook leaves."""
+    """Say what becomes of the engines that the notebook leaves, one line each."""
     return "\n".join(
         f"engine {engine.name!r} goes on without this notebook; it ends when nobody has attached for "
         f"{seconds(engine.client.config.keep_alive)} (`%engine attach {engine.name}` joins it again)"

@@ -1,4 +1,4 @@
-"""How errors look in a notebook."""
+"""The appearance of errors in a notebook."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from nbengine.errors import NBEngineError
 
 
 def without_traceback(error: NBEngineError) -> NBEngineError:
-    """Return the error, from now on shown as its message: the frames of a magic explain nothing.
+    """Return the error, which from now on is shown as its message alone: a magic's frames explain nothing.
 
-    What comes before the cause, such as the end of the engine's log, is shown above the error's name.
+    The text before the cause, such as the end of the engine's log, is shown above the error's name.
     """
     text = str(error)
     cause: str = getattr(error, "cause", text)
     shown = f"{text.removesuffix(cause)}{type(error).__name__}: {cause}"
-    # IPython's way to let an exception look as it wants to.
+    # IPython calls this attribute to let an exception render itself.
     error.__dict__["_render_traceback_"] = lambda: [shown]
     return error.with_traceback(None)

@@ -1,13 +1,16 @@
-"""`%load_ext nbengine` and `%unload_ext nbengine`."""
+"""The extension that `%load_ext nbengine` loads and `%unload_ext nbengine` unloads."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
+from nbengine.frontend.text.tokenizer import import_early
 from nbengine.magics.chat import ChatMagics
 from nbengine.magics.completion import Completion
 from nbengine.magics.config import NBEngine
@@ -18,10 +21,13 @@ from nbengine.magics.generate import GenerateMagics
 from nbengine.magics.session import Backend, NotebookSession
 from nbengine.magics.transform import AwaitGenerate, keep_prompts
 
+_MOMENT = 0.2
+"""Seconds after which a cell's end has been told."""
+
 
 @dataclass
 class Extension:
-    """Everything that loading has added to a shell, and how to take it away."""
+    """The parts that loading has added to a shell, and their removal."""
 
     shell: InteractiveShell
     session: NotebookSession
@@ -31,7 +37,7 @@ class Extension:
     transform: AwaitGenerate
     completion: Completion
     others: tuple[Magics, ...] = ()
-    """Magics that need nothing of the extension but to be there."""
+    """Magics that have to be registered and need nothing else of the extension."""
 
     loaded: ClassVar[dict[InteractiveShell, Extension]] = {}
 
@@ -42,7 +48,7 @@ class Extension:
             shell.register_magics(magics)
         _configurables(shell).append(self.config)
         self.completion.install()
-        # First: IPython's own transformers would edit a prompt.
+        # Ours comes first, since IPython's own transformers would edit a prompt.
         shell.input_transformers_cleanup.insert(0, keep_prompts)
         shell.input_transformers_post.append(self.transform)
         shell.events.register("pre_execute", self.transform.on_pre_execute)
@@ -61,7 +67,7 @@ class Extension:
                 for name in names:
                     shell.magics_manager.magics[kind].pop(name, None)
             shell.magics_manager.registry.pop(type(magics).__name__, None)
-        # Magics register themselves there, too.
+        # Registering magics has added them there, too.
         configurables = _configurables(shell)
         configurables[:] = [item for item in configurables if item not in (self.config, *self._magics)]
 
@@ -70,13 +76,14 @@ class Extension:
         return (self.engine, self.generate, *self.others)
 
     def leave(self) -> str:
-        """End what is written in the background, branches too, and detach from every engine; returns what becomes of those."""
+        """End background generations, detach from every engine, and return what becomes of the engines."""
         self.session.ongoing.cancel_background()
+        self.session.backend.drop_spare()
         return farewell(self.session.close())
 
 
 def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
-    """Define the magics in `shell`, once; `backend` says where engines come from."""
+    """Define the magics in `shell`, once; `backend` makes and finds the engines."""
     if shell in Extension.loaded:
         return
     config = NBEngine(parent=shell)
@@ -98,6 +105,9 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
     )
     extension.install()
     Extension.loaded[shell] = extension
+    if config.spare_engine:
+        session.backend.keep_spare()
+        _import_between_cells()
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -111,6 +121,12 @@ def unload(shell: InteractiveShell) -> None:
         print(message)
 
 
+def _import_between_cells() -> None:
+    """Have this kernel import what the first engine needs once the cell has ended; a terminal has no such moment."""
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop().call_later(_MOMENT, import_early)
+
+
 def _configurables(shell: InteractiveShell) -> list[Any]:
-    """What `%config` knows; IPython declares it as a list of shells."""
+    """Return the list of what `%config` knows, which IPython declares as a list of shells."""
     return shell.configurables

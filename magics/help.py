@@ -1,4 +1,4 @@
-"""What `%engine help` prints."""
+"""The text that `%engine help` prints."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ ENGINE_HELP = """\
   %engine start [MODEL] [flags]   start one: smollm2-135m (default), random-tiny, a directory,
                                   a .gguf file or a hub id            %engine start -h lists the flags
   %engine status [NAME]           requests, KV blocks, prefix cache, engine cores, workers
-  %engine tree [NAME]             its processes, and what connects them
+  %engine tree [NAME]             its processes and their connections
   %engine logs [NAME] [-n N] [-f] the last lines of its log; -f follows it; --worker R: of one of its workers
-  %engine config [NAME]           its whole configuration, and what of it was given
+  %engine config [NAME]           its whole configuration, and the source of each value
   %engine restart [flags]         stop and start again, with the same arguments and those given here
   %engine load MODEL [flags]      another model in its place, under its name
-  %engine fit MODEL [flags]       whether a model fits on this machine, before anything is loaded
+  %engine fit MODEL [flags]       tell whether a model fits on this machine, before anything is loaded
+  %engine models                  which models run
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 
   %engine scale --dp N            have N engine cores, while requests run
-  %engine waves [--seconds S]     what each engine core does over time: steps, dummy steps, waves
+  %engine waves [--seconds S]     show each engine core over time: steps, dummy steps, waves
 
-  %engine sleep [--level 2]       give memory back without ending it; %engine wake takes it again
+  %engine sleep [--level 2]       give memory back without ending it; %engine wake or the next request
+                                  takes it again (--hold: only %engine wake)
   %engine pause / resume          hold all requests back, and go on
   %engine reset                   forget the prefix cache
   %engine profile start / stop    record what it computes, as a Chrome trace
 
-  %engine recover [N] [-l]        what was written before a page reload or a kernel restart
+  %engine recover [N] [-l]        show what was written before a page reload or a kernel restart
 
   %engine ps                      all your engines on this machine
   %engine attach [NAME]           join one: yours from before a kernel restart, or another notebook's
@@ -53,7 +55,7 @@ Interrupt a cell and its text so far is kept; the engine goes on. Restart the ke
 
 
 def documented(help_text: str | Callable[[], MagicParser]) -> Callable[[Magic], Magic]:
-    """Have a magic's docstring say what its `-h` prints, so that `%magic?` shows it."""
+    """Make a decorator that adds a magic's `-h` text to its docstring, so that `%magic?` shows it."""
 
     def document(magic: Magic) -> Magic:
         text = help_text if isinstance(help_text, str) else help_text().format_help()

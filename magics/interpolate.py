@@ -1,4 +1,4 @@
-"""Variables in prompts: `{name}` becomes the value of `name`, every other brace stays as it is."""
+"""This module replaces variables in prompts: `{name}` becomes the value of `name`, other braces stay."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _PATH = r"""
 _WHOLE_PATH = re.compile(_PATH, re.VERBOSE)
 _FIELD = re.compile(rf"(?<!\{{)(?P<open>\{{++)(?P<path>{_PATH})(?P<close>\}}++)", re.VERBOSE)
 
+_UNFINISHED_FIELD = re.compile(r"(?<!\{)(?:\{\{)*\{(?:(?P<owner>[^\W\d]\w*)\.)?(?P<begun>(?:[^\W\d]\w*)?)\Z")
+
 _NEVER_TEXT = (
     types.ModuleType,
     types.FunctionType,
@@ -21,11 +23,11 @@ _NEVER_TEXT = (
     types.MethodType,
     type,
 )
-"""Kinds of values that nobody means in a prompt: `{json}` after `import json` is text about JSON."""
+"""Kinds of values that are never meant in a prompt: `{json}` after `import json` is text about JSON."""
 
 
 class _Unresolved(Exception):
-    """The field names nothing that can be put into a prompt."""
+    """An error: the field names nothing that can be put into a prompt."""
 
 
 def interpolate(text: str, namespace: Mapping[str, object]) -> str:
@@ -34,8 +36,8 @@ def interpolate(text: str, namespace: Mapping[str, object]) -> str:
     A field is a name, followed by attributes and by subscripts that are integers or quoted strings:
     `{name}`, `{obj.attr}`, `{In[3]}`, `{row["key"]}`. It has no spaces and calls nothing. Where it resolves,
     braces double as in `str.format`: `{{x}}` gives `{x}`, `{{{x}}}` gives the value in braces, and a brace
-    without a partner on the other side is text. Where it does not resolve, and everywhere else, the text comes
-    back byte for byte. Substituted text is not expanded again.
+    without a partner on the other side is text. Where it does not resolve, and everywhere else, the text
+    comes back byte for byte. Substituted text is not expanded again.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -53,10 +55,10 @@ def interpolate(text: str, namespace: Mapping[str, object]) -> str:
 
 
 def look_up(path: str, namespace: Mapping[str, object]) -> object:
-    """The value of what a field could name.
+    """Return the value that a field could name.
 
     Raises:
-        LookupError: it is no such path, or names nothing.
+        LookupError: `path` is no such path, or names nothing.
     """
     try:
         if _WHOLE_PATH.fullmatch(path) is not None:
@@ -66,12 +68,26 @@ def look_up(path: str, namespace: Mapping[str, object]) -> object:
     raise LookupError(path)
 
 
+def unfinished_field(text: str) -> tuple[str | None, str] | None:
+    """Find the field that is being typed at the end of `text`: its owner and its beginning.
+
+    The owner is None where a variable is typed and not an attribute; the result is None outside of a field.
+    """
+    match = _UNFINISHED_FIELD.search(text)
+    return None if match is None else (match["owner"], match["begun"])
+
+
+def is_text(value: object) -> bool:
+    """Return whether a field that names this value becomes text: modules, classes and functions never do."""
+    return not isinstance(value, _NEVER_TEXT)
+
+
 def _resolve(path: str, namespace: Mapping[str, object]) -> object:
     try:
         value = _value_of(ast.parse(path, mode="eval").body, namespace)
     except (SyntaxError, AttributeError, LookupError, TypeError):
         raise _Unresolved from None
-    if isinstance(value, _NEVER_TEXT):
+    if not is_text(value):
         raise _Unresolved
     return value
 

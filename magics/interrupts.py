@@ -1,4 +1,4 @@
-"""How interrupts reach a coroutine in a kernel, and how they look."""
+"""Interrupts of coroutines in a kernel: their delivery and their appearance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ TICK_SECONDS = 0.05
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt that nbengine has dealt with; IPython shows it as one line, without a traceback."""
+    """An interrupt that nbengine has handled; IPython shows it as one line, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]
 
 
-# Frontends and tools that run notebooks look at the name of an error.
+# Frontends and tools that run notebooks recognise an interrupt by the name of the error.
 Interrupted.__name__ = KeyboardInterrupt.__name__
 
 
@@ -24,7 +24,7 @@ Interrupted.__name__ = KeyboardInterrupt.__name__
 async def ticking() -> AsyncIterator[None]:
     """Wake the running loop every `TICK_SECONDS`.
 
-    A kernel's SIGINT handler only schedules a callback: a loop that nothing wakes would not see the interrupt.
+    A kernel's SIGINT handler only schedules a callback, which a loop that nothing wakes would not run.
     """
     ticker = asyncio.create_task(_tick())
     try:

@@ -1,12 +1,14 @@
-"""The variables that a line or a prompt can name."""
+"""The surroundings of a line: the variables that it can name, and the cell that it stands in."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
 
 def prompt_namespace(shell: InteractiveShell) -> dict[str, object]:
-    """The variables that a prompt can name: the notebook's, with `In` as it was typed."""
+    """Return the variables that a prompt can name: the notebook's, with `In` as it was typed."""
     namespace = dict(shell.user_ns)
     for name in ("exit", "quit"):
         if namespace.get(name) is shell.user_ns_hidden.get(name):
@@ -15,3 +17,11 @@ def prompt_namespace(shell: InteractiveShell) -> dict[str, object]:
     if history is not None and namespace.get("In") is history.input_hist_parsed:
         namespace["In"] = history.input_hist_raw
     return namespace
+
+
+def running_cell(shell: InteractiveShell) -> tuple[str, str]:
+    """Return the ids of the cell that runs and of its run; each is empty where the frontend gives none."""
+    parent: Any = getattr(shell, "get_parent", dict)() or {}
+    return (parent.get("metadata") or {}).get("cellId") or "", (parent.get("header") or {}).get(
+        "msg_id"
+    ) or ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,85 +12,74 @@ from typing import TYPE_CHECKING, Any, Protocol
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import ConnectionInfo, list_connections
+from nbengine.client.engines import spare
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import NBEngineError
+from nbengine.errors import did_you_mean
 from nbengine.frontend.control import Control
 from nbengine.ipc.control_messages import EngineReady, Progress
-from nbengine.magics.arguments import did_you_mean
-from nbengine.magics.generation.ledger import Ledger
+from nbengine.magics.engines.ledger import Ledger
 from nbengine.magics.generation.ongoing import OngoingRequests
-from nbengine.magics.tokens.branching import BranchClient
-from nbengine.metrics.stats import EngineStats
+from nbengine.magics.generation.request import RequestClient
+from nbengine.magics.generation.waits import Watched
+from nbengine.runtime.connection import ConnectionInfo, list_connections
+from nbengine.widgets.following.ownership import Client
 from nbengine.widgets.live import in_kernel
 
 if TYPE_CHECKING:
-    from nbengine.frontend.transcripts import Transcript
+    from nbengine.frontend.outputs.transcripts import Transcript
 
 ProgressCallback = Callable[[Progress], None]
 
 
-class EngineClient(BranchClient, Protocol):
+class EngineClient(RequestClient, Watched, Client, Protocol):
     """The part of `AsyncLLM` that the magics use."""
 
     @property
     def connection(self) -> ConnectionInfo:
-        """Where the engine lives."""
+        """Return the connection info of the engine."""
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's configuration."""
+        """Return the engine's configuration."""
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine said when it was ready."""
+        """Return what the engine reported when it was ready."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
+        """Return whether the model has a chat template."""
 
     def transcripts_blocking(self, session: str | None = None) -> list[Transcript]:
-        """What the engine has kept of this notebook, or of another one."""
+        """Return the answers that the engine has kept for this notebook, or for another session."""
 
     def read_transcripts(self, request_ids: Iterable[str], session: str | None = None) -> None:
-        """Tell the engine, without waiting, that these have been seen."""
+        """Tell the engine, without waiting, that these answers have been read."""
 
     def forget_transcripts_blocking(
         self, request_ids: Iterable[str] | None = None, session: str | None = None
     ) -> int:
-        """Have the engine drop these, all that have ended if None."""
+        """Drop these answers in the engine; None: all that have ended. Return their number."""
 
     def transcript_sessions_blocking(self) -> dict[str, int]:
-        """How many completions nobody has read, by session."""
+        """Count the completions that nobody has read, by session."""
 
-    @property
-    def client_index(self) -> int:
-        """By which the engine knows this client's requests."""
-
-    @property
-    def death(self) -> NBEngineError | None:
-        """Why the engine has ended, as far as the client knows that it has."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens."""
-
-    def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
+    def render_chat(
+        self, messages: list[dict[str, str]], *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]:
         """Apply the chat template."""
 
     def default_sampling_params(self) -> dict[str, Any]:
-        """The model's own defaults."""
+        """Return the model's own defaults."""
 
     @property
     def control(self) -> Control:
-        """The blocking utilities."""
-
-    def stats_blocking(self) -> EngineStats:
-        """A snapshot of the engine's state."""
+        """Return the blocking controls of the engine."""
 
     def scale_blocking(
         self, data_parallel_size: int, timeout: float | None = None, progress: ProgressCallback | None = None
     ) -> int:
-        """Have so many engine cores, and return their number."""
+        """Start or end engine cores until there are `data_parallel_size`, and return their number."""
 
     def detach(self) -> None:
         """Leave the engine running."""
@@ -100,10 +89,16 @@ class EngineClient(BranchClient, Protocol):
 
 
 class Backend(Protocol):
-    """Where engines come from."""
+    """The maker of engines, and of clients of engines that run."""
+
+    def keep_spare(self) -> None:
+        """Start the processes of an engine before it is asked for, so that its start is quick."""
+
+    def drop_spare(self) -> None:
+        """End them, if no engine has needed them."""
 
     def prepare(self, arguments: Mapping[str, Any], *, progress: ProgressCallback) -> None:
-        """Find or fetch what a start with these arguments needs; raises where it could not begin."""
+        """Find or fetch the files that a start with these arguments needs; raise if it could not begin."""
 
     def start(
         self, arguments: Mapping[str, Any], *, name: str | None, session: str, progress: ProgressCallback
@@ -115,7 +110,17 @@ class Backend(Protocol):
 
 
 class AsyncLLMBackend:
-    """Engines in processes of their own, which outlive the kernel."""
+    """A backend whose engines run in their own processes and outlive the kernel."""
+
+    def keep_spare(self) -> None:
+        """Start the processes of an engine before it is asked for, so that its start is quick."""
+        # An engine can be started without them.
+        with contextlib.suppress(OSError, RuntimeError):
+            spare.keep_spare()
+
+    def drop_spare(self) -> None:
+        """End them, if no engine has needed them."""
+        spare.drop_spare()
 
     def prepare(self, arguments: Mapping[str, Any], *, progress: ProgressCallback) -> None:
         """Find or fetch the files of model and tokenizer, and check that the workers can divide the model."""
@@ -135,24 +140,29 @@ class AsyncLLMBackend:
         """Become a client of an engine that runs."""
         from nbengine.frontend.async_llm import AsyncLLM
 
+        self.drop_spare()
         return AsyncLLM.attach(name_or_file, session=session, progress=progress)
 
 
 @dataclass(eq=False)
 class AttachedEngine:
-    """An engine of this notebook; `arguments` are those it was started with, without the defaults."""
+    """An engine of this notebook; `arguments` are those it was started with, without the defaults.
+
+    `configured` names the arguments that come from the notebook's configuration and not from a line.
+    """
 
     client: EngineClient
     arguments: dict[str, Any] = field(default_factory=dict)
+    configured: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
-        """Name of the engine."""
+        """Return the name of the engine."""
         return self.client.name
 
 
 class NotebookSession:
-    """Which engines the notebook is attached to, and which of them is the default: the last one that came."""
+    """The engines that the notebook is attached to; the default is the last one that was added."""
 
     def __init__(self, shell: InteractiveShell, backend: Backend | None = None) -> None:
         self.key = session_key(shell)
@@ -160,15 +170,15 @@ class NotebookSession:
         self.ledger = Ledger(self.key)
         self.ongoing = OngoingRequests()
         self.on_engine_end: list[Callable[[ConnectionInfo], None]] = []
-        """Called when this notebook has ended an engine, its own or not."""
+        """Functions that are called when this notebook has ended an engine, its own or not."""
         self.on_close: list[Callable[[], None]] = []
-        """Called before the notebook leaves its engines."""
+        """Functions that are called before the notebook leaves its engines."""
         self._engines: dict[str, AttachedEngine] = {}
         self._dropped: list[AttachedEngine] = []
 
     @property
     def engines(self) -> list[AttachedEngine]:
-        """The attached engines, the default last. Those that have died are dropped first."""
+        """Return the attached engines, the default last; those that have died are dropped first."""
         for engine in list(self._engines.values()):
             if not engine.client.connection.host_alive:
                 self.drop(engine)
@@ -176,11 +186,11 @@ class NotebookSession:
 
     @property
     def default(self) -> AttachedEngine | None:
-        """The engine that `%%generate` asks."""
+        """Return the engine that `%%generate` asks."""
         return next(reversed(self._engines.values()), None)
 
     def get(self, name: str | None = None) -> AttachedEngine:
-        """The attached engine of that name, or the default.
+        """Find the attached engine of that name, or the default.
 
         Raises:
             UsageError: there is none; the message says what to do.
@@ -196,17 +206,17 @@ class NotebookSession:
         raise UsageError(f"there is no engine {name!r}{did_you_mean(name, self._engines)}")
 
     def find(self, name: str) -> AttachedEngine | None:
-        """The attached engine of that name, if there is one."""
+        """Find the attached engine of that name; None if there is none."""
         return next((engine for engine in self.engines if engine.name == name), None)
 
     def add(self, engine: AttachedEngine) -> None:
-        """Take an engine in, as the default."""
+        """Add an engine, as the default."""
         self._engines.pop(engine.name, None)
         self._engines[engine.name] = engine
         self.ledger.add(engine.client.connection)
 
     def drop(self, engine: AttachedEngine) -> None:
-        """Forget an engine that has died, or that somebody else ended; `bury` waits for the rest of it."""
+        """Forget an engine that has died or was ended elsewhere; `bury` waits until nothing is left of it."""
         if self._engines.get(engine.name) is engine:
             self._dropped.append(engine)
         self._remove(engine)
@@ -229,7 +239,7 @@ class NotebookSession:
             self._remove(engine)
 
     def close(self) -> list[AttachedEngine]:
-        """Leave all engines running without this notebook, which may still come back; returns them."""
+        """Leave all engines running without this notebook, which may still come back, and return them."""
         while self.on_close:
             self.on_close.pop()()
         self.ongoing.views.close()
@@ -247,12 +257,12 @@ class NotebookSession:
 
 
 def live_engines() -> list[ConnectionInfo]:
-    """All engines of this user on this machine whose host runs, oldest first."""
+    """List all engines of this user on this machine whose host runs, oldest first."""
     return [info for info in list_connections() if info.host_alive]
 
 
 def session_key(shell: InteractiveShell) -> str:
-    """Name of this notebook that survives a restart of its kernel: that of the kernel's connection file."""
+    """Return a name of this notebook that survives a restart of its kernel: its connection file's name."""
     if in_kernel(shell):
         from ipykernel.connect import get_connection_file
 

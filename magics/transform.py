@@ -1,4 +1,4 @@
-"""Input transformers: prompts reach the magic byte for byte, and in a kernel the cell awaits its answer."""
+"""Input transformers that keep prompts byte for byte, and let a kernel's cell await its answer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _MAGIC_CALLS = ("run_line_magic", "run_cell_magic")
 def keep_prompts(lines: list[str]) -> list[str]:
     """Turn `%%generate` and `%%chat` cells and `%generate …?` lines into calls before IPython edits them.
 
-    IPython would dedent a body, strip `>>>` from it and drop its trailing blanks; a line that ends with a question
-    mark would become a request for help on its last word. `%engine start?` asks for the help of that command.
+    IPython would dedent a body, strip `>>>` from it and drop its trailing blanks; a line that ends with a
+    question mark would become a request for help on its last word. `%engine start?` asks for the help of that
+    command.
     """
     start = next((index for index, line in enumerate(lines) if not line.isspace()), None)
     cell = None if start is None else _CELL.match(lines[start])
@@ -46,7 +47,7 @@ def keep_prompts(lines: list[str]) -> list[str]:
 
 
 def _line_call(line: str) -> str | None:
-    """The call that a line with a question mark at its end means, if it is one of ours."""
+    """Return the call that a line with a question mark at its end means; None if it is none of ours."""
     if (match := _QUESTION.fullmatch(line)) is not None:
         return f"{match['lead']}get_ipython().run_line_magic({match['magic']!r}, {match['rest']!r})\n"
     if (match := _COMMAND_HELP.fullmatch(line)) is not None:
@@ -54,15 +55,16 @@ def _line_call(line: str) -> str | None:
     return None
 
 
-# IPython calls transformers on incomplete input, too, to see whether it is complete: not this one.
+# IPython calls transformers on incomplete input, too, to see whether it is complete; this exempts ours.
 keep_prompts.has_side_effects = True  # type: ignore[attr-defined]
 
 
 class AwaitGenerate:
-    """Rewrites calls of the magics in `AWAITED` at the top level of a kernel's cell into awaits.
+    """A transformer that turns calls of the magics in `AWAITED` at the top level of a cell into awaits.
 
-    While the cell awaits, the kernel's event loop runs, so that interrupts and widget messages arrive. A cell that
-    runs inside another one (`%%time`, `get_ipython().run_cell(…)`) cannot await and keeps the blocking call.
+    While the cell awaits, the kernel's event loop runs, so that interrupts and widget messages arrive. A cell
+    that runs inside another one (`%%time`, `get_ipython().run_cell(…)`) cannot await and keeps the blocking
+    call.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -70,11 +72,11 @@ class AwaitGenerate:
         self._running = threading.local()
 
     def on_pre_execute(self) -> None:
-        """A cell begins in this thread."""
+        """Note that a cell begins in this thread."""
         self._running.depth = self._depth + 1
 
     def on_post_execute(self) -> None:
-        """A cell has ended in this thread."""
+        """Note that a cell has ended in this thread."""
         self._running.depth = max(0, self._depth - 1)
 
     def __call__(self, lines: list[str]) -> list[str]:
@@ -105,7 +107,7 @@ class AwaitGenerate:
 
 
 def _awaited_calls(statements: list[ast.stmt]) -> Iterator[ast.Call]:
-    """Calls of the magics that are whole statements or assigned values, outside functions and classes."""
+    """Find calls of the magics that are statements or assigned values, outside functions and classes."""
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -145,7 +147,7 @@ def _with_awaits(source: str, calls: list[ast.Call]) -> str:
 
 
 def _inside_string(lines: list[str]) -> bool:
-    """Whether a line after `lines` would continue a string literal."""
+    """Return whether a line after `lines` would continue a string literal."""
     try:
         for _ in tokenize.generate_tokens(iter(lines).__next__):
             pass

@@ -1,16 +1,20 @@
-"""A continuous-batching LLM engine beside a notebook. Importing this costs no torch."""
+"""A continuous-batching LLM engine beside a notebook. Importing this package does not import torch."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nbengine.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbengine.config import AsyncEngineArgs, EngineArgs
+    from nbengine.config.registered_models import register_model
     from nbengine.errors import (
         EngineDeadError,
+        EngineStalledError,
         EngineStartError,
         IncompleteOutputError,
         InvalidArgumentError,
@@ -25,11 +29,14 @@ if TYPE_CHECKING:
     )
     from nbengine.frontend.async_llm import AsyncLLM, AsyncLLMEngine
     from nbengine.frontend.fit import fit
-    from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.frontend.llm import LLM
     from nbengine.frontend.llm_engine import LLMEngine
+    from nbengine.frontend.observability.request_log import RequestLog
+    from nbengine.frontend.observability.stat_loggers import LoggingStatLogger, StatLogger
+    from nbengine.frontend.observability.tracing import RequestTracer
+    from nbengine.frontend.requests.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.metrics.stats import EngineStats, SchedulerStats
-    from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ToolCall
     from nbengine.pooling_outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -48,12 +55,12 @@ if TYPE_CHECKING:
     )
     from nbengine.widgets.processes.fit_report import FitReport
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "nbengine.config": ("AsyncEngineArgs", "EngineArgs"),
+    "nbengine.config.registered_models": ("register_model",),
     "nbengine.errors": (
         "EngineDeadError",
+        "EngineStalledError",
         "EngineStartError",
         "IncompleteOutputError",
         "InvalidArgumentError",
@@ -68,11 +75,19 @@ _HOMES = {
     ),
     "nbengine.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "nbengine.frontend.fit": ("fit",),
-    "nbengine.frontend.input_processor": ("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
+    "nbengine.frontend.requests.input_processor": (
+        "EmbedsPrompt",
+        "PromptType",
+        "TextPrompt",
+        "TokensPrompt",
+    ),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
+    "nbengine.frontend.observability.request_log": ("RequestLog",),
+    "nbengine.frontend.observability.stat_loggers": ("LoggingStatLogger", "StatLogger"),
+    "nbengine.frontend.observability.tracing": ("RequestTracer",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
-    "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ToolCall"),
     "nbengine.pooling_outputs": (
         "ClassificationOutput",
         "ClassificationRequestOutput",
@@ -106,6 +121,7 @@ __all__ = [
     "EmbedsPrompt",
     "EngineArgs",
     "EngineDeadError",
+    "EngineStalledError",
     "EngineStartError",
     "EngineStats",
     "FitReport",
@@ -114,6 +130,7 @@ __all__ = [
     "InvalidTypeError",
     "LLMEngine",
     "LeaseExpiredError",
+    "LoggingStatLogger",
     "Logprob",
     "ModelLoadError",
     "ModelNotFoundError",
@@ -124,19 +141,24 @@ __all__ = [
     "PoolingRequestOutput",
     "PromptType",
     "RequestError",
+    "RequestLog",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestTracer",
     "SamplingParams",
     "SchedulerStats",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "StatLogger",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "ToolCall",
     "UtilityError",
     "fit",
     "load_ipython_extension",
+    "register_model",
     "unload_ipython_extension",
 ]
 
@@ -155,14 +177,14 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Entry point of `%load_ext nbengine`: define the magics."""
+    """Define the magics: the entry point of `%load_ext nbengine`."""
     from nbengine.magics.extension import load
 
     load(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Entry point of `%unload_ext nbengine`: detach from the engines and remove the magics."""
+    """Detach from the engines and remove the magics: the entry point of `%unload_ext nbengine`."""
     from nbengine.magics.extension import unload
 
     unload(ipython)

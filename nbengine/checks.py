@@ -5,8 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from nbengine.errors import InvalidArgumentError, InvalidTypeError
+import msgspec
+
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, UnknownArgumentError, quoted
+
+MAX_LINE = 4096
+"""Most characters of an argument that is a name or a path."""
+MAX_DEPTH = 64
+"""Deepest nesting of lists and dicts in a value that the wire or a file carries."""
+_KEY_CHARACTERS = 40
+
+MAX_FACTOR = 1e30
+"""Largest number that may be added to float32 logits or multiply them; the largest float32 is 3.4e38."""
 
 
 def require(name: str, value: object, ok: bool, allowed: str) -> None:
@@ -21,13 +33,13 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def require_count(name: str, value: int) -> None:
-    """Raise `InvalidArgumentError` unless `value` is at least 1 and what an array may have of something."""
+    """Raise `InvalidArgumentError` unless `value` is at least 1 and small enough to be an array's size."""
     require(name, value, value >= 1, "at least 1")
     require(name, value, value < 2**31, "below 2**31")
 
 
 def require_number(name: str, value: object) -> None:
-    """Raise unless `value` is a finite number, which has at most 64 bits if it is an integer."""
+    """Raise unless `value` is a finite number and, if it is an integer, has at most 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(name, value, "a number")
     if isinstance(value, int):
@@ -36,14 +48,19 @@ def require_number(name: str, value: object) -> None:
         raise InvalidArgumentError(name, value, "finite")
 
 
+def require_fits_logits(name: str, value: float) -> None:
+    """Raise `InvalidArgumentError` if `value`, added or multiplied, could make float32 logits not finite."""
+    require(name, value, abs(value) <= MAX_FACTOR, f"at most {MAX_FACTOR:g} in size")
+
+
 def require_int(name: str, value: object) -> None:
-    """Raise unless `value` is an integer (a bool is none)."""
+    """Raise unless `value` is an integer (a bool is not one)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidTypeError(name, value, "an integer")
 
 
 def check_logit_bias(logit_bias: object) -> None:
-    """Raise unless it is None, or a dict from token ids to finite numbers."""
+    """Raise unless `logit_bias` is None, or a dict from token ids to finite numbers."""
     if logit_bias is None:
         return
     if not isinstance(logit_bias, dict):
@@ -51,34 +68,52 @@ def check_logit_bias(logit_bias: object) -> None:
     for token_id, bias in logit_bias.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise InvalidTypeError("logit_bias", token_id, "a dict whose keys are token ids")
-        require_number(f"logit_bias[{token_id}]", bias)
+        name = f"logit_bias[{quoted(token_id, _KEY_CHARACTERS)}]"
+        require_number(name, bias)
+        require_fits_logits(name, bias)
 
 
 def check_extra_args(extra_args: object) -> None:
-    """Raise unless it is None, or a dict of plain values that the wire can carry."""
+    """Raise unless `extra_args` is None, or a dict of plain values that the wire can carry."""
     if extra_args is None:
         return
     if not isinstance(extra_args, dict) or not all(isinstance(name, str) for name in extra_args):
         raise InvalidTypeError("extra_args", extra_args, "a dict with names as keys, or None")
-    for name, value in extra_args.items():
-        _check_plain(f"extra_args[{name!r}]", value)
+    _check_plain("extra_args", extra_args)
 
 
-def _check_plain(name: str, value: object) -> None:
-    if value is None or isinstance(value, (bool, float, str, bytes)):
+def check_json_object(name: str, value: object) -> None:
+    """Raise unless `value` is a dict that JSON can write, so that a file can carry it."""
+    if not isinstance(value, dict):
+        raise InvalidTypeError(name, value, "a dict with strings as keys")
+    _check_plain(name, value, in_json=True)
+
+
+def _check_plain(name: str, value: object, depth: int = 0, *, in_json: bool = False) -> None:
+    if isinstance(value, str):
+        require_utf8(name, value)
+    elif isinstance(value, float):
+        require(name, value, not in_json or math.isfinite(value), "finite")
+    elif value is None or isinstance(value, bool) or (isinstance(value, bytes) and not in_json):
         return
-    if isinstance(value, int):
+    elif isinstance(value, int):
         require(name, value, -(2**63) <= value < 2**64, "an integer of 64 bits")
-    elif isinstance(value, list):
+    elif isinstance(value, (list, dict)) and depth == MAX_DEPTH:
+        raise InvalidArgumentError(name.partition("[")[0], value, f"at most {MAX_DEPTH} lists and dicts deep")
+    elif isinstance(value, list) or (isinstance(value, tuple) and in_json):
         for index, item in enumerate(value):
-            _check_plain(f"{name}[{index}]", item)
+            _check_plain(f"{name}[{index}]", item, depth + 1, in_json=in_json)
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise InvalidTypeError(f"{name}", key, "a dict with strings as keys")
-            _check_plain(f"{name}[{key!r}]", item)
+                raise InvalidTypeError(name, key, "a dict with strings as keys")
+            require_utf8(name, key)
+            _check_plain(f"{name}[{quoted(key, _KEY_CHARACTERS)}]", item, depth + 1, in_json=in_json)
     else:
-        raise InvalidTypeError(name, value, "None, True, False, a number, a string, bytes, a list or a dict")
+        kinds = (
+            "None, True, False, a number, a string, " + ("" if in_json else "bytes, ") + "a list or a dict"
+        )
+        raise InvalidTypeError(name, value, kinds)
 
 
 def require_list(name: str, value: object, kind: type, allowed: str) -> None:
@@ -88,11 +123,41 @@ def require_list(name: str, value: object, kind: type, allowed: str) -> None:
         raise InvalidTypeError(name, value, allowed)
 
 
+def require_texts(name: str, value: object, allowed: str) -> None:
+    """Raise unless `value` is a list of strings that can be written as UTF-8."""
+    if not isinstance(value, list):
+        raise InvalidTypeError(name, value, allowed)
+    for text in value:
+        if not isinstance(text, str):
+            raise InvalidTypeError(name, value, allowed)
+        require_utf8(name, text)
+
+
 def require_text(name: str, value: object) -> None:
     """Raise unless `value` is a string, not empty, that can be written as UTF-8."""
     if not isinstance(value, str):
         raise InvalidTypeError(name, value, "a string")
     require(name, value, bool(value), "not empty")
+    require_utf8(name, value)
+
+
+def require_line(name: str, value: object) -> None:
+    """Raise unless `value` is a string that may be a name or a path."""
+    if not isinstance(value, str):
+        raise InvalidTypeError(name, value, "a string")
+    require(name, value, len(value) <= MAX_LINE, f"at most {MAX_LINE} characters long")
+    require(name, value, "\0" not in value, "without null characters")
+    require_utf8(name, value)
+
+
+def check_session(session: object) -> None:
+    """Raise unless `session` is None, or a name that a client may keep across restarts of its process."""
+    if session is not None:
+        require_line("session", session)
+
+
+def require_utf8(name: str, value: str) -> None:
+    """Raise unless the wire can carry the string `value`."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -110,7 +175,9 @@ def require_json_schema(name: str, value: object) -> None:
             value = json.loads(value)
         else:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+            # JSON can carry integers of more than 64 bits, the wire cannot.
+            msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
     require(name, value, isinstance(value, dict), allowed)
 
@@ -129,3 +196,22 @@ def require_true(name: str, value: object) -> None:
     """Raise unless `value` is True."""
     if value is not True:
         raise InvalidTypeError(name, value, "True, or None")
+
+
+class SuggestingMeta(msgspec.StructMeta):
+    """The metaclass of structs that people make with keyword arguments.
+
+    The error about an unknown argument names the one that was probably meant.
+    """
+
+    if not TYPE_CHECKING:
+        # Type checkers must not see this method, so that they take the fields for the arguments.
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError:
+                for name in kwargs:
+                    if name not in cls.__struct_fields__:
+                        known = cls.__struct_fields__
+                        raise UnknownArgumentError.among(cls.__name__, name, known) from None
+                raise

@@ -3,39 +3,70 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from nbengine.errors import NBEngineError
+from nbengine.errors import EngineDeadError, InvalidArgumentError, NBEngineError, quoted
 from nbengine.units import size
+from nbengine.version import __version__
+
+if TYPE_CHECKING:
+    from nbengine.server.settings import ServerSettings
+
+_LONGEST_COMPLAINT = 500
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says on one line of bounded length what is wrong with a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        text = message if message.isprintable() else quoted(message, _LONGEST_COMPLAINT)
+        cut = text if len(text) <= _LONGEST_COMPLAINT else text[: _LONGEST_COMPLAINT - 1] + "…"
+        self.exit(2, f"{self.prog}: error: {cut}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, 1 for an error, 130 for an interrupt."""
+    """Run a command and return its exit status: 0, 1 for an error, 2 for a wrong argument, 130 for an
+    interrupt."""
     parser = _parser()
     options, further = parser.parse_known_args(arguments)
-    if options.run is _fit:
+    if options.run in (_fit, _serve):
         options.arguments = further
     elif further:
         parser.error(f"unrecognized arguments: {' '.join(further)}")
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
     except NBEngineError as error:
         print(f"nbengine: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidArgumentError) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of a pipe has had enough; nothing more can be written, at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of the pipe has closed it.
+        _close_output()
         return 0
+    except OSError as error:
+        # The disk to which the output goes is full, for instance.
+        print(f"nbengine: {error}", file=sys.stderr)
+        _close_output()
+        return 1
     return status
 
 
+def _close_output() -> None:
+    """Replace standard output with the null device, so that flushing it at exit does not fail, too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nbengine", description="Models and engines of nbengine.")
+    parser = _Parser(prog="nbengine", description="Models and engines of nbengine.")
+    parser.add_argument("--version", action="version", version=f"nbengine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     fetch = commands.add_parser("fetch", help="put a model into the cache")
     fetch.add_argument(
@@ -45,13 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     fetch.set_defaults(run=_fetch)
     fit = commands.add_parser("fit", help="tell whether a model fits on this machine", add_help=False)
     fit.set_defaults(run=_fit)
+    serve = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API", add_help=False)
+    serve.set_defaults(run=_serve)
     ps = commands.add_parser("ps", help="list the engines")
     ps.set_defaults(run=_ps)
     stop = commands.add_parser("stop", help="end an engine and wait until it is gone")
     stop.add_argument("name")
-    stop.add_argument("--drain", action="store_true", help="let it finish what runs")
+    stop.add_argument("--drain", action="store_true", help="let the requests that run finish first")
     stop.add_argument(
-        "--timeout", type=float, default=None, metavar="S", help="seconds before it is made to end"
+        "--timeout", type=_seconds, default=None, metavar="S", help="seconds to wait before it is terminated"
     )
     stop.set_defaults(run=_stop)
     reap = commands.add_parser("reap", help="remove what dead engines have left")
@@ -59,25 +92,48 @@ def _parser() -> argparse.ArgumentParser:
     reap.set_defaults(run=_reap)
     logs = commands.add_parser("logs", help="show an engine's log")
     logs.add_argument("name")
-    logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="how many lines (default 50)")
+    logs.add_argument(
+        "-n", "--lines", type=_count, default=50, metavar="N", help="number of lines (default 50)"
+    )
     logs.add_argument(
         "--rank",
         type=int,
         metavar="R",
-        help="of the worker of this rank instead, counted through all engine cores",
+        help="show the log of the worker of this rank instead; ranks count through all engine cores",
     )
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the engine ends")
+    logs.add_argument("-f", "--follow", action="store_true", help="show new lines until the engine ends")
     logs.set_defaults(run=_logs)
     return parser
 
 
-def _fetch(options: argparse.Namespace) -> int:
-    from nbengine.config import ModelConfig
-    from nbengine.frontend.progress_line import progress_line
-    from nbengine.models.files import resolve_model
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {quoted(text)}")
+    return seconds
 
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {quoted(text)}")
+    return number
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from nbengine.config import EngineArgs
+    from nbengine.frontend.progress_line import progress_line
+    from nbengine.models.checkpoints.files import resolve_model
+
+    asked = EngineArgs(model=options.model, revision=options.revision).create_engine_config(bound=True)
     with progress_line(f"{options.model}:", everywhere=True) as progress:
-        config = resolve_model(ModelConfig(model=options.model, revision=options.revision), progress)
+        config = resolve_model(asked.model, progress)
     weights_bytes = sum(os.path.getsize(path) for path in config.weights)
     print(f"{options.model}: {config.directory} ({size(weights_bytes)} of weights)")
     return 0
@@ -104,9 +160,68 @@ def _fit(options: argparse.Namespace) -> int:
     return 0 if report.fits else 1
 
 
+def _serve(options: argparse.Namespace) -> int:
+    # A key on the command line is not to be seen in the list of processes.
+    from setproctitle import setproctitle
+
+    setproctitle("nbengine: serve")
+    from IPython.core.error import UsageError
+
+    from nbengine.magics.arguments import HelpRequested
+    from nbengine.magics.engines.arguments import start_options, start_parser
+    from nbengine.server.arguments import KEY_VARIABLE, add_server_arguments, settings_of
+    from nbengine.server.launch import check_installed
+
+    parser = start_parser("serve", "nbengine serve")
+    add_server_arguments(parser)
+    try:
+        parsed = vars(parser.parse_words(options.arguments))
+        asked = start_options(parsed, "nbengine serve")
+    except HelpRequested as request:
+        print(request)
+        return 0
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    check_installed()
+    settings = settings_of(parsed)
+    # The engine's processes need not know the key.
+    os.environ.pop(KEY_VARIABLE, None)
+    return _serve_engine(settings, asked.name, asked.arguments)
+
+
+def _serve_engine(settings: ServerSettings, name: str | None, arguments: dict[str, Any]) -> int:
+    from nbengine.config import EngineArgs
+    from nbengine.frontend.async_llm import AsyncLLM
+    from nbengine.frontend.progress_line import progress_line
+    from nbengine.ipc.shortage import raise_file_limit
+    from nbengine.runtime.logs import configure_logging
+    from nbengine.server.process import end_line, serve
+    from nbengine.server.records import ServerRecord
+
+    engine_args = EngineArgs.from_kwargs({"model": EngineArgs.model, **arguments}, "nbengine serve")
+    configure_logging("server")
+    raise_file_limit()
+
+    def start() -> AsyncLLM:
+        with progress_line(f"{engine_args.model}:", everywhere=True) as progress:
+            return AsyncLLM.from_engine_args(engine_args, name=name, progress=progress)
+
+    def on_ready(record: ServerRecord) -> None:
+        access = "with an API key" if record.wants_key else "for this machine only, without an API key"
+        print(f"serving {', '.join(record.model_names)} at {record.url}/v1 {access}", flush=True)
+
+    try:
+        serve(settings, start, on_ready, ends_engine=True)
+    except EngineDeadError as error:
+        raise NBEngineError(end_line(error)) from error
+    return 0
+
+
 def _ps(options: argparse.Namespace) -> int:
     del options
-    from nbengine.client.directory import list_engines
+    from nbengine.client.engines.directory import list_engines
+    from nbengine.runtime.other_protocols import other_engines
 
     rows = [("NAME", "STATE", "PID", "CLIENTS", "PROCESSES", "MEMORY", "UP", "MODEL")]
     for engine in list_engines():
@@ -118,11 +233,14 @@ def _ps(options: argparse.Namespace) -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for other in other_engines():
+        if other.may_live:
+            print(other.note)
     return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from nbengine.client.directory import STOP_TIMEOUT, find_engine, stop_engine
+    from nbengine.client.engines.directory import STOP_TIMEOUT, find_engine, stop_engine
 
     info = find_engine(options.name)
     timeout = STOP_TIMEOUT if options.timeout is None else options.timeout
@@ -132,7 +250,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _reap(options: argparse.Namespace) -> int:
-    from nbengine.client.directory import reap
+    from nbengine.client.engines.directory import reap
 
     report = reap(end_unattached=options.unattached)
     lines = [f"removed what was left of {name}" for name in report.dead]
@@ -144,8 +262,8 @@ def _reap(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from nbengine.client.logs import find_log, find_worker_log, follow_log
-    from nbengine.engine.logs import log_tail
+    from nbengine.client.engines.logs import find_log, find_worker_log, follow_log
+    from nbengine.runtime.logs import log_tail
 
     path, info = find_log(options.name)
     if options.rank is not None:

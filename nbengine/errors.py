@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class NBEngineError(Exception):
     """Base of everything that nbengine raises on purpose."""
@@ -20,11 +23,30 @@ class InvalidArgumentError(NBEngineError, ValueError):
         self.allowed = allowed
 
     def __str__(self) -> str:
-        return f"{self.argument} must be {self.allowed}, got {_short(self.value)}"
+        return f"{self.argument} must be {self.allowed}, got {quoted(self.value)}"
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
     """An argument has a type that is not allowed."""
+
+
+class UnknownArgumentError(InvalidTypeError):
+    """A call has an unknown keyword argument; the message has the name that was probably meant.
+
+    `allowed` is the text that the message has after the unknown name.
+    """
+
+    def __init__(self, function: str, name: str, allowed: str) -> None:
+        super().__init__(function, name, allowed)
+
+    @classmethod
+    def among(cls, function: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
+        """Make the error about the argument `name` of `function`, which takes the `known` ones."""
+        names = sorted(known)
+        return cls(function, name, did_you_mean(name, names) or f"; there are {', '.join(names)}")
+
+    def __str__(self) -> str:
+        return f"{self.argument} has no argument {quoted(self.value)}{self.allowed}"
 
 
 class NotSupportedError(NBEngineError, NotImplementedError):
@@ -32,7 +54,7 @@ class NotSupportedError(NBEngineError, NotImplementedError):
 
 
 class ModelNotFoundError(NBEngineError, ValueError):
-    """No model goes by that name: not an alias, not a path, not found on the hub."""
+    """No model has the given name: it is neither an alias nor a path, and the hub does not have it."""
 
 
 class ModelLoadError(NBEngineError):
@@ -44,9 +66,11 @@ class RequestError(NBEngineError, ValueError):
 
 
 class RequestLostError(RequestError):
-    """The engine core that had a request has ended, and the request cannot go on elsewhere; every other request does.
+    """The engine core that had a request has ended, and the request cannot go on elsewhere; other requests
+    do.
 
-    Requests that had no output yet are sent to another engine core instead, unless they were meant for this one alone.
+    Requests without output are sent to another engine core instead, unless they were meant for this one
+    alone.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -68,6 +92,19 @@ class UtilityError(NBEngineError):
 
 class WireError(NBEngineError):
     """A message between processes cannot be encoded, or what came cannot be decoded."""
+
+
+class ProtocolMismatchError(WireError):
+    """Another process, or a file, is of a version of nbengine that this one does not understand."""
+
+    def __init__(self, message: str, theirs: int) -> None:
+        super().__init__(message, theirs)
+        self.message = message
+        self.theirs = theirs
+        """Number of the protocol that the other process or file uses; see `nbengine.ipc.protocol`."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class QueueClosedError(NBEngineError):
@@ -106,10 +143,32 @@ class EngineDeadError(EngineEndError):
     """The engine ended while it was needed."""
 
 
+class EngineStalledError(NBEngineError, TimeoutError):
+    """The engine runs and did not answer in time; the message says what it is doing, if that is known."""
+
+
 class LeaseExpiredError(NBEngineError):
     """The host saw no heartbeat from this client in time and dropped its requests."""
 
 
-def _short(value: object, limit: int = 120) -> str:
-    text = repr(value)
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean X?"` for the nearest of `known`, an empty string if none is near."""
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def shown(value: object, limit: int = 200) -> str:
+    """Write `value` on one line of a message: as it is, or quoted and cut if it is long or unprintable."""
+    text = str(value)
+    return text if text.isprintable() and 0 < len(text) <= limit else quoted(text, limit)
+
+
+def quoted(value: object, limit: int = 120) -> str:
+    """Write `value` as Python does, cut short."""
+    try:
+        # repr() of the whole would cost time and memory to show a little of it.
+        text = repr(value[: limit + 1] if isinstance(value, str | bytes | list | tuple) else value)
+    except (ValueError, RecursionError):
+        # The value is an integer of thousands of digits, or is nested too deep.
+        return f"a value of type {type(value).__name__} that is too large to be shown"
     return text if len(text) <= limit else text[: limit - 1] + "…"

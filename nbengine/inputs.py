@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from nbengine.frontend.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
+from nbengine.frontend.requests.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 
 __all__ = ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"]

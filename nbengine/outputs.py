@@ -1,4 +1,4 @@
-"""What callers get back from the engine."""
+"""The outputs that callers get back from the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SHORTEST_SPAN = 0.02
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, and where it was computed. Times are seconds of `time.monotonic()` on the machine of the frontend."""
+    """Times of one request, and the engine cores that computed it.
+
+    Times are seconds of `time.monotonic()` on the machine of the frontend.
+    """
 
     arrival_time: float = 0.0
     queued_time: float | None = None
@@ -24,25 +27,26 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_generation_tokens: int = 0
     data_parallel_ranks: tuple[int, ...] = ()
-    """The engine cores that compute it: with `n > 1` those of all completions, in the order of their first outputs."""
+    """The engine cores that compute the request: with `n > 1` those of all completions, in the order of their
+    first outputs."""
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token, None before it."""
+        """Return the seconds from arrival to the first token, None before it."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
     def inter_token_latency(self) -> float | None:
-        """Mean seconds between two tokens, None with fewer than two."""
+        """Return the mean seconds between two tokens, None with fewer than two."""
         if self.first_token_time is None or self.last_token_time is None or self.num_generation_tokens < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second after the first one; None where they span less than `SHORTEST_SPAN`.
+        """Return the tokens per second after the first one, None if they span less than `SHORTEST_SPAN`.
 
-        Tokens that one message brought say how fast it was read, not how fast the engine is.
+        Tokens that came in one message show how fast it was read, not how fast the engine is.
         """
         latency = self.inter_token_latency
         if latency is None or latency * (self.num_generation_tokens - 1) < SHORTEST_SPAN:
@@ -50,8 +54,8 @@ class RequestMetrics:
         return 1 / latency
 
 
-# Every step makes two of these a request: structs take less than half of a dataclass's time to make, and the garbage
-# collector need not look at them, since they never refer back to what holds them.
+# Every step makes two of these per request: structs take less than half of a dataclass's time to make, and
+# the garbage collector need not look at them, since they never refer back to what holds them.
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -65,13 +69,27 @@ class Logprob(msgspec.Struct, gc=False):
     decoded_token: str | None = None
 
 
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
+    """A call of a tool that a model has written; `arguments` is the JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class CompletionOutput(msgspec.Struct, gc=False):
     """One completion of a request.
 
-    `finish_reason` is None while the request runs, then "stop", "length" or "abort"; `stop_reason` is
-    the stop string or stop token id that ended it, None for the end-of-sequence token. `token_ids` end with the token
-    that completed a stop string. `logprobs` has one entry a token, which begins with the token itself, and
-    `cumulative_logprob` is the sum over the tokens so far, also in a delta; both are None unless asked for.
+    `text` is all that the model has written. Where its format is known (`LLM.chat`), `reasoning` and
+    `content` are the parts of it, without markers, and `tool_calls` the calls that are complete; in a delta
+    they are what is new. `reasoning` and `content` are None if nobody looks for them. A call that cannot be
+    read is a part of the content.
+
+    `finish_reason` is None while the request runs, then "stop", "length" or "abort"; `stop_reason` is the
+    stop string or stop token id that ended it, None for the end-of-sequence token. `token_ids` end with the
+    token that completed a stop string. `logprobs` has one entry per token, which begins with the token
+    itself, and `cumulative_logprob` is the sum over the tokens so far, also in a delta; both are None unless
+    asked for.
     """
 
     index: int
@@ -81,17 +99,21 @@ class CompletionOutput(msgspec.Struct, gc=False):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] = []
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Tell whether the completion has ended, so that nothing more will come."""
         return self.finish_reason is not None
 
 
 class RequestOutput(msgspec.Struct, gc=False):
     """The state of a request as its caller sees it, not to be changed: later outputs are built from it.
 
-    `outputs` has one entry a completion, by index, as far as they have begun; a delta, those that have something new.
+    `outputs` has one entry, by index, for each completion that has begun; in a delta, for each one that has
+    something new.
     """
 
     request_id: str
@@ -100,16 +122,17 @@ class RequestOutput(msgspec.Struct, gc=False):
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One entry a prompt token, None for the first, if asked for; of deltas, only one has it."""
+    """One entry per prompt token, None for the first, if asked for; of a stream's deltas only one has it."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache; with `n > 1`, of the first completion."""
+    """Prompt tokens whose keys and values came from the prefix cache; with `n > 1`, for the first
+    completion."""
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
 
 
 def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """One output that says as much as several of the same request: what came first, then deltas in their order.
+    """Join outputs of one request, the first one and then deltas in their order, into one that says the same.
 
-    What is given stays as it is; the result may share parts with it.
+    The given outputs stay as they are; the result may share parts with them.
     """
     completions: dict[int, list[CompletionOutput]] = {}
     for output in outputs:
@@ -139,7 +162,7 @@ def _joined_completion(parts: list[CompletionOutput]) -> CompletionOutput:
         token_ids += part.token_ids
         if logprobs is not None:
             logprobs += part.logprobs or ()
-    return CompletionOutput(
+    whole = CompletionOutput(
         last.index,
         "".join([part.text for part in parts]),
         token_ids,
@@ -148,3 +171,9 @@ def _joined_completion(parts: list[CompletionOutput]) -> CompletionOutput:
         last.finish_reason,
         last.stop_reason,
     )
+    if last.content is not None:
+        if last.reasoning is not None:
+            whole.reasoning = "".join([part.reasoning or "" for part in parts])
+        whole.content = "".join([part.content or "" for part in parts])
+        whole.tool_calls = [call for part in parts for call in part.tool_calls]
+    return whole

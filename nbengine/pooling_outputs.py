@@ -1,4 +1,4 @@
-"""What callers get back for pooling requests."""
+"""The outputs that callers get back for pooling requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """The outcome as it left the engine: float32, [dimensions], [labels], or [tokens, hidden size] of "encode".
+    """The outcome as it left the engine: float32 [dimensions], [labels] or ("encode") [tokens, hidden size].
 
     The array may be read-only.
     """
@@ -30,7 +30,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Dimensions of the vector."""
+        """Return the number of dimensions of the vector."""
         return len(self.embedding)
 
 
@@ -42,13 +42,16 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """Number of labels."""
+        """Return the number of labels."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts fit together: a cosine in [-1, 1], or of a model made for it a probability."""
+    """The score of how well two texts fit together.
+
+    It is a cosine in [-1, 1], or a probability if the model was made for scoring.
+    """
 
     score: float
 
@@ -78,23 +81,23 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
 @dataclass(slots=True)
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Two texts and how well they fit together; `prompt_token_ids` are those of both."""
+    """Two texts and their score; `prompt_token_ids` has the tokens of both."""
 
 
 def as_embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-    """The outcome of the task "embed"."""
+    """Convert the outcome of the task "embed" to the output that callers get."""
     outputs = EmbeddingOutput(output.outputs.data.tolist())
     return EmbeddingRequestOutput(output.request_id, outputs, **_common(output))
 
 
 def as_classification(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
-    """The outcome of the task "classify"."""
+    """Convert the outcome of the task "classify" to the output that callers get."""
     outputs = ClassificationOutput(output.outputs.data.tolist())
     return ClassificationRequestOutput(output.request_id, outputs, **_common(output))
 
 
 def as_score(output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-    """The outcome of the task "score"."""
+    """Convert the outcome of the task "score" to the output that callers get."""
     outputs = ScoringOutput(float(output.outputs.data[0]))
     return ScoringRequestOutput(output.request_id, outputs, **_common(output))
 

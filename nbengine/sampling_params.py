@@ -1,4 +1,4 @@
-"""What a request asks of the sampler and of its output."""
+"""The parameters of a request: of its sampling or pooling, and of its output."""
 
 from __future__ import annotations
 
@@ -11,22 +11,31 @@ from typing import Any
 import msgspec
 
 from nbengine.checks import (
+    SuggestingMeta,
     check_extra_args,
     check_logit_bias,
     require,
     require_choices,
+    require_fits_logits,
     require_int,
     require_json_schema,
     require_list,
     require_number,
     require_text,
+    require_texts,
     require_true,
 )
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 
 MAX_LOGPROBS = 20
 MAX_N = 16384
-"""Completions of one prompt: each is a request of its own."""
+"""Most completions of one prompt: each is computed as a separate request."""
+MAX_STOP_STRINGS = 1024
+MAX_BAD_WORDS = 1024
+MAX_TEXT_CHARACTERS = 65_536
+"""Most characters of all strings in `stop` together, and of those in `bad_words`."""
+MAX_TOKEN_IDS = 2**19
+"""Most entries of `stop_token_ids`, `allowed_token_ids` and `logit_bias`: more than a vocabulary has."""
 POOLING_TASKS = ("embed", "classify", "score", "encode")
 POOLING_TYPES = ("mean", "cls", "last")
 MAX_SEED = 2**63 - 1
@@ -35,26 +44,28 @@ GREEDY_TEMPERATURE = 1e-5
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each `RequestOutput` of a stream carries."""
+    """The part of a request's output that each `RequestOutput` of a stream carries."""
 
     CUMULATIVE = 0
     """Everything generated so far, by all completions."""
     DELTA = 1
-    """What is new since the previous output, of the completions that have anything new."""
+    """The text and tokens since the previous output, of the completions that have anything new."""
     FINAL_ONLY = 2
     """Nothing until the request is finished."""
 
 
-class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, frozen=True):
+class StructuredOutputsParams(
+    msgspec.Struct, omit_defaults=True, kw_only=True, frozen=True, metaclass=SuggestingMeta
+):
     """Constraint on the generated text; exactly one of the first five fields is set.
 
-    `json` is a JSON schema: a dictionary, its text, or a pydantic model class. `regex` is matched against the whole
-    output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's syntax. In JSON the output may have a
-    space or an indented new line between its parts; `disable_any_whitespace` allows none, and
-    `whitespace_pattern` is a regular expression of what is allowed.
+    `json` is a JSON schema: a dictionary, its text, or a pydantic model class. `regex` is matched against the
+    whole output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's syntax. In JSON the
+    output may have a space or an indented new line between its parts; `disable_any_whitespace` forbids these,
+    and `whitespace_pattern` is a regular expression that says what is allowed there.
 
     Raises:
-        InvalidArgumentError: a field is empty, not JSON, or there is more than one constraint or none.
+        InvalidArgumentError: a field is empty or not JSON, or there is not exactly one constraint.
         InvalidTypeError: a field has the wrong type.
     """
 
@@ -94,18 +105,22 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, 
 
     @property
     def constraint(self) -> tuple[str, Any]:
-        """The name of the field that is set, and its value."""
+        """Return the name of the field that is set, and its value."""
         return next((kind, value) for kind in _CONSTRAINTS if (value := getattr(self, kind)) is not None)
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=SuggestingMeta):
     """Sampling parameters of one request, validated on construction.
 
     `temperature=0` is greedy. `top_k` of 0 or -1 and `min_p=0` and `top_p=1` switch the filter off.
-    `max_tokens=None` means: up to the model's context length. `truncate_prompt_tokens=k` keeps the last k tokens
-    of a prompt, -1 the last `max_model_len - 1`, which leave room for one of output. Of `n` completions (16,384 at
-    most), which need random sampling, the one with index i has the seed `seed + i`. `logprobs=K` asks for the log probability of each
-    token and of the K likeliest in its place, `prompt_logprobs=K` for those of the prompt's tokens.
+    `max_tokens=None` means: up to the model's context length. `truncate_prompt_tokens=k` keeps the last k
+    tokens of a prompt, -1 the last `max_model_len - 1`, which leave room for one token of output. Of `n`
+    completions (16,384 at most), which need random sampling, the one with index i has the seed `seed + i`.
+    `logprobs=K` asks for the log probability of each token and of the K likeliest in its place,
+    `prompt_logprobs=K` for those of the prompt's tokens. `stop` and `bad_words` take 1,024 strings each, of
+    65,536 characters together, `stop_token_ids`, `allowed_token_ids` and `logit_bias` 524,288 token ids each.
+    `spaces_between_special_tokens=False` leaves out the spaces that a tokenizer of words puts between special
+    tokens, where `skip_special_tokens=False` keeps these.
 
     Raises:
         InvalidArgumentError: a value is out of range (also a `ValueError`).
@@ -138,6 +153,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     truncate_prompt_tokens: int | None = None
+    thinking_budget: int | None = None
+    """Most tokens of reasoning, which is then closed; only for prompts that say where reasoning is."""
 
     extra_args: dict[str, Any] | None = None
     """Parameters of custom logits processors: plain values."""
@@ -149,6 +166,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._normalise()
+        self._check_sizes()
         self._check_types()
         self._check_ranges()
 
@@ -164,7 +182,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = getattr(self, name)
             if value is None:
                 setattr(self, name, [])
-            elif not isinstance(value, (str, list)):
+            elif not isinstance(value, (str, list)) and hasattr(value, "__iter__"):
                 setattr(self, name, list(value))
         allowed: Any = self.allowed_token_ids
         if isinstance(allowed, (tuple, set, frozenset, range)):
@@ -174,8 +192,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         if type(self.output_kind) is not RequestOutputKind:
             self.output_kind = _checked_output_kind(self.output_kind)
 
+    def _check_sizes(self) -> None:
+        # Sizes are checked first, so that no other check walks through a huge list.
+        for name, most, what in _SIZES:
+            value = getattr(self, name)
+            if value and isinstance(value, (list, dict)) and len(value) > most:
+                raise InvalidArgumentError(name, len(value), f"at most {most} {what}")
+
     def _check_types(self) -> None:
-        # Also run on the engine's side of the wire, for every request: a right type costs no call.
+        # This also runs on the engine's side of the wire for every request: a right type costs no call.
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float or not math.isfinite(value):
@@ -184,7 +209,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = getattr(self, name)
             if type(value) is not int:
                 require_int(name, value)
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+        for name in (
+            "seed",
+            "max_tokens",
+            "logprobs",
+            "prompt_logprobs",
+            "truncate_prompt_tokens",
+            "thinking_budget",
+        ):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 require_int(name, value)
@@ -200,8 +232,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         structured = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             raise InvalidTypeError("structured_outputs", structured, "StructuredOutputsParams, or None")
-        require_list("stop", self.stop, str, "a string or a list of strings")
-        require_list("bad_words", self.bad_words, str, "a list of strings")
+        require_texts("stop", self.stop, "a string or a list of strings")
+        require_texts("bad_words", self.bad_words, "a list of strings")
         require_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
         if self.allowed_token_ids is not None:
             require_list("allowed_token_ids", self.allowed_token_ids, int, "a list of token ids")
@@ -212,6 +244,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         require("n", self.n, self.n >= 1, "at least 1")
         require("n", self.n, self.n <= MAX_N, f"at most {MAX_N}")
         require("temperature", self.temperature, self.temperature >= 0, "a finite number, 0 or greater")
+        require_fits_logits("temperature", self.temperature)
         require("n", self.n, self.n == 1 or not self.is_greedy, "1 when using greedy sampling")
         require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (off), or at least 1")
@@ -228,6 +261,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = getattr(self, name)
             require(name, value, -2 <= value <= 2, "in [-2, 2]")
         require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "greater than 0")
+        require_fits_logits("repetition_penalty", self.repetition_penalty)
+        require(
+            "repetition_penalty", self.repetition_penalty, self.repetition_penalty >= 1e-30, "at least 1e-30"
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
@@ -235,6 +272,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         if self.truncate_prompt_tokens is not None:
             value = self.truncate_prompt_tokens
             require("truncate_prompt_tokens", value, value == -1 or value >= 1, "-1, at least 1, or None")
+        if self.thinking_budget is not None:
+            budget = self.thinking_budget
+            require("thinking_budget", budget, 0 <= budget < 2**31, "in [0, 2**31), or None")
+        for name in ("stop", "bad_words"):
+            if texts := getattr(self, name):
+                num_characters = sum(map(len, texts))
+                limit = f"of at most {MAX_TEXT_CHARACTERS} characters together"
+                require(name, num_characters, num_characters <= MAX_TEXT_CHARACTERS, limit)
         require("stop", self.stop, all(self.stop), "without empty strings")
         require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "without empty strings")
         if self.allowed_token_ids is not None:
@@ -245,12 +290,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, without a random draw."""
+        """Tell whether the most likely token is taken, without a random draw."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that have occurred are to be penalised or favoured."""
+        """Tell whether tokens that have occurred are penalised or favoured."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def clone(self) -> SamplingParams:
@@ -268,12 +313,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         )
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What a pooling request asks for, validated on construction.
+class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=SuggestingMeta):
+    """The parameters of one pooling request, validated on construction.
 
     Attributes:
-        task: "embed" (one vector a prompt), "encode" (the hidden state of every token), "classify" or "score"
-            (the model's classification head); None is the first of these that the model supports.
+        task: "embed" (one vector per prompt), "encode" (the hidden state of every token), "classify" or
+            "score" (the model's classification head); None is the first of these that the model supports.
         pooling: "mean", "cls" (the first token) or "last", for "embed"; None is the model's own.
         normalize: scale vectors to length 1; None is the model's own for "embed", and False for "encode".
         dimensions: keep this many leading dimensions (Matryoshka embeddings), then normalise.
@@ -294,7 +339,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
     second_segment_start: int | None = None
-    """Filled in for a pair of texts: where in the prompt the second one begins."""
+    """Filled in for a pair of texts: the position in the prompt at which the second one begins."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("task", POOLING_TASKS), ("pooling", POOLING_TYPES)):
@@ -322,10 +367,20 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether the hidden states of other tokens than the last one matter; known once completed."""
+        """Tell whether hidden states of other tokens than the last one matter.
+
+        The answer holds once the frontend has filled in `task` and `pooling`.
+        """
         return self.task == "encode" or self.pooling != "last"
 
 
+_SIZES = (
+    ("stop", MAX_STOP_STRINGS, "strings"),
+    ("bad_words", MAX_BAD_WORDS, "strings"),
+    ("stop_token_ids", MAX_TOKEN_IDS, "token ids"),
+    ("allowed_token_ids", MAX_TOKEN_IDS, "token ids"),
+    ("logit_bias", MAX_TOKEN_IDS, "token ids"),
+)
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -339,7 +394,7 @@ _NUMBERS = (
 def _checked_output_kind(value: Any) -> RequestOutputKind:
     try:
         return RequestOutputKind(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         allowed = ", ".join(str(kind.value) for kind in RequestOutputKind)
         raise InvalidArgumentError("output_kind", value, f"one of {allowed}") from None
 
@@ -351,4 +406,4 @@ _CONSTRAINTS: dict[str, Callable[[str, object], None]] = {
     "grammar": require_text,
     "json_object": require_true,
 }
-"""The kinds of constraints, and what checks each."""
+"""The kinds of constraints, and the check of each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in words, three digits: `512 B`, `98.4 MiB`, `1.25 GiB`."""
+    """Write a number of bytes in words, with three digits: `512 B`, `98.4 MiB`, `1.25 GiB`."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):

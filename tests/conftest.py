@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,17 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+from tests.tools.durations import recorded_seconds
+
+SUPPORT = Path(__file__).parent / "support"
+LEFT_OUT = str(SUPPORT / "left_out")
+sys.path.insert(0, str(SUPPORT))
+# Here, and in all processes that tests start.
+sys.path.insert(0, LEFT_OUT)
+if LEFT_OUT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (LEFT_OUT, os.environ.get("PYTHONPATH"))))
 pytest.register_assert_rewrite("parallel_support")
 
 if TYPE_CHECKING:
@@ -26,9 +36,27 @@ TokenChecker = Callable[[list[int], list[int]], None]
 TOGETHER = ("tests/process/ray/",)
 """A Ray cluster serves all its tests, and there is one at a time."""
 
+APART = ("tests/simulation/",)
+"""Many worlds, none of which knows of another."""
+
 # Speed is asked for in benchmarks: a machine that does other things must not fail a test.
 settings.register_profile("nbengine", deadline=None)
 settings.load_profile("nbengine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while all that is made is here to stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Undo what `only_new_garbage` does, for what is counted at the interpreter's end."""
+    gc.unfreeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,17 +67,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 class FileScheduling(LoadFileScheduling):
     """Tests of one file share their engines and stay in one process; those of `TOGETHER` share more, or would be in
-    each other's way."""
+    each other's way, and those of `APART` share nothing."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
+        if file.startswith(APART):
+            return nodeid
         return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        # What takes long comes first, so that no process is left with it when the others have finished.
+        self.workqueue.move_to_end(max(self.workqueue, key=recorded_seconds), last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
-    """What goes to which process."""
+    """Return the scheduler that gives the files of tests to processes."""
     return FileScheduling(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_new_garbage() -> None:
+    """Keep what was there before a file's first test, a million objects, out of the garbage collector's sight.
+
+    Each engine that starts or ends asks for a look at everything, which would take a second. What the file before has
+    left behind is collected first, so that its warnings are heard.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,7 +118,7 @@ def smollm2_oracle() -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     from nbengine.config import ModelConfig
-    from nbengine.models.files import resolve_model
+    from nbengine.models.checkpoints.files import resolve_model
 
     gguf = Path(resolve_model(ModelConfig("smollm2-135m")).weights[0])
     return AutoModelForCausalLM.from_pretrained(

@@ -1,1 +1,1 @@
-"""What the notebook shows that is more than text."""
+"""The parts of the notebook's output that are more than text."""

@@ -1,9 +1,9 @@
-"""The widgets' scripts and style sheets, as the one text each that anywidget takes.
+"""The widgets' scripts and style sheets, each as one text, which is what anywidget takes.
 
-A widget's script lies in `static/NAME/` as ES modules, `index.js` first; the browser can load them as they are. For
-anywidget they are put one after another. What that takes is checked, and everything else refused: imports are
-`import { a, b } from "./x.js";`, exports stand before a declaration (in `index.js` also `export default`), a name is
-declared at the top level of one module only, and modules do not import each other in circles.
+A widget's script lies in `static/NAME/` as ES modules, `index.js` first; the browser can load them as they
+are. For anywidget they are put one after another. Only modules that allow that are accepted: imports are
+`import { a, b } from "./x.js";`, exports stand before a declaration (in `index.js` also `export default`), a
+name is declared at the top level of one module only, and modules do not import each other in circles.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _COMMENT_LINE = re.compile(r"^ *//.*\n", re.MULTILINE)
 
 
 class ScriptError(ValueError):
-    """A module holds something that cannot be put into one text."""
+    """An error: a module contains something that cannot be put into one text."""
 
 
 def bundled(name: str, folder: Path = STATIC) -> str:
-    """The modules of the widget `name` as the text of one ES module.
+    """Put the modules of the widget `name` together as the text of one ES module.
 
-    Raises `ScriptError` where a module has what is not understood.
+    Raises `ScriptError` where a module contains something that is not understood.
     """
     order: dict[str, str] = {}
     declared: dict[str, str] = {}
@@ -41,14 +41,14 @@ def bundled(name: str, folder: Path = STATIC) -> str:
 
 
 def stylesheet(name: str, folder: Path = STATIC) -> str:
-    """The style sheets of the widget `name`, one after another in the order of their names."""
+    """Join the style sheets of the widget `name`, in the order of their names."""
     return "\n".join(path.read_text("utf-8").strip() + "\n" for path in sorted((folder / name).glob("*.css")))
 
 
 def _visit(
     folder: Path, module: str, above: list[str], order: dict[str, str], declared: dict[str, str]
 ) -> set[str]:
-    """Put a module behind what it imports; the names that it exports."""
+    """Put a module behind the modules that it imports, and return the names that it exports."""
     if module in above:
         raise ScriptError(f"modules import each other: {' → '.join([*above, module])}")
     path = folder / module
@@ -72,7 +72,7 @@ def _visit(
 
 
 def _body(module: str, text: str) -> str:
-    """A module's text without imports, exports and lines of comment."""
+    """Return a module's text without imports, exports and lines of comment."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.count("`") % 2:
             raise ScriptError(f"{module}, line {number}: a template goes over several lines: {line.strip()}")

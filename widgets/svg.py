@@ -1,4 +1,4 @@
-"""Drawing with SVG: boxes, lines and text that fits, everything escaped."""
+"""This module draws with SVG: boxes, lines and text that fits, with everything escaped."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from html import escape
 FONT = "var(--jp-code-font-family,ui-monospace),Menlo,Consolas,'DejaVu Sans Mono',monospace"
 FONT_SIZE = 12.0
 PAGE_STYLE = "color:var(--jp-content-font-color1,inherit)"
-"""Of a picture in a page: letters have the page's colour."""
+"""The style of a picture in a page: letters have the page's colour."""
 STANDALONE_SHEET = (
     "<style>svg{color:#1f2328;background:#fff}"
     "@media(prefers-color-scheme:dark){svg{color:#e6e8eb;background:#14171a}}</style>"
 )
-"""Of a picture in a file: a ground of its own."""
+"""The style sheet of a picture in a file, which has its own ground."""
 ADVANCE = 0.61
-"""Width of a character of a monospaced font, in font sizes; the widest in use have 0.602."""
+"""The width of a character of a monospaced font, in font sizes; the widest in use have 0.602."""
 LINE = 16.0
 _HEAD = 3.5
 
@@ -33,55 +33,55 @@ class Rect:
 
     @property
     def right(self) -> float:
-        """Its right edge."""
+        """Return the right edge."""
         return self.x + self.width
 
     @property
     def bottom(self) -> float:
-        """Its lower edge."""
+        """Return the lower edge."""
         return self.y + self.height
 
     @property
     def center(self) -> float:
-        """The x in its middle."""
+        """Return the x of the middle."""
         return self.x + self.width / 2
 
     @property
     def middle(self) -> float:
-        """The y in its middle."""
+        """Return the y of the middle."""
         return self.y + self.height / 2
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
-    """Width of a line of monospaced text; East Asian wide characters take two places."""
+    """Return the width of a line of monospaced text; East Asian wide characters take two places."""
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
     return (len(text) + wide) * ADVANCE * size
 
 
-def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
-    """The text, cut with an ellipsis if it is wider than `width`."""
-    if text_width(text, size) <= width:
+def fitted(text: str, width: float) -> str:
+    """Cut the text with an ellipsis if it is wider than `width`."""
+    if text_width(text) <= width:
         return text
-    while text and text_width(text + "…", size) > width:
+    while text and text_width(text + "…") > width:
         text = text[:-1]
     return text.rstrip() + "…"
 
 
 def _short(number: float) -> str:
-    """A coordinate to a tenth, in as few characters as it takes."""
+    """Format a coordinate to a tenth, in as few characters as possible."""
     return f"{round(number, 1):g}"
 
 
 class _Path:
-    """Strokes one after the other, each told from where the last one ended: half as long as with whole coordinates."""
+    """A path of strokes, each relative to the end of the last one: half as long as with whole coordinates."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._x = self._y = 0
-        """In tenths, so that nothing adds up."""
+        """The position in tenths, so that no rounding errors add up."""
 
     def stroke(self, x: float, y: float, length: float, way: str) -> None:
-        """From a point so far to the right ("h") or down ("v")."""
+        """Add a stroke from a point to the right ("h") or down ("v"), `length` long."""
         left, top, far = round(10 * x), round(10 * y), round(10 * length)
         move = f"{_tenths(left - self._x)} {_tenths(top - self._y)}"
         self._parts.append(f"m{move}{way}{_tenths(far)}")
@@ -96,13 +96,13 @@ def _tenths(number: int) -> str:
 
 
 class Drawing:
-    """Elements of an SVG in the order in which they are painted."""
+    """The elements of an SVG in the order in which they are painted."""
 
     def __init__(self) -> None:
         self._elements: list[str] = []
 
     def box(self, rect: Rect, color: str, *, opacity: float = 0.08, dashed: bool = False) -> None:
-        """A rounded rectangle, outlined and lightly filled."""
+        """Draw a rounded rectangle, outlined and lightly filled."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._elements.append(
             f'<rect x="{rect.x:g}" y="{rect.y:g}" width="{rect.width:g}" height="{rect.height:g}" rx="5" '
@@ -110,7 +110,7 @@ class Drawing:
         )
 
     def bar(self, rect: Rect, color: str, *, opacity: float) -> None:
-        """A filled rectangle without an outline."""
+        """Draw a filled rectangle without an outline."""
         self._elements.append(
             f'<rect x="{rect.x:.1f}" y="{rect.y:.1f}" width="{rect.width:.1f}" height="{rect.height:.1f}" '
             f'fill="{color}" fill-opacity="{opacity:g}"/>'
@@ -127,7 +127,7 @@ class Drawing:
         bold: bool = False,
         muted: bool = False,
     ) -> None:
-        """A line of text on the base line `y`, cut where it would be wider than `width`."""
+        """Draw a line of text on the base line `y`, cut where it would be wider than `width`."""
         weight = ' font-weight="600"' if bold else ""
         faint = ' opacity="0.72"' if muted else ""
         self._elements.append(
@@ -138,7 +138,7 @@ class Drawing:
     def line(
         self, *points: tuple[float, float], start: bool = False, end: bool = False, dashed: bool = False
     ) -> None:
-        """A line through points, horizontal or vertical piece by piece; with arrow heads where wanted."""
+        """Draw a line through points, horizontal or vertical piece by piece, with optional arrow heads."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         dash = ' stroke-dasharray="3 4"' if dashed else ""
         self._elements.append(
@@ -149,20 +149,17 @@ class Drawing:
         if start:
             self._head(points[1], points[0])
 
-    def curve(self, points: Sequence[tuple[float, float]], color: str, *, dashed: bool = False) -> None:
-        """A coloured line from point to point."""
+    def curve(self, points: Sequence[tuple[float, float]], color: str) -> None:
+        """Draw a coloured line from point to point."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dash = ' stroke-dasharray="6 4"' if dashed else ""
-        self._elements.append(
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>'
-        )
+        self._elements.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
 
     def dot(self, x: float, y: float, color: str) -> None:
-        """A point of a curve."""
+        """Draw a point of a curve."""
         self._elements.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
 
     def cross(self, rect: Rect, color: str) -> None:
-        """Both diagonals of a rectangle."""
+        """Draw both diagonals of a rectangle."""
         corners = f"M{rect.x:g},{rect.y:g}L{rect.right:g},{rect.bottom:g}M{rect.right:g},{rect.y:g}L{rect.x:g},{rect.bottom:g}"
         self._elements.append(f'<path d="{corners}" stroke="{color}" stroke-opacity="0.45" fill="none"/>')
 
@@ -175,35 +172,28 @@ class Drawing:
         opacity: float = 1.0,
         dash: tuple[float, float] | None = None,
     ) -> None:
-        """Horizontal strokes (x, y of its middle, length) as one element; a dash pattern begins anew in each: cells."""
+        """Draw horizontal strokes (x, y of its middle, length) as one element; dashes begin again in each."""
         path = _Path()
         for x, y, length in runs:
             path.stroke(x, y, length, "h")
         self._strokes(str(path), color, thickness, opacity, dash)
 
-    def columns(
-        self,
-        columns: Iterable[tuple[float, float, float]],
-        color: str,
-        *,
-        thickness: float,
-        opacity: float = 1.0,
-    ) -> None:
-        """Vertical strokes (x of its middle, y of its foot, height) as one element."""
+    def columns(self, columns: Iterable[tuple[float, float, float]], color: str, *, thickness: float) -> None:
+        """Draw vertical strokes (x of its middle, y of its foot, height) as one element."""
         path = _Path()
         for x, y, height in columns:
             path.stroke(x, y, -height, "v")
-        self._strokes(str(path), color, thickness, opacity, None)
+        self._strokes(str(path), color, thickness)
 
     def marks(self, places: Iterable[tuple[float, float]], shape: str, color: str, *, filled: bool) -> None:
-        """The same small shape, a path relative to its middle, at many places."""
+        """Draw the same small shape, a path relative to its middle, at many places."""
         path = "".join(f"M{_short(x)} {_short(y)}{shape}" for x, y in places)
         if path:
             paint = f'fill="{color}"' if filled else f'fill="none" stroke="{color}" stroke-width="2"'
             self._elements.append(f'<path d="{path}" {paint}/>')
 
     def glyphs(self, places: Sequence[tuple[float, str]], y: float, color: str, *, size: float) -> None:
-        """Single characters on the base line `y`, each centred at its x."""
+        """Draw single characters on the base line `y`, each centred at its x."""
         if places:
             lefts = " ".join(f"{x - size * ADVANCE / 2:.0f}" for x, _ in places)
             self._elements.append(
@@ -223,9 +213,9 @@ class Drawing:
     def render(
         self, width: float, height: float, label: str, description: str, *, style: str = "", sheet: str = ""
     ) -> str:
-        """The whole SVG, at most as wide as its place allows; `label` and `description` are read aloud.
+        """Render the whole SVG, as wide as its place allows at most; `label` and `description` are spoken.
 
-        `style` is for the SVG itself, `sheet` a style sheet, as an element.
+        `style` is the style of the SVG itself, `sheet` a style sheet as an element.
         """
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" '
@@ -236,7 +226,12 @@ class Drawing:
         )
 
     def _strokes(
-        self, path: str, color: str, thickness: float, opacity: float, dash: tuple[float, float] | None
+        self,
+        path: str,
+        color: str,
+        thickness: float,
+        opacity: float = 1.0,
+        dash: tuple[float, float] | None = None,
     ) -> None:
         if path:
             see_through = "" if opacity == 1 else f' stroke-opacity="{opacity:g}"'

@@ -1,4 +1,4 @@
-"""Quantities in words, lines and tables: what everything that is shown has in common."""
+"""Quantities in words, lines and tables: the common parts of everything that is shown."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from html import escape
 
 MUTED = "color:var(--jp-ui-font-color2,#777);font-size:85%"
 """The style of a quiet line."""
+PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
+"""The style of text that keeps its lines and wraps."""
 PLAIN = 'class="mathjax_ignore tex2jax_ignore"'
-"""The class of an element whose text is no mathematics, whatever it contains: notebooks look for formulas in all HTML.
-One name is MathJax 3's, the other MathJax 2's."""
+"""The class of elements whose text is no mathematics: notebooks look for formulas in all HTML.
+
+One name is MathJax 3's, the other MathJax 2's.
+"""
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters but new lines and tabs; and surrogates, which no terminal can be sent."""
+"""Control characters except new lines and tabs, and surrogates, which cannot be sent to a terminal."""
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """`1 token`, `2,000 tokens`."""
+    """Format a number with its noun: `1 token`, `2,000 tokens`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def seconds(duration: float) -> str:
-    """A duration in words: `84 ms`, `1.3 s`, `2 min 5 s`, `10 min`, `1 h 4 min`."""
+    """Format a duration in words: `84 ms`, `1.3 s`, `2 min 5 s`, `10 min`, `1 h 4 min`."""
     if duration < 1:
         return f"{duration * 1000:.0f} ms"
     if duration < 60:
@@ -36,33 +40,33 @@ def seconds(duration: float) -> str:
 
 
 def age(since: float) -> str:
-    """How long ago a `time.time()` was."""
+    """Format the time since a `time.time()`."""
     return seconds(max(0.0, time.time() - since))
 
 
 def joined(*parts: str) -> str:
-    """The parts of a footer that are not empty, in one line."""
+    """Join the parts of a footer that are not empty, in one line."""
     return " · ".join(part for part in parts if part)
 
 
 def harmless(text: str) -> str:
-    """Text without what could steer a terminal."""
+    """Replace the characters with which text could steer a terminal."""
     return _STEERING.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def print_quietly(line: str) -> None:
-    """Print a line that says something about what stands above it."""
+    """Print a line that says something about the output above it."""
     line = harmless(line)
     print(f"\x1b[2m[{line}]\x1b[0m" if sys.stdout.isatty() else f"[{line}]")
 
 
 def muted(text: str) -> str:
-    """Text in a quiet line of its own, in HTML; nothing for none."""
+    """Render text as a separate quiet line of HTML; an empty text gives none."""
     return f'<div {PLAIN} style="{MUTED}">{escape(text)}</div>' if text else ""
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> tuple[str, str]:
-    """A table as (plain text, HTML); without a header the first column holds the names."""
+    """Make a table as (plain text, HTML); without a header the first column holds the names."""
     lines = [list(header), *map(list, rows)] if header else list(map(list, rows))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     plain = "\n".join(

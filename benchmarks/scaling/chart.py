@@ -15,7 +15,7 @@ _LEFT, _TOP, _RIGHT = 58.0, 44.0, 14.0
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: a value a place on the x axis, for each series; None where there is none."""
+    """A line chart: a value for each place on the x axis, for each series; None where there is none."""
 
     title: str
     x_label: str
@@ -24,11 +24,11 @@ class Chart:
     series: Mapping[str, Sequence[float | None]]
     logarithmic: bool = False
     colors: Mapping[str, str] | None = None
-    """Of the series; those of others are theirs in turn."""
+    """The colours of series; the other series get the usual ones in turn."""
 
 
 def draw(charts: Sequence[Chart], label: str, *, columns: int = 2) -> str:
-    """All charts in rows, as an SVG that stands by itself."""
+    """Draw all charts in rows, as an SVG that stands by itself."""
     drawing = Drawing()
     for number, chart in enumerate(charts):
         _draw_one(drawing, chart, number % columns * _WIDTH, number // columns * _HEIGHT)
@@ -101,7 +101,7 @@ def _legend_rows(chart: Chart) -> list[list[str]]:
 
 
 def _scale(chart: Chart) -> tuple[float, float, list[float]]:
-    """Ends of the y axis, and where it has a line."""
+    """Return the ends of the y axis, and the places where it has a line."""
     values = [value for series in chart.series.values() for value in series if value is not None]
     if chart.logarithmic:
         first = math.floor(math.log10(min(values)))

@@ -1,4 +1,4 @@
-"""What things cost: measured with the real classes and sockets on one machine, and kept in a file.
+"""The costs of a simulation: measured with the real classes and sockets on one machine, and kept in a file.
 
 A simulation with recorded costs gives the same figures everywhere.
 """
@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from nbengine.client.load_balancer import LoadBalancer
-from nbengine.engine.coordinator import DPCoordinator, DPCoordinatorProc
+from nbengine.client.routing.load_balancer import LoadBalancer
+from nbengine.engine.host.coordinator import DPCoordinator, DPCoordinatorProc
 from nbengine.ipc.messages import STATS_TOPIC, EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
@@ -28,36 +28,38 @@ from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, of one core."""
+    """The times of what is simulated, in seconds of one core."""
 
     step: float
-    """A step without requests."""
+    """The time of a step without requests."""
     step_request: float
-    """What each request in it adds."""
+    """The time that each request in a step adds."""
     take_in: float
-    """The coordinator reads an engine core's statistics, one message of many."""
+    """The time in which the coordinator reads an engine core's statistics, one message of many."""
     wake: float
-    """What it costs more to wait for it."""
+    """The time that it takes more if it has to wait for the message."""
     publish: float
-    """The coordinator makes and sends a snapshot, and for each …"""
+    """The time in which the coordinator makes and sends a snapshot; the next three add to it for each rank,
+    client and pair."""
     publish_rank: float
     publish_client: float
     publish_rank_client: float
     deliver: float
-    """From there to a client, or from a client or an engine core to another process."""
+    """The time from there to a client, or from a client or an engine core to another process."""
     observe: float
-    """A client takes in a snapshot, and for each …"""
+    """The time in which a client takes in a snapshot; the next one adds to it for each rank."""
     observe_rank: float
     choose: float
-    """A client chooses a rank, and for each …"""
+    """The time in which a client chooses a rank; the next one adds to it for each rank."""
     choose_rank: float
     agree: float
-    """Engine cores in lock step agree: a sum of one number over all of them, for each doubling of their number."""
+    """The time in which engine cores in lock step agree: a sum of one number over all of them, for each
+    doubling of their number."""
     jitter: tuple[float, ...]
-    """How long one and the same step takes: the 1st to the 99th percentile, by the mean."""
+    """The times that one and the same step takes: the 1st to the 99th percentile, by the mean."""
 
     def publication(self, num_ranks: int, num_clients: int) -> float:
-        """Of one snapshot."""
+        """Return the time of one snapshot."""
         pairs = num_ranks * num_clients
         return (
             self.publish
@@ -67,7 +69,7 @@ class Costs:
         )
 
     def step_time(self, num_requests: int) -> float:
-        """Of one step."""
+        """Return the time of one step."""
         return self.step + self.step_request * num_requests
 
 
@@ -83,8 +85,8 @@ def save(path: Path, costs: Costs, machine: dict[str, object]) -> None:
 
 
 def measure(step_times: Path, all_reduce: Path) -> Costs:
-    """Measure on this machine; steps are those of the default model in `async_scheduling.json`, sums over ranks those of
-    `all_reduce.json`."""
+    """Measure on this machine; steps are those of the default model in `async_scheduling.json`, sums over
+    ranks those of `all_reduce.json`."""
     one, sixteen = _step_times(step_times)
     step_request = (sixteen - one) / 15
     few, many = 16, 256
@@ -128,7 +130,8 @@ def _agree(path: Path) -> float:
 
 
 def _jitter(steps: int = 400) -> tuple[float, ...]:
-    """Of a computation on one core, by its CPU time: what other programs do on that core does not count."""
+    """Measure a computation on one core, by its CPU time: what other programs do on that core does not
+    count."""
     values = np.random.default_rng(0).standard_normal(200_000).astype(np.float32)
     times = []
     for _ in range(steps):
@@ -157,7 +160,7 @@ def _stats(rank: int, step: int) -> SchedulerStats:
 
 
 class _Coordinator:
-    """The coordinator's sockets, in this process, and subscribers of it."""
+    """The coordinator's sockets, in this process, and its subscribers."""
 
     def __init__(self, num_ranks: int, num_clients: int, directory: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -192,7 +195,7 @@ class _Coordinator:
                 subscriber.recv_multipart()
 
     def push(self, messages: list[list[bytes]]) -> None:
-        """Send, and wait until all can be read."""
+        """Send messages, and wait until all can be read."""
         for frames in messages:
             self.pusher.send_multipart(frames)
         time.sleep(0.05)
@@ -243,10 +246,12 @@ context.term()
 
 
 def _take_in(*, pause: float, count: int) -> float:
-    """CPU time a message, of all threads of this process, with another one that sends so many, `pause` seconds apart."""
+    """Return the CPU time a message, of all threads of this process; another process sends `count` messages,
+    `pause` seconds apart."""
 
     def use(coordinator: _Coordinator) -> float:
-        # Newer than anything before it only once: what is dropped as stale costs as much, but for the entry.
+        # The messages are newer than anything before only once: what is dropped as stale costs as much, but
+        # for the entry.
         messages = [frame.hex() for (frame,) in _messages(64, range(1, 2))]
         socket = coordinator.process.output_back
         command = [
@@ -279,7 +284,7 @@ def _take_in(*, pause: float, count: int) -> float:
 
 
 def _publication(num_ranks: int, num_clients: int) -> float:
-    """CPU time of all threads."""
+    """Return the CPU time of a publication, of all threads."""
 
     def use(coordinator: _Coordinator) -> float:
         coordinator.push(_messages(num_ranks, range(1, 2)))
@@ -298,7 +303,7 @@ def _publication(num_ranks: int, num_clients: int) -> float:
 
 
 def _encode(num_ranks: int) -> float:
-    """Copying and encoding a snapshot."""
+    """Return the time of copying and encoding a snapshot."""
     state, encoder = DPCoordinator(num_ranks), MsgpackEncoder()
     for rank in range(num_ranks):
         state.observe(EngineCoreOutputs(rank, scheduler_stats=_stats(rank, 1)), 0.0)
@@ -325,7 +330,7 @@ def _deliver() -> float:
 
 
 def _observe(num_ranks: int) -> float:
-    """Decoding included."""
+    """Return the time in which a client takes in a snapshot, decoding included."""
     balancer = LoadBalancer()
     balancer.set_ranks(range(num_ranks))
     decoder = msgspec.msgpack.Decoder(EngineStats)

@@ -1,9 +1,9 @@
-"""Many engine cores and many clients as a simulation of discrete events: independent ranks, real decisions.
+"""A simulation of many engine cores and many clients by discrete events: independent ranks, real decisions.
 
-The coordinator's statistics are kept by `DPCoordinator`, the clients decide with the rules of `scaling.rules`; time,
-processes and sockets are made up from recorded costs. The coordinator is one server: it takes in a message after
-another, and publishes when nothing is left to read, as the host's poll loop does. A prompt costs no more than the step
-in which its first token comes.
+The coordinator's statistics are kept by `DPCoordinator`, the clients decide with the rules of
+`scaling.rules`; time, processes and sockets are made up from recorded costs. The coordinator is one server:
+it takes in a message after another, and publishes when nothing is left to read, as the host's poll loop does.
+A prompt costs no more than the step in which its first token comes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from scaling.costs import Costs
 from scaling.rules import CENTRAL, RULES, Rule
 
-from nbengine.engine import coordinator as coordinator_module
-from nbengine.engine.coordinator import DPCoordinator
+from nbengine.engine.host import coordinator as coordinator_module
+from nbengine.engine.host.coordinator import DPCoordinator
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
@@ -37,13 +37,15 @@ LENGTHS: dict[str, tuple[Draw, Draw]] = {
         lambda rng: 1 + rng.randrange(50 if rng.random() < 0.225 else 1550),
     ),
 }
-"""Output tokens of a request, `MEAN_LENGTH` in the mean; and what is left of one that is met at a random moment."""
+"""Output tokens of a request, `MEAN_LENGTH` in the mean; and those that are left of one that is met at a
+random moment."""
 SAMPLE_INTERVAL = 0.1
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated. `load` is the share of what all ranks can do together that is asked of them."""
+    """The setting of a simulation. `load` is the share of what all ranks can do together that is asked of
+    them."""
 
     num_ranks: int = 256
     num_clients: int = 32
@@ -56,14 +58,14 @@ class Setting:
     warm_up: float = 5.0
     seed: int = 1
     speed: float = 1.0
-    """How many times as fast the steps are as the recorded ones."""
+    """The speed of the steps, as a multiple of that of the recorded ones."""
 
     def request_rate(self, costs: Costs) -> float:
-        """Requests a second of all clients together."""
+        """Return the requests a second of all clients together."""
         return self._tokens_a_second(costs) * self.num_ranks / MEAN_LENGTH
 
     def steady_requests(self, costs: Costs) -> int:
-        """Requests of each rank if all have alike."""
+        """Return the requests of each rank if all have equally many."""
         if self.load >= 1:
             return self.max_num_seqs
         rate = self._tokens_a_second(costs) / self.speed
@@ -96,27 +98,27 @@ class Core:
         self.number = number
         self.waiting: deque[Request] = deque()
         self.running: list[tuple[int, int, Request]] = []
-        """A heap by the step that ends each."""
+        """A heap of the running requests by the step that ends each."""
         self.fresh: list[Request] = []
-        """Those whose first token the step brings."""
+        """The requests whose first token the step brings."""
         self.step = 0
         self.stepping = False
         self.work = 0
-        """Tokens that are still to come."""
+        """The tokens that are still to come."""
 
     @property
     def outstanding(self) -> int:
-        """Requests."""
+        """Count the requests that wait or run."""
         return len(self.waiting) + len(self.running)
 
     def stats(self) -> SchedulerStats:
-        """As the scheduler reports them after a step."""
+        """Return the statistics as the scheduler reports them after a step."""
         return SchedulerStats(self.number, len(self.running), len(self.waiting), step_counter=self.step)
 
 
 @dataclass
 class Outcome:
-    """What was seen after the warm-up."""
+    """The figures that were collected after the warm-up."""
 
     num_arrived: int = 0
     num_finished: int = 0
@@ -124,32 +126,33 @@ class Outcome:
     waits: list[float] = field(default_factory=list)
     """Seconds from arrival to the beginning of the first step."""
     request_imbalance: list[float] = field(default_factory=list)
-    """Of each sample: requests of the rank that has most, by the mean."""
+    """For each sample, the requests of the rank that has most, by the mean."""
     work_imbalance: list[float] = field(default_factory=list)
-    """The same with tokens."""
+    """The same ratio, with tokens in place of requests."""
     crowding: list[float] = field(default_factory=list)
-    """Of each interval between two snapshots: requests sent to the rank that got most."""
+    """For each interval between two snapshots, the requests sent to the rank that got most."""
     collisions: int = 0
-    """Requests sent to a rank that another client had chosen since the last snapshot."""
+    """The requests sent to a rank that another client had chosen since the last snapshot."""
     ages: list[float] = field(default_factory=list)
     """Seconds from a rank's step to the clients' knowledge of it."""
     num_publications: int = 0
     coordinator_busy: float = 0.0
     busy_steps: int = 0
     dummy_steps: int = 0
-    """In lock step: steps of ranks without work of their own."""
+    """The steps of ranks without own work, in lock step."""
     stepping: float = 0.0
-    """In lock step: seconds of all turns, and what they would take at the ranks' mean pace."""
+    """The seconds of all turns in lock step, and those that they would take at the ranks' mean pace."""
     stepping_alone: float = 0.0
     starts: list[float] = field(default_factory=list)
-    """In lock step: seconds from a request in the paused state to the first turn of the wave."""
+    """The seconds from a request in the paused state to the first turn of the wave, in lock step."""
     client_busy: float = 0.0
-    """Seconds, of all clients, spent with snapshots and with choosing."""
+    """The seconds, of all clients, spent with snapshots and with choosing."""
     duration: float = 0.0
 
 
 class Simulation:
-    """One run. `run` returns what came of it; the same setting gives the same again."""
+    """A simulation that `run` runs once, returning its figures; the same setting gives the same figures
+    again."""
 
     def __init__(self, setting: Setting, costs: Costs) -> None:
         self.setting = setting
@@ -173,13 +176,14 @@ class Simulation:
         self._state = DPCoordinator(setting.num_ranks)
         self._free_at = 0.0
         self._look_at = math.inf
-        """When to look next whether a snapshot is due."""
+        """The moment at which to look next whether a snapshot is due."""
         self._unpublished: dict[int, float] = {}
         self._chosen: dict[int, tuple[int, int]] = {}
-        """Since the last snapshot: how many requests each rank got, and the client that sent the last (-1: several)."""
+        """For each rank, the requests that it got since the last snapshot, and the client that sent the last
+        (-1: several)."""
 
     def run(self) -> Outcome:
-        """Simulate."""
+        """Simulate the setting and return the outcome."""
         setting = self.setting
         self._rate = setting.request_rate(self.costs)
         self._end = setting.warm_up + setting.seconds
@@ -200,7 +204,8 @@ class Simulation:
         return self.outcome
 
     def _fill(self) -> None:
-        """Begin with as many requests as there will be, in the midst of their work, so that little is to settle."""
+        """Begin with as many requests as there will be, in the midst of their work, so that little is to
+        settle."""
         _, residual = LENGTHS[self.setting.lengths]
         for core in self._cores * self.setting.steady_requests(self.costs):
             request = Request(self._rng.randrange(self.setting.num_clients), residual(self._rng), -1.0)
@@ -275,7 +280,7 @@ class Simulation:
             room -= 1
 
     def _take_tokens(self, core: Core) -> list[Request]:
-        """A step is over; returns the requests that it has ended."""
+        """End a step and return the requests that it has ended."""
         core.step += 1
         core.work -= len(core.running)
         ended = []

@@ -1,4 +1,4 @@
-"""Engine cores in lock step: the same simulation, with the waves of `WaveState` and of `DPCoordinator`.
+"""The same simulation with engine cores in lock step, with the waves of `WaveState` and of `DPCoordinator`.
 
 Every rank takes part in every turn, with work or without, and a turn takes as long as its slowest rank.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from scaling.costs import Costs
 from scaling.independent import Core, Outcome, Request, Setting, Simulation
 
-from nbengine.engine.coordinator import DPCoordinator, WaveStart
-from nbengine.engine.waves import Agreement, Standing, Verdict, WaveState
+from nbengine.engine.core.waves import Agreement, Standing, Verdict, WaveState
+from nbengine.engine.host.coordinator import DPCoordinator, WaveStart
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
 
 class LockStep(Simulation):
-    """One run with ranks in lock step."""
+    """A simulation with ranks in lock step."""
 
     def __init__(self, setting: Setting, costs: Costs) -> None:
         super().__init__(setting, costs)
@@ -23,11 +23,11 @@ class LockStep(Simulation):
         self._waves = [WaveState(setting.num_ranks, rank) for rank in range(setting.num_ranks)]
         self._num_begun = 0
         self._asked_at: float | None = None
-        """When the first request of a wave that does not turn yet arrived."""
+        """The arrival of the first request of a wave that does not turn yet."""
         self._clients_see_wave = False
 
     def run(self) -> Outcome:
-        """Simulate."""
+        """Simulate the setting and return the outcome."""
         outcome = super().run()
         numbers = {wave.wave for wave in self._waves}
         if max(numbers) - min(numbers) > 1:
@@ -35,7 +35,7 @@ class LockStep(Simulation):
         return outcome
 
     def _fill(self) -> None:
-        """A lock step begins empty, paused."""
+        """Do nothing: a lock step begins empty, paused."""
 
     # Waves.
 

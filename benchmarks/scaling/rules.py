@@ -1,6 +1,7 @@
-"""Rules by which a client chooses an engine core for a request, all behind one interface.
+"""The rules with which a client chooses an engine core for a request, all behind one interface.
 
-Each client has a rule of its own and sees what a real client sees: the coordinator's snapshots, and the outputs of its
+Each client has its own rule and sees what a real client sees: the coordinator's snapshots, and the outputs of
+its
 own requests.
 """
 
@@ -10,31 +11,31 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-from nbengine.client.load_balancer import LoadBalancer
+from nbengine.client.routing.load_balancer import LoadBalancer
 from nbengine.metrics.stats import EngineStats
 
 
 class Rule(Protocol):
-    """One client's choice."""
+    """The rule of one client."""
 
     def observe(self, stats: EngineStats) -> None:
-        """A snapshot has come."""
+        """Take in a snapshot."""
 
     def send(self) -> int:
         """Choose a rank for the next request and count it there."""
 
     def adopt(self, rank: int) -> None:
-        """A request runs at a rank already, as if it had been sent there."""
+        """Count a request that runs at a rank already, as if it had been sent there."""
 
     def begin(self, rank: int) -> None:
-        """A request has had its first output."""
+        """Note that a request has had its first output."""
 
     def end(self, rank: int) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
 
 
 class Ours:
-    """`LoadBalancer`, as `DPLBAsyncMPClient` uses it."""
+    """The rule of `LoadBalancer`, as `DPLBAsyncMPClient` uses it."""
 
     def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
         self.balancer = LoadBalancer(start=client * num_ranks // num_clients)
@@ -63,8 +64,8 @@ class Ours:
 
 
 class TwoChoices(Ours):
-    """The less busy one of two ranks drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load
-    Balancing", 2001), by the scores of `LoadBalancer`."""
+    """The rule that takes the less busy one of two ranks drawn at random (Mitzenmacher, "The Power of Two
+    Choices in Randomized Load Balancing", 2001), by the scores of `LoadBalancer`."""
 
     def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
         super().__init__(num_ranks, num_clients, client, rng)
@@ -78,8 +79,8 @@ class TwoChoices(Ours):
 
 
 class AllRanks(Ours):
-    """The least busy one of all ranks, by the scores of `LoadBalancer`: what it does with one client, by each of
-    several."""
+    """The rule that takes the least busy one of all ranks, by the scores of `LoadBalancer`: each of several
+    clients does what `LoadBalancer` does with one client."""
 
     def __init__(self, num_ranks: int, num_clients: int, client: int, rng: random.Random) -> None:
         super().__init__(num_ranks, num_clients, client, rng)
@@ -94,8 +95,8 @@ class AllRanks(Ours):
 
 
 class LeastScore:
-    """The least `4 * waiting + running`, looked for from the same place each time; a request adds `increment` to what
-    is waiting there until the next snapshot."""
+    """The rule that takes the least `4 * waiting + running`, looked for from the same place each time; a
+    request adds `increment` to what is waiting there until the next snapshot."""
 
     def __init__(self, increment: int, num_ranks: int, start: int) -> None:
         self._increment = increment
@@ -116,17 +117,17 @@ class LeastScore:
         return rank
 
     def adopt(self, rank: int) -> None:
-        """Nothing is known of single requests."""
+        """Do nothing: the rule knows nothing of single requests."""
 
     def begin(self, rank: int) -> None:
-        """Nothing is known of single requests."""
+        """Do nothing: the rule knows nothing of single requests."""
 
     def end(self, rank: int) -> None:
-        """Nothing is known of single requests."""
+        """Do nothing: the rule knows nothing of single requests."""
 
 
 class Blind:
-    """Looks at nothing: at random, or one after another."""
+    """The rule that looks at nothing: it chooses at random, or one rank after another."""
 
     def __init__(self, num_ranks: int, rng: random.Random | None, start: int = 0) -> None:
         self._num_ranks = num_ranks
@@ -134,7 +135,7 @@ class Blind:
         self._next = start
 
     def observe(self, stats: EngineStats) -> None:
-        """Not looked at."""
+        """Do nothing: the rule does not look at it."""
 
     def send(self) -> int:
         if self._rng is not None:
@@ -143,17 +144,18 @@ class Blind:
         return self._next
 
     def adopt(self, rank: int) -> None:
-        """Nothing is known of single requests."""
+        """Do nothing: the rule knows nothing of single requests."""
 
     def begin(self, rank: int) -> None:
-        """Not looked at."""
+        """Do nothing: the rule does not look at it."""
 
     def end(self, rank: int) -> None:
-        """Not looked at."""
+        """Do nothing: the rule does not look at it."""
 
 
 MakeRule = Callable[[int, int, int, random.Random], Rule]
-"""From the number of ranks, of clients, the client's own number, and random numbers."""
+"""A function that makes a rule from the number of ranks, of clients, the client's own number, and random
+numbers."""
 
 CENTRAL = "one queue for all"
 RULES: dict[str, MakeRule] = {
@@ -168,4 +170,4 @@ RULES: dict[str, MakeRule] = {
     "round robin": lambda ranks, clients, client, rng: Blind(ranks, None, client * ranks // clients),
     "random": lambda ranks, clients, client, rng: Blind(ranks, rng),
 }
-"""By the names that tables and plots have; `CENTRAL` is none of them: no client can do that."""
+"""The rules by the names that tables and plots have; `CENTRAL` is none of them: no client can do that."""

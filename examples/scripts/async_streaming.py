@@ -31,15 +31,12 @@ async def stream(engine: AsyncLLM, prompt: str, request_id: str) -> str:
 
 async def main() -> None:
     """Read all streams at the same time, then print what each came to."""
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="smollm2-135m", max_model_len=1024))
-    try:
+    async with AsyncLLM.from_engine_args(AsyncEngineArgs(model="smollm2-135m", max_model_len=1024)) as engine:
         texts = await asyncio.gather(
             *[stream(engine, prompt, f"stream-{number}") for number, prompt in enumerate(PROMPTS, 1)]
         )
         for prompt, text in zip(PROMPTS, texts, strict=True):
             print(f"{prompt}{text}")
-    finally:
-        engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ async def main(picture: Path | None) -> None:
 
 
 def write(picture: Path, html: str) -> None:
-    """A page, or with Chromium a picture of it."""
+    """Write a page, or with Chromium a picture of it."""
     if picture.suffix != ".png":
         picture.write_text(html)
         return

@@ -1,4 +1,4 @@
-"""Drive the engine step by step: requests are added while others run, each with parameters of its own.
+"""Drive the engine step by step: requests are added while others run, each with its own parameters.
 
 python examples/scripts/llm_engine.py
 """

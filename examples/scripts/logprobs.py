@@ -1,4 +1,4 @@
-"""How likely the model finds what it writes, what it might have written instead, and what it was given to read.
+"""Show how likely the model finds what it writes, what it might have written, and what it was given.
 
 python examples/scripts/logprobs.py
 """
@@ -29,7 +29,7 @@ def main() -> None:
     print(f"the sum of the log probabilities is {completion.cumulative_logprob:.3f}")
 
     print("\nprompt token         probability   rank")
-    # There is nothing to predict the first token from.
+    # The first token has nothing before it from which to predict it.
     for token_id, choices in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
         read = choices[token_id]
         print(f"{read.decoded_token!r:20} {exp(read.logprob):8.3f}      {read.rank}")

@@ -1,4 +1,4 @@
-"""Several completions of one prompt: its keys and values are computed once and shared.
+"""Make several completions of one prompt: its keys and values are computed once and shared.
 
 python examples/scripts/parallel_sampling.py
 """

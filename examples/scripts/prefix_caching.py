@@ -1,4 +1,4 @@
-"""Questions about one long text: after the first, the text is found in the prefix cache.
+"""Ask questions about one long text: after the first, the text is found in the prefix cache.
 
 python examples/scripts/prefix_caching.py
 """

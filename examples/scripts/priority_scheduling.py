@@ -1,4 +1,4 @@
-"""Urgent requests overtake others when there is not room for all at once.
+"""Let urgent requests overtake others when there is not room for all at once.
 
 python examples/scripts/priority_scheduling.py
 """

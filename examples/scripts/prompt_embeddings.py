@@ -15,7 +15,7 @@ PROMPTS = ["The capital of France is", "The capital of Spain is"]
 
 
 def embedding_table(llm: LLM) -> np.ndarray:
-    """The model's own embeddings, [vocabulary, hidden size], read from its file."""
+    """Read the model's own embeddings, [vocabulary, hidden size], from its file."""
     reader = GGUFReader(llm.llm_engine.config.model.weights[0])
     table = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
     return dequantize(table.data, table.tensor_type)

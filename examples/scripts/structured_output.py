@@ -1,4 +1,4 @@
-"""Answers that are what was asked for: one of several words, a pattern, a sentence of a grammar, JSON under a schema.
+"""Get answers of a given shape: one of several words, a pattern, a grammar's sentence, JSON under a schema.
 
 python examples/scripts/structured_output.py        (needs pip install nbengine[structured])
 """
@@ -13,7 +13,7 @@ from nbengine import LLM, SamplingParams, StructuredOutputsParams
 
 
 class CarType(enum.StrEnum):
-    """What a car can be."""
+    """The kinds of car."""
 
     SEDAN = "sedan"
     SUV = "SUV"
@@ -21,7 +21,7 @@ class CarType(enum.StrEnum):
 
 
 class Car(BaseModel):
-    """What the model is to fill in."""
+    """The fields that the model is to fill in."""
 
     brand: str = Field(max_length=20)
     model: str = Field(max_length=20)

@@ -1,1 +1,1 @@
-"""Many settings or prompts at once, side by side."""
+"""Comparisons: many settings or prompts at once, side by side."""

@@ -1,4 +1,4 @@
-"""From a line of `%%generate` with lists in it to all the requests that it stands for."""
+"""This module turns a line of `%%generate` into the requests that it stands for, several if it has lists."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from nbengine.magics.comparison.axes import (
     flag_axis,
 )
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generation.arguments import GenerateLine, GenerateOptions, options_of, read_line
+from nbengine.magics.generation.arguments import GenerateOptions, options_of, read_line
 from nbengine.magics.interpolate import interpolate
 from nbengine.sampling_params import SamplingParams
 
-VARIED_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-"""Flags that take a list, outermost first; those of `--set` and the engines follow."""
+VARIED_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "thinking_budget", "seed")
+"""Flags that take a list, outermost first; those of `--set` and the engines follow them."""
 _LIST_PARAMETERS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
-"""Parameters whose value is a list: only a list of lists has several values for them."""
+"""Parameters whose value is a list: only a list of lists gives them several values."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One request of a comparison, and the values that make it what it is, by the name of their axis."""
+    """One request, and the values that distinguish it in a comparison, by the name of their axis."""
 
     settings: dict[str, Any]
     options: GenerateOptions
@@ -43,21 +43,24 @@ class Combination:
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """All combinations of the axes' values, the last axis's changing fastest; those of `--each` come first."""
+    """All combinations of the axes' values: the last axis changes fastest, those of `--each` come first.
+
+    Without axes there is one combination, which asks for one request.
+    """
 
     axes: tuple[Axis, ...]
     num_each: int
-    """So many axes are of `--each`."""
+    """The number of axes that come from `--each`."""
     combinations: tuple[Combination, ...]
 
     @property
     def options(self) -> GenerateOptions:
-        """What is common to all requests: where the result goes, how it is shown."""
+        """Return the options that all requests share: where the result goes and how it is shown."""
         return self.combinations[0].options
 
 
 class _Expansion:
-    """Puts the variables of a namespace into texts; another row has another namespace."""
+    """A callable that puts the variables of a namespace into texts; each row brings its own namespace."""
 
     def __init__(self, namespace: Mapping[str, object]) -> None:
         self.namespace = namespace
@@ -68,8 +71,8 @@ class _Expansion:
 
 def parse_request(
     line: str, body: str | None, config: NBEngine, namespace: Mapping[str, object]
-) -> GenerateOptions | ComparisonPlan:
-    """Read a line, and the cell's body if there is one: one request, or a comparison where something has several values.
+) -> ComparisonPlan:
+    """Read a line, and a cell's body if there is one: what it asks for, in one request or in several.
 
     Raises:
         UsageError: the line cannot be understood, or asks for too many answers.
@@ -77,25 +80,14 @@ def parse_request(
     """
     expand = _Expansion(namespace)
     given = read_line(line, body, expand)
+    prog = given.prog
     specs = values_of("--each", given.words, given.parser)
-    each = [each_axis(spec, namespace, given.prog, config.max_answers) for spec in specs]
-    if each:
-        return _plan(given, each, config, expand)
-    parsed = given.parser.parse_words(given.words)
-    varied = _flag_axes(parsed, given.prog)
-    if not varied:
-        return options_of(given, parsed, config, expand, namespace)
-    return _plan(given, each, config, expand)
-
-
-def _plan(given: GenerateLine, each: list[Axis], config: NBEngine, expand: _Expansion) -> ComparisonPlan:
-    prog, base = given.prog, expand.namespace
+    each = [each_axis(spec, namespace, prog, config.max_answers) for spec in specs]
     axes: list[Axis] | None = None
     combinations: list[Combination] = []
     used: set[str] = set()
     for row in itertools.product(*(axis.choices for axis in each)):
-        bindings = bindings_of(each, row, base)
-        expand.namespace = bindings
+        bindings = expand.namespace = bindings_of(each, row, namespace)
         parsed = given.parser.parse_words(given.words)
         varied = _flag_axes(parsed, prog)
         if axes is None:
@@ -107,7 +99,6 @@ def _plan(given: GenerateLine, each: list[Axis], config: NBEngine, expand: _Expa
             options = options_of(given, chosen, config, expand, bindings)
             combinations.append(Combination(_settings(axes, (*row, *choices)), options))
         used |= bindings.used
-    expand.namespace = base
     _check_use(each, used, prog)
     return ComparisonPlan(tuple(axes or ()), len(each), tuple(combinations))
 
@@ -142,7 +133,7 @@ def _checked(axes: list[Axis], n: int, limit: int, prog: str) -> list[Axis]:
     total = n
     for axis in axes:
         total *= len(axis.choices)
-    if total > limit:
+    if axes and total > limit:
         sizes = [f"{len(axis.choices)} × {axis.name}" for axis in axes] + ([f"-n {n}"] if n > 1 else [])
         raise UsageError(f"{prog}: {total} answers ({', '.join(sizes)}), more than {limit}{RAISE_LIMIT}")
     return axes

@@ -1,4 +1,4 @@
-"""What a comparison varies: lists in flags, `--each` over the notebook's collections, several engines."""
+"""The axes of a comparison: lists in flags, `--each` over the notebook's collections, several engines."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbengine.magics.arguments import did_you_mean
+from nbengine.errors import did_you_mean
 from nbengine.magics.interpolate import look_up
 
 EACH = "each"
-"""The name of an element where there is one `--each`, whatever else it is called."""
+"""The name of an element where there is only one `--each`, besides its own name."""
 RAISE_LIMIT = " (`%config NBEngine.max_answers` allows more)"
 _NAMED_SOURCE = re.compile(r"(?P<name>[^\W\d]\w*)=(?!=)(?P<source>.+)", re.DOTALL)
 _LAST_NAME = re.compile(r"""(?P<name>[^\W\d]\w*)["']?\]?\Z""")
 _BARE_SUBSCRIPT = re.compile(r"\[([^\W\d][^]\"'\\\n]*)\]")
 _PLAIN = (str, int, float, bool, type(None))
 _PLAIN_KINDS = "biufU"
-"""Kinds of numpy's scalars that are the same as one of Python's; times are not."""
+"""Kinds of numpy scalars that equal one of Python's types; times are not among them."""
 
 
 class Several(tuple[Any, ...]):
-    """Values of one flag that are to be compared with each other."""
+    """Several values of one flag, which are compared with each other."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an axis: what the request gets, and what stands for it in settings and tables."""
+    """One value of an axis: `value` goes into the request, `setting` stands for it in settings and tables."""
 
     value: Any
     setting: Any
@@ -42,19 +42,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Axis:
-    """Something that varies, by the name under which settings have it."""
+    """Something that varies; settings have its value under `name`."""
 
     name: str
     choices: tuple[Choice, ...]
 
     @property
     def settings(self) -> list[Any]:
-        """What stands for the values, in their order."""
+        """List what stands for the values in settings and tables, in order."""
         return [choice.setting for choice in self.choices]
 
 
 class Bindings(Mapping[str, object]):
-    """The notebook's variables below a row's own, which notes those of the row that were looked up."""
+    """A row's own variables above the notebook's; it notes which of the row's own were looked up."""
 
     def __init__(self, own: Mapping[str, object], base: Mapping[str, object]) -> None:
         self.used: set[str] = set()
@@ -75,7 +75,7 @@ class Bindings(Mapping[str, object]):
 
 
 def one_or_several(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A reader of `0.7`, and of `0,0.7,1` or `[0, 0.7, 1]` as `Several`; errors are those of `kind`."""
+    """Make a reader of `0.7`, and of `0,0.7,1` or `[0, 0.7, 1]` as `Several`, with the errors of `kind`."""
 
     def read(text: str) -> Any:
         inner = text.strip()
@@ -90,29 +90,29 @@ def one_or_several(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def several(values: Iterable[Any]) -> Any:
-    """`Several` of these values, or the only one."""
+    """Return `Several` of these values, or the only one."""
     found = Several(values)
     return found[0] if len(found) == 1 else found
 
 
 def flag_axis(flag: str, name: str, values: Several, prog: str) -> Axis:
-    """The axis of a flag with several values.
+    """Make the axis of a flag with several values.
 
     Raises:
-        UsageError: a value is there twice.
+        UsageError: a value appears twice.
     """
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise UsageError(f"{prog}: {flag}: {value!r} is there twice")
+            raise UsageError(f"{prog}: {flag}: {value!r} appears twice")
     return Axis(name, tuple(Choice(value, value) for value in values))
 
 
 def each_axis(spec: str, namespace: Mapping[str, object], prog: str, limit: int) -> Axis:
-    """The axis of `--each SOURCE` or `--each NAME=SOURCE`.
+    """Make the axis of `--each SOURCE` or `--each NAME=SOURCE`.
 
-    The source is a variable, with attributes and subscripts as in a prompt, or words with commas between them. A
-    mapping gives its keys as settings; of a table, rows are taken, by their index; otherwise an element that is a
-    string, a number or a truth value stands for itself, and any other one is known by its position.
+    The source is a variable, with attributes and subscripts as in a prompt, or words with commas between
+    them. A mapping gives its keys as settings, and a table its rows by their index; otherwise an element that
+    is a string, a number or a truth value stands for itself, and any other one is known by its position.
 
     Raises:
         UsageError: there is no such variable, it has nothing to iterate over, or more than `limit` elements.
@@ -138,7 +138,7 @@ def each_axis(spec: str, namespace: Mapping[str, object], prog: str, limit: int)
 
 
 def bindings_of(axes: Sequence[Axis], row: Sequence[Choice], base: Mapping[str, object]) -> Bindings:
-    """The variables of a row: each element under the name of its axis, the only one under `each`, too."""
+    """Make the variables of a row: each element under its axis's name, and a single one under `each`, too."""
     own = {axis.name: choice.value for axis, choice in zip(axes, row, strict=True)}
     if len(row) == 1:
         own[EACH] = row[0].value
@@ -169,8 +169,8 @@ def _elements(collection: Any, spec: str, prog: str) -> Iterator[Choice]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """A string, number or truth value of numpy's as Python's; anything else as it is."""
-    # Who has an element of numpy's has imported it; nobody else is to wait for it.
+    """Turn a string, number or truth value of numpy into Python's; return anything else as it is."""
+    # Elements of numpy exist only once numpy is imported, and nobody else should wait for its import.
     numpy = sys.modules.get("numpy")
     is_plain = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _PLAIN_KINDS
     return value.item() if is_plain else value

@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: the results, by position and by settings, as rows and as a table."""
+"""The result of a comparison: the results by position and by settings, as rows and as a table."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Settings = dict[str, Any]
 
 
 class ComparisonResult(ShownOnce):
-    """The answers to all combinations of what was varied, which grow while they stream.
+    """The answers to all combinations of what was varied; they grow while they stream.
 
-    `comparison[2]` is the third one's result; `comparison[{"temperature": 0}]` the one with these settings.
-    `settings[i]` says what was special about `results[i]`; `axes` has the values of each setting, the last setting
-    changing fastest. `errors` has what went wrong, by position: such a result is empty or cut off, and its
-    `finish_reason` is "error".
+    `comparison[2]` is the third result; `comparison[{"temperature": 0}]` is the one with these settings.
+    `settings[i]` has what distinguishes `results[i]`; `axes` has the values of each setting, of which the
+    last one changes fastest. `errors` has the errors by position: the result of such a request is empty or
+    cut off, and its `finish_reason` is "error".
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class ComparisonResult(ShownOnce):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether all answers have ended."""
         return all(result.finished for result in self.results)
 
     def select(self, **settings: Any) -> list[GenerationResult]:
-        """The results that have all these settings.
+        """Find the results that have all these settings.
 
         Raises:
             InvalidArgumentError: nothing of that name was varied.
@@ -45,9 +45,9 @@ class ComparisonResult(ShownOnce):
         return [self.results[index] for index in self._positions(settings)]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row an answer, of which a result has several with `-n`; times are seconds.
+        """List one row for each answer, of which a result has several with `-n`; times are seconds.
 
-        A setting that is called as a column of the answer has `_given` behind its name.
+        A setting that has the name of one of the answer's columns gets the suffix `_given`.
         """
         return [
             self._row(index, completion)
@@ -56,7 +56,7 @@ class ComparisonResult(ShownOnce):
         ]
 
     def to_frame(self) -> Any:
-        """`rows()` as a pandas DataFrame.
+        """Return `rows()` as a pandas DataFrame.
 
         Raises:
             NotSupportedError: pandas is not installed.
@@ -138,5 +138,5 @@ class ComparisonHandle(Handle[ComparisonResult]):
 
     @property
     def results(self) -> list[GenerationResult]:
-        """The results so far."""
+        """Return the results as far as they have come."""
         return self._partial.results

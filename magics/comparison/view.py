@@ -1,23 +1,22 @@
-"""Where a comparison appears while it streams: one grid in the cell's output, a terminal, or nowhere."""
+"""The views of a comparison while it streams: one grid in the cell's output, or a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineEndError
+from nbengine.magics.answers.diff import diff_html, diff_text, word_diff
 from nbengine.magics.comparison.arguments import ComparisonPlan
 from nbengine.magics.comparison.result import ComparisonResult
-from nbengine.magics.generation.diff import diff_html, diff_text, word_diff
 from nbengine.magics.generation.markdown import unfenced
 from nbengine.magics.generation.render import pretty_json
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import UPDATE_SECONDS, pause_after
+from nbengine.magics.generation.view import UPDATE_SECONDS, SilentView, View, pause_after
 from nbengine.magics.tokens.feed import kept_alternatives
 from nbengine.magics.tokens.view import shaded
 from nbengine.sampling_params import SamplingParams
@@ -29,24 +28,12 @@ from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
 MOST_SHADED = 5000
-"""Tokens of a grid that is saved with each one shaded: about half a megabyte."""
+"""The most tokens that a saved grid shades one by one: they make about half a megabyte."""
 _ERASE_LINE = "\r\x1b[2K"
 
 
-class GridView(Protocol):
-    """Shows a growing comparison. `interval` is how many seconds the next update should wait."""
-
-    interval: float
-
-    def update(self, changed: Iterable[int]) -> None:
-        """Show what there is; `changed` has the positions of the results that are others than the last time."""
-
-    def finish(self, note: str = "") -> None:
-        """Show the final state, once; `note` is what else there is to say."""
-
-
 class GridState:
-    """What there is to show of a comparison, in words."""
+    """The state of a comparison in words, as a view shows it."""
 
     def __init__(
         self, plan: ComparisonPlan, params: Sequence[SamplingParams], result: ComparisonResult
@@ -59,32 +46,37 @@ class GridState:
         self._params = params
         self._started = time.monotonic()
         self._pace = Pace()
-        self.take(result.errors)
+        self._known: list[object] = [None] * len(result)
+        self.take(result)
 
-    def take(self, changed: Iterable[int]) -> None:
-        """Note results that have changed."""
+    def take(self, result: ComparisonResult) -> bool:
+        """Take in the results that have changed, and return whether any has."""
+        # Whatever a result takes in, its list of outputs is another one then.
+        changed = [index for index, found in enumerate(result) if found.outputs is not self._known[index]]
         for index in changed:
             self.cells[index] = self._live_cell(index)
+            self._known[index] = result[index].outputs
         self._pace.take(time.monotonic(), self.num_tokens)
+        return bool(changed)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Count the tokens of all answers."""
         return sum(_num_tokens(result) for result in self.result)
 
     @property
     def num_ended(self) -> int:
-        """Answers that have ended, whatever way."""
+        """Count the answers that have ended, in whatever way."""
         return sum(counted.ended for counted in self._counts())
 
     @property
     def num_answers(self) -> int:
-        """Answers that there will be."""
+        """Count the answers that are asked for."""
         return sum(params.n for params in self._params)
 
     @property
     def head(self) -> str:
-        """How far everything is, and how long it will take."""
+        """Describe the progress of all answers, and the time that is left."""
         rate, left = self._pace.rate, self._pace.seconds_left(self._counts())
         running = sum(cell.state == "running" for cell in self.cells)
         return joined(
@@ -97,7 +89,7 @@ class GridState:
 
     @property
     def foot(self) -> str:
-        """The sums of everything."""
+        """Sum up all answers in one line."""
         elapsed = time.monotonic() - self._started
         tokens, results = self.num_tokens, self.result.results
         reasons = [completion.finish_reason for result in results for completion in result.outputs]
@@ -115,7 +107,7 @@ class GridState:
 
     @property
     def notes(self) -> list[str]:
-        """What went wrong with some, and what a flag asks for that there is not."""
+        """List the notes below the grid: how many requests failed, and that `--diff` has nothing earlier."""
         notes = []
         errors = self.result.errors
         if errors:
@@ -127,14 +119,14 @@ class GridState:
 
     @property
     def shading_note(self) -> str:
-        """Why no tokens are shaded although their probabilities were asked for."""
+        """Say why no tokens are shaded although their probabilities were asked for; empty where they are."""
         options = self._options[0]
         if options.format != "text" or options.sampling.get("logprobs") is None or self._shades:
             return ""
         return f"--logprobs: more than {MOST_SHADED:,} tokens are not shaded; each result's .tree has them"
 
     def final_cell(self, index: int) -> GridCell:
-        """A cell as it stays, formatted or with its difference from before."""
+        """Make a cell's final form: formatted, shaded, or with its difference from the earlier answer."""
         result, options = self.result[index], self._options[index]
         cell = self._live_cell(index)
         foot = _foot(result) if options.footer else ""
@@ -164,7 +156,7 @@ class GridState:
 
     @cached_property
     def _shades(self) -> int:
-        """How many alternatives each token is shaded with; 0: there are more tokens than a notebook should keep shaded."""
+        """Return the number of alternatives that each token is shaded with; 0 for more than `MOST_SHADED`."""
         if self.num_tokens > MOST_SHADED:
             return 0
         return kept_alternatives(root for result in self.result.results for root in result.tree.roots)
@@ -182,7 +174,7 @@ class GridState:
 
 
 class GridCellView:
-    """The comparison as one output of the cell, replaced in place."""
+    """A view that shows the comparison as one output of the cell, which it replaces in place."""
 
     def __init__(self, shell: InteractiveShell, state: GridState, *, stream: bool) -> None:
         self.interval = UPDATE_SECONDS
@@ -192,17 +184,15 @@ class GridCellView:
         self._html = GridHtml(state.layout)
         self._draw()
 
-    def update(self, changed: Iterable[int]) -> None:
-        """Replace the grid where something has changed, and set the pace by what that cost."""
-        changed = list(changed)
-        self._state.take(changed)
-        if changed:
+    def update(self, result: ComparisonResult) -> None:
+        """Replace the grid if something has changed, and set the pace by what that cost."""
+        if self._state.take(result):
             self._draw()
 
-    def finish(self, note: str = "") -> None:
+    def finish(self, result: ComparisonResult, note: str = "") -> None:
         """Replace the grid by its final form."""
         state = self._state
-        cells = [state.final_cell(index) for index in range(len(state.cells))]
+        cells = [state.final_cell(index) for index in range(len(result))]
         notes = [*state.notes, *filter(None, [state.shading_note, note])]
         bundle = {
             "text/plain": final_text(state.layout, cells, state.foot, notes),
@@ -220,7 +210,7 @@ class GridCellView:
 
 
 class GridTerminalView:
-    """Each answer printed when it and all before it are complete; meanwhile one line says how far everything is."""
+    """A terminal's view, which prints each answer once it and all before it are complete, and progress."""
 
     interval = UPDATE_SECONDS
 
@@ -228,24 +218,24 @@ class GridTerminalView:
         self._state = state
         self._printed = 0
 
-    def update(self, changed: Iterable[int]) -> None:
-        """Print what has become complete."""
-        self._state.take(changed)
-        self._print(complete_only=True)
+    def update(self, result: ComparisonResult) -> None:
+        """Print the answers that have become complete."""
+        self._state.take(result)
+        self._print(result, complete_only=True)
         if sys.stdout.isatty() and self._printed < len(self._state.cells):
             print(f"{_ERASE_LINE}\x1b[2m[{self._state.head}]\x1b[0m", end="", flush=True)
 
-    def finish(self, note: str = "") -> None:
-        """Print the rest and the sums."""
-        self._print(complete_only=False)
+    def finish(self, result: ComparisonResult, note: str = "") -> None:
+        """Print the remaining answers and the sums."""
+        self._print(result, complete_only=False)
         for line in (self._state.foot, *self._state.notes, note):
             if line:
                 print_quietly(line)
 
-    def _print(self, *, complete_only: bool) -> None:
+    def _print(self, result: ComparisonResult, *, complete_only: bool) -> None:
         state = self._state
-        for index in range(self._printed, len(state.cells)):
-            if complete_only and not state.result[index].finished:
+        for index in range(self._printed, len(result)):
+            if complete_only and not result[index].finished:
                 break
             if sys.stdout.isatty():
                 print(_ERASE_LINE, end="")
@@ -253,30 +243,17 @@ class GridTerminalView:
             self._printed = index + 1
 
 
-class SilentGridView:
-    """Nothing is shown: the answers are asked for later."""
+def grid_view(
+    shell: InteractiveShell, plan: ComparisonPlan, params: Sequence[SamplingParams], result: ComparisonResult
+) -> View[ComparisonResult]:
+    """Make the view of the running cell.
 
-    interval = UPDATE_SECONDS
-
-    def update(self, changed: Iterable[int]) -> None:
-        """Show nothing."""
-
-    def finish(self, note: str = "") -> None:
-        """Show nothing."""
-
-
-def grid_view_for(
-    shell: InteractiveShell, plan: ComparisonPlan, params: Sequence[SamplingParams]
-) -> Callable[[ComparisonResult], GridView]:
-    """What makes the view of the running cell. In a terminal a background grid would run into what is being typed."""
-
-    def view_of(result: ComparisonResult) -> GridView:
-        state = GridState(plan, params, result)
-        if in_kernel(shell):
-            return GridCellView(shell, state, stream=plan.options.stream)
-        return SilentGridView() if plan.options.background else GridTerminalView(state)
-
-    return view_of
+    In a terminal a background grid would run into what the user types, so such a view is silent.
+    """
+    state = GridState(plan, params, result)
+    if in_kernel(shell):
+        return GridCellView(shell, state, stream=plan.options.stream)
+    return SilentView() if plan.options.background else GridTerminalView(state)
 
 
 def _label(setting: object) -> str:
@@ -290,7 +267,7 @@ def _num_tokens(result: GenerationResult) -> int:
 
 
 def _cause(error: Exception) -> str:
-    # An engine's end is raised, with its cause: each of its requests need not tell it again.
+    # The engine's end is raised with its cause, so its requests need not repeat the cause.
     return "the engine ended" if isinstance(error, EngineEndError) else str(error)
 
 

@@ -1,1 +1,1 @@
-"""`%%chat`: conversations and their history."""
+"""The conversations of `%%chat` and their history."""

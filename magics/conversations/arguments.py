@@ -13,6 +13,7 @@ from nbengine.magics.config import NBEngine
 from nbengine.magics.conversations.conversation import DEFAULT_NAME
 from nbengine.magics.generation.arguments import Expand, GenerateOptions, common_options, generate_parser
 from nbengine.magics.generation.structured import add_constraint_flags
+from nbengine.magics.generation.thinking import add_template_flags
 
 _SHARED = (
     "out",
@@ -24,13 +25,14 @@ _SHARED = (
     "top_k",
     "min_p",
     "max_tokens",
+    "thinking_budget",
     "seed",
     "stop",
     "no_stream",
     "set",
     "logprobs",
 )
-"""Flags of `%%generate` that mean the same in a conversation, by where they are read into."""
+"""Flags of `%%generate` that mean the same in a conversation, by their destinations."""
 _DESCRIPTION = """\
 Talk with the model: each message is answered with all of the conversation before it in mind.
 
@@ -56,7 +58,7 @@ examples:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a line of `%%chat` asks for; `message` is None where it says nothing to the model."""
+    """The options of a line of `%%chat`; `message` is None where the line has none for the model."""
 
     message: str | None
     name: str
@@ -71,11 +73,16 @@ class ChatOptions:
 
 
 def chat_parser(expand: Expand = str, prog: str = "%%chat") -> MagicParser:
-    """Parser of the flags; `expand` is applied to each value before it is read."""
+    """Make the parser of the flags; `expand` is applied to each value before it is read."""
     usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " MESSAGE")
     parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
     add = parser.add_argument
-    add("--name", metavar="CONVERSATION", default=DEFAULT_NAME, help="one of several (default: %(default)s)")
+    add(
+        "--name",
+        metavar="CONVERSATION",
+        default=DEFAULT_NAME,
+        help="name of the conversation (default: %(default)s)",
+    )
     add("--system", metavar="S", type=expand, help="system message of the conversation, from now on")
     add(
         "--undo",
@@ -92,6 +99,7 @@ def chat_parser(expand: Expand = str, prog: str = "%%chat") -> MagicParser:
     add("--load", metavar="FILE", help="go on with a conversation from such a file")
     parser.take_flags(generate_parser(expand, prog), _SHARED)
     add_constraint_flags(parser)
+    add_template_flags(parser, expand)
     return parser
 
 
@@ -112,7 +120,7 @@ def parse_chat(
     has_message = bool(message.strip())
     acts = parsed.undo is not None or parsed.reset or parsed.save or parsed.load or parsed.system is not None
     if not (has_message or acts or parsed.show):
-        raise UsageError(f"{prog}: the message is empty ({prog} -h lists what else there is)")
+        raise UsageError(f"{prog}: the message is empty ({prog} -h lists the flags)")
     if has_message and parsed.show:
         raise UsageError(f"{prog}: --show takes no message")
     if parsed.reset and parsed.undo is not None:

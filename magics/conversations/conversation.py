@@ -1,4 +1,4 @@
-"""What `%%chat` keeps: conversations, which are text and outlive the engines that wrote it."""
+"""The conversations that `%%chat` keeps: they are text and outlive the engines that wrote it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.errors import InvalidArgumentError, NBEngineError
-from nbengine.magics.arguments import did_you_mean
-from nbengine.magics.generation.result import GenerationResult
+from nbengine.errors import InvalidArgumentError, NBEngineError, did_you_mean
+from nbengine.magics.generation.result import GenerationResult, ShownOnce
+from nbengine.magics.namespace import running_cell
 
 DEFAULT_NAME = "default"
 _FORMAT = "nbengine-conversation"
@@ -28,16 +28,14 @@ class CellRun:
 
     @classmethod
     def current(cls, shell: InteractiveShell) -> CellRun | None:
-        """What is being executed; None in a terminal, and under frontends that do not say which cell it is."""
-        parent = getattr(shell, "parent_header", None) or {}
-        cell_id = (parent.get("metadata") or {}).get("cellId")
-        run_id = (parent.get("header") or {}).get("msg_id")
+        """Return the run that is being executed; None in a terminal, or if the frontend names no cell."""
+        cell_id, run_id = running_cell(shell)
         return cls(cell_id, run_id) if cell_id and run_id else None
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A turn of a conversation: what was said, and what the model answered, `reasoning` apart.
+    """A turn of a conversation: the user's message and the model's answer, with `reasoning` apart.
 
     `finish_reason` is "stop", "length", or "abort" for an answer that was interrupted.
     """
@@ -50,23 +48,23 @@ class Exchange:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the answer lacks its end because somebody stopped it."""
+        """Return whether the answer lacks its end because it was stopped."""
         return self.finish_reason == "abort"
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The two messages. Reasoning is a field of its own, which a chat template takes or leaves."""
+        """Return the two messages; reasoning is a separate field, which a chat template uses or ignores."""
         answer = {"role": "assistant", "content": self.text}
         if self.reasoning:
             answer["reasoning_content"] = self.reasoning
         return [{"role": "user", "content": self.user}, answer]
 
 
-class Conversation:
+class Conversation(ShownOnce):
     """A conversation with a model, which grows by a turn with each `%%chat`.
 
-    `text` and `reasoning` are those of the last answer, and `last` is its `GenerationResult` with token ids, log
-    probabilities and metrics. `str(conversation)` is the text, so that `{conversation}` in a prompt is, too.
+    `text` and `reasoning` are those of the last answer, and `last` is its `GenerationResult` with token ids,
+    log probabilities and metrics. `str(conversation)` is the text, and so is `{conversation}` in a prompt.
     """
 
     def __init__(self, name: str = DEFAULT_NAME, system: str | None = None) -> None:
@@ -74,39 +72,38 @@ class Conversation:
         self.system = system
         self.last: GenerationResult | None = None
         self._turns: list[Exchange] = []
-        self._displayed = True
 
     @property
     def turns(self) -> tuple[Exchange, ...]:
-        """The turns, the first one first."""
+        """Return the turns, the first one first."""
         return tuple(self._turns)
 
     @property
     def text(self) -> str:
-        """The last answer, without its reasoning; empty before there is one."""
+        """Return the last answer without its reasoning; it is empty before there is one."""
         return self._turns[-1].text if self._turns else ""
 
     @property
     def reasoning(self) -> str:
-        """The reasoning of the last answer, empty if it has none."""
+        """Return the reasoning of the last answer; it is empty if there is none."""
         return self._turns[-1].reasoning if self._turns else ""
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All messages as a chat template takes them, reasoning in `reasoning_content`."""
+        """Return all messages as a chat template takes them, with reasoning in `reasoning_content`."""
         return self.messages_before(len(self._turns), self.system)
 
     def messages_before(self, position: int, system: str | None) -> list[dict[str, str]]:
-        """The messages of the first `position` turns, behind this system message."""
+        """Return the messages of the first `position` turns, behind this system message."""
         start = [{"role": "system", "content": system}] if system else []
         return start + [message for turn in self._turns[:position] for message in turn.messages]
 
     def to_openai(self) -> list[dict[str, str]]:
-        """All messages as chat services take them: role and content."""
+        """Return all messages as chat services take them: role and content."""
         return [{"role": message["role"], "content": message["content"]} for message in self.messages]
 
     def position_of(self, cell: CellRun | None) -> int | None:
-        """Where the first turn is that an earlier run of this cell has added; None if there is none."""
+        """Find the position of the first turn that an earlier run of this cell added; None if none has."""
         if cell is None:
             return None
         for position, turn in enumerate(self._turns):
@@ -121,10 +118,10 @@ class Conversation:
         self._turns.append(turn)
 
     def check_undo(self, count: int) -> None:
-        """Check that so many turns can be removed.
+        """Check that `count` turns can be removed.
 
         Raises:
-            InvalidArgumentError: there are not so many.
+            InvalidArgumentError: the conversation has fewer turns.
         """
         if not 1 <= count <= len(self._turns):
             allowed = f"from 1 to {len(self._turns)}, the turns of conversation {self.name!r}"
@@ -133,10 +130,10 @@ class Conversation:
             )
 
     def undo(self, count: int = 1) -> list[Exchange]:
-        """Remove the last turns, and return them.
+        """Remove the last `count` turns, and return them.
 
         Raises:
-            InvalidArgumentError: there are not so many.
+            InvalidArgumentError: the conversation has fewer turns.
         """
         self.check_undo(count)
         removed = self._turns[-count:]
@@ -150,7 +147,7 @@ class Conversation:
         self.system = self.last = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that is needed to go on later, in plain values."""
+        """Describe the conversation in plain values, with all that is needed to go on later."""
         turns = [
             {
                 "user": turn.user,
@@ -177,7 +174,7 @@ class Conversation:
 
     @classmethod
     def load(cls, path: str | Path) -> Conversation:
-        """Read what `save` has written.
+        """Read a file that `save` has written.
 
         Raises:
             NBEngineError: the file cannot be read, or is no conversation.
@@ -195,10 +192,10 @@ class Conversation:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Conversation:
-        """The conversation that `to_dict` has described.
+        """Make the conversation that `to_dict` has described.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: `content` is not such a description.
         """
         if content["format"] != _FORMAT or content["version"] != _VERSION:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
@@ -214,15 +211,6 @@ class Conversation:
             )
             conversation.add(exchange)
         return conversation
-
-    def silence_once(self) -> None:
-        """Let the next display pass in silence: the answer has just streamed into the same cell."""
-        self._displayed = False
-
-    def _ipython_display_(self) -> None:
-        if self._displayed:
-            raise NotImplementedError  # IPython then shows the other forms
-        self._displayed = True
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from nbengine.magics.conversations.view import conversation_bundle
@@ -251,18 +239,18 @@ class Conversations:
 
     @property
     def names(self) -> list[str]:
-        """Those that there are, in the order in which they were begun."""
+        """List the names of the conversations, in the order in which they were begun."""
         return list(self._by_name)
 
     def open(self, name: str) -> Conversation:
-        """The conversation of that name, begun now if there is none."""
+        """Return the conversation of that name, and begin it if there is none."""
         return self._by_name.setdefault(name, Conversation(name))
 
     def find(self, name: str) -> Conversation:
-        """The conversation of that name; the default one is always there.
+        """Find the conversation of that name; the default one always exists.
 
         Raises:
-            InvalidArgumentError: there is none; the message lists those there are.
+            InvalidArgumentError: there is none; the message lists the conversations.
         """
         if name == DEFAULT_NAME:
             return self.open(name)
@@ -273,7 +261,7 @@ class Conversations:
         return self._by_name[name]
 
     def put(self, conversation: Conversation, name: str) -> None:
-        """Have a conversation under a name, in place of the one that had it."""
+        """Store a conversation under a name, in place of the one that had it."""
         conversation.name = name
         self._by_name[name] = conversation
 

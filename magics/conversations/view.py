@@ -1,21 +1,21 @@
-"""How conversations look: an answer while it is written, its reasoning folded away, and all of the turns."""
+"""The views of conversations: an answer while it is written, its reasoning folded away, and all turns."""
 
 from __future__ import annotations
 
-import time
 from html import escape
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.frontend.parsing.answer_parser import AnswerReading
+from nbengine.magics.conversations.answer import Answer, answer_in
 from nbengine.magics.conversations.conversation import Conversation, Exchange
-from nbengine.magics.conversations.reasoning import Answer, split_reasoning
 from nbengine.magics.generation.render import answer_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, View, pause_after
-from nbengine.widgets.live import LiveDisplay, in_kernel
-from nbengine.widgets.words import MUTED, PLAIN, count, harmless, joined, muted, print_quietly
+from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView, View
+from nbengine.widgets.live import in_kernel
+from nbengine.widgets.words import MUTED, PLAIN, PROSE, count, harmless, joined, muted, print_quietly
 
-_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;word-break:normal;line-height:1.4;font-family:inherit;margin:0"
+_PROSE = f"{PROSE};word-break:normal;line-height:1.4;font-family:inherit;margin:0"
 _FOLD = (
     f'<details {PLAIN} style="margin:0 0 0.5em 0"><summary style="{MUTED};cursor:pointer">{{}}</summary>'
     f'<pre style="{_PROSE};{MUTED};border-left:3px solid var(--jp-border-color2,#bbb);padding-left:0.8em">{{}}</pre>'
@@ -27,7 +27,7 @@ _MESSAGE = f'<div style="{MUTED}">{{}}</div>{{}}<pre {PLAIN} style="{_PROSE};pad
 def chat_bundle(
     answer: Answer, output_format: str, footer: str = "", *, complete: bool = True
 ) -> dict[str, str]:
-    """The MIME bundle of an answer; reasoning is a folded element above it, and one line of the plain text."""
+    """Make an answer's MIME bundle; reasoning is a folded element above it, and a line of the plain text."""
     bundle = answer_bundle(answer.text, output_format, footer, complete=complete)
     if not (answer.reasoning or answer.is_reasoning):
         return bundle
@@ -38,7 +38,7 @@ def chat_bundle(
 
 
 def conversation_bundle(conversation: Conversation) -> dict[str, str]:
-    """All messages of a conversation."""
+    """Show all messages of a conversation, as a MIME bundle."""
     if not (conversation.turns or conversation.system):
         nothing = f"conversation {conversation.name!r} is empty"
         return {"text/plain": nothing, "text/html": muted(nothing)}
@@ -59,14 +59,14 @@ def conversation_bundle(conversation: Conversation) -> dict[str, str]:
 
 
 class AnswerNotes:
-    """What is said under an answer besides its figures."""
+    """The notes under an answer, besides its figures."""
 
     def __init__(self, dropped: int, max_model_len: int) -> None:
         self._dropped = dropped
         self._max_model_len = max_model_len
 
     def of(self, result: GenerationResult) -> str:
-        """The notes of a complete answer."""
+        """Join the notes of a complete answer."""
         size = result.num_prompt_tokens + len(result.token_ids)
         is_full = result.finish_reason == "length" and size >= self._max_model_len
         return joined(
@@ -77,58 +77,48 @@ class AnswerNotes:
         )
 
 
-class ChatCellView:
-    """An answer as one output of the cell, replaced in place; its reasoning is folded from the beginning.
+class ChatCellView(CellView):
+    """A view that shows an answer as one output of the cell, replaced in place; its reasoning stays folded.
 
-    `closing` is the tag that ends reasoning which the prompt has begun.
+    `reading` says how reasoning is told from the answer.
     """
 
     def __init__(
-        self, shell: InteractiveShell, appearance: Appearance, closing: str | None, notes: AnswerNotes
+        self, shell: InteractiveShell, appearance: Appearance, reading: AnswerReading, notes: AnswerNotes
     ) -> None:
-        self.interval = UPDATE_SECONDS
-        self._live = LiveDisplay(shell)
-        self._appearance = appearance
-        self._closing = closing
+        super().__init__(shell, appearance)
+        self._reading = reading
         self._notes = notes
-
-    def update(self, result: GenerationResult) -> None:
-        """Replace the answer and set the pace by what that cost."""
-        if not self._appearance.stream or result.finished:
-            return
-        started = time.perf_counter()
-        answer = split_reasoning(result.text, self._closing, complete=False)
-        size = self._live.show(chat_bundle(answer, self._appearance.format, complete=False))
-        self.interval = pause_after(size, time.perf_counter() - started)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Replace the answer by its final form, with the footer; an empty answer leaves no output."""
-        footer = joined(footer_of(result) if self._appearance.footer else "", self._notes.of(result), note)
-        if result.text or footer or self._live.shown:
-            answer = split_reasoning(result.text, self._closing)
-            self._live.show(chat_bundle(answer, self._appearance.format, footer))
+        super().finish(result, joined(self._notes.of(result), note))
+
+    def _bundle(self, result: GenerationResult, footer: str = "", *, complete: bool = True) -> dict[str, str]:
+        answer = answer_in(result.text, self._reading, complete=complete)
+        return chat_bundle(answer, self._appearance.format, footer, complete=complete)
 
 
 class ChatTerminalView:
-    """An answer printed as it comes; of its reasoning only how long it was."""
+    """A view that prints an answer as it comes; of its reasoning it prints only the length."""
 
     interval = UPDATE_SECONDS
 
-    def __init__(self, appearance: Appearance, closing: str | None, notes: AnswerNotes) -> None:
+    def __init__(self, appearance: Appearance, reading: AnswerReading, notes: AnswerNotes) -> None:
         self._appearance = appearance
-        self._closing = closing
+        self._reading = reading
         self._notes = notes
         self._printed = 0
         self._is_reasoning = False
 
     def update(self, result: GenerationResult) -> None:
-        """Print what is new."""
+        """Print the part that has been added."""
         if self._appearance.stream:
-            self._print(split_reasoning(result.text, self._closing, complete=False))
+            self._print(answer_in(result.text, self._reading, complete=False))
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
-        """Print the rest and the footer."""
-        answer = split_reasoning(result.text, self._closing)
+        """Print the remaining text and the footer."""
+        answer = answer_in(result.text, self._reading)
         self._print(answer)
         if self._is_reasoning:
             print(f" {_words(answer.reasoning)}, not finished]", end="")
@@ -152,12 +142,12 @@ class ChatTerminalView:
 
 
 def chat_view(
-    shell: InteractiveShell, appearance: Appearance, closing: str | None, notes: AnswerNotes
-) -> View:
-    """The view of the running cell."""
+    shell: InteractiveShell, appearance: Appearance, reading: AnswerReading, notes: AnswerNotes
+) -> View[GenerationResult]:
+    """Make the view of the running cell."""
     if in_kernel(shell):
-        return ChatCellView(shell, appearance, closing, notes)
-    return ChatTerminalView(appearance, closing, notes)
+        return ChatCellView(shell, appearance, reading, notes)
+    return ChatTerminalView(appearance, reading, notes)
 
 
 def _message_html(role: str, fold: str, text: str) -> str:
@@ -165,7 +155,8 @@ def _message_html(role: str, fold: str, text: str) -> str:
 
 
 def _fold(answer: Answer) -> str:
-    # One line: a blank one would end a block of HTML in Markdown, and a dollar sign or a backslash begin mathematics.
+    # The text is one line: a blank line would end a block of HTML in Markdown, and a dollar sign or a
+    # backslash would begin mathematics.
     text = escape(answer.reasoning).replace("$", "&#36;").replace("\\", "&#92;").replace("\n", "&#10;")
     return _FOLD.format(escape(_label(answer)), text)
 

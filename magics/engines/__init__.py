@@ -1,1 +1,1 @@
-"""`%engine`: what its subcommands do."""
+"""The subcommands of `%engine`."""

@@ -1,4 +1,4 @@
-"""`%engine config`: an engine's whole configuration, and where each value of it comes from."""
+"""`%engine config` shows an engine's whole configuration, and where each value of it comes from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import newest
 from nbengine.config import EngineArgs
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.engines.arguments import present_arguments, values_of
 from nbengine.magics.session import AttachedEngine, NotebookSession
+from nbengine.runtime.connection import newest
 from nbengine.units import size
 from nbengine.widgets.live import publish
 from nbengine.widgets.words import table
@@ -25,7 +25,7 @@ _DERIVED = {
     "num_gpu_blocks_override": "num_blocks",
     "kv_cache_memory_bytes": "kv_cache_bytes",
 }
-"""Arguments that leave a choice to the engine, and where it says in `EngineReady` what it has chosen."""
+"""Arguments that leave a choice to the engine, and the fields of `EngineReady` with what it has chosen."""
 
 
 class ConfigCommand:
@@ -39,7 +39,7 @@ class ConfigCommand:
         """Show an engine's configuration."""
         parser = MagicParser(
             "%engine config",
-            "Show an engine's whole configuration: what was given, chosen and left as it is.",
+            "Show an engine's whole configuration: what was given, chosen, configured and left as it is.",
         )
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
         parser.add_argument("--json", action="store_true", help="as a JSON object instead of a table")
@@ -54,19 +54,24 @@ class ConfigCommand:
 
 
 def configuration(engine: AttachedEngine) -> dict[str, dict[str, Any]]:
-    """Each engine argument with its "value" and its "source": "given", "chosen" by the engine, or "default"."""
-    given = present_arguments(engine)
+    """Return each engine argument with its "value" and its "source".
+
+    The source is "given", "chosen" by the engine, "configured" in the notebook (`NBEngine.model`), or
+    "default". When an engine was started elsewhere, it is unknown whether a default value was asked for: it
+    counts as "default".
+    """
+    present = present_arguments(engine)
     values, ready = values_of(newest(engine.client.connection).config), engine.client.ready
     found = {}
     for argument in fields(EngineArgs):
         name, value = argument.name, values[argument.name]
         chosen = getattr(ready, _DERIVED[name]) if name in _DERIVED else None
-        if given.get(name) not in (None, "auto"):
+        if present.get(name) not in (None, "auto") and name not in engine.configured:
             source = "given"
         elif chosen is not None and value in (None, "auto"):
             value, source = chosen, "chosen"
         else:
-            source = "default"
+            source = "configured" if name in engine.configured and value != argument.default else "default"
         found[name] = {"value": value, "source": source}
     return found
 

@@ -1,4 +1,4 @@
-"""`%engine sleep`, `wake`, `pause`, `resume`, `reset` and `profile`: each does one thing and says so in one line."""
+"""`%engine sleep`, `wake`, `pause`, `resume`, `reset` and `profile`: each does one thing and reports it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nbengine.magics.session import NotebookSession
 from nbengine.widgets.words import count, seconds
 
 _MODES_HELP = (
-    "what becomes of unfinished requests: abort ends them, wait lets those that have begun finish, keep holds them "
+    "how to treat unfinished requests: abort ends them, wait lets those that have begun finish, keep holds them "
     "back until they can go on"
 )
 
 
 class ControlCommands:
-    """The commands of `%engine` that hold an engine back, or look into it."""
+    """The commands of `%engine` that suspend an engine or look into it."""
 
     def __init__(self, session: NotebookSession) -> None:
         self._session = session
@@ -35,21 +35,27 @@ class ControlCommands:
         parser = _parser(
             "sleep",
             "Give memory back without ending the engine: its KV cache, and the GPU's copy of the weights (level 1) or "
-            "all of them (level 2). Requests wait until `%engine wake`.",
+            "all of them (level 2). The next request of a notebook wakes it.",
         )
         parser.add_argument(
             "--level", type=int, choices=SLEEP_LEVELS, default=1, help="how deep (default: 1)"
         )
         parser.add_argument(
-            "--mode", choices=PAUSE_MODES, help=_MODES_HELP + " (default: it does not sleep over them)"
+            "--mode",
+            choices=PAUSE_MODES,
+            help=_MODES_HELP + " (default: refuse to sleep while there are any)",
+        )
+        parser.add_argument(
+            "--hold", action="store_true", help="keep it asleep: requests are refused until `%%engine wake`"
         )
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
         info = engine.client.connection
         before = resident_memory(info)
-        engine.client.control.sleep(parsed.level, parsed.mode)
+        engine.client.control.sleep(parsed.level, parsed.mode, hold=parsed.hold)
         gone = Footprint(0, max(0, before - resident_memory(info)), device_memory(info))
-        print(f"engine {engine.name!r} sleeps: {gone} came back; `%engine wake` wakes it")
+        woken_by = "`%engine wake` wakes it" if parsed.hold else "`%engine wake` or the next request wakes it"
+        print(f"engine {engine.name!r} sleeps: {gone} came back; {woken_by}")
 
     def _wake(self, words: Sequence[str]) -> None:
         parser = _parser("wake", "Take back the memory that `%engine sleep` gave up, and go on.")
@@ -77,7 +83,7 @@ class ControlCommands:
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
         engine.client.control.pause_generation(parsed.mode, clear_cache=not parsed.keep_cache)
-        print(f"engine {engine.name!r} is paused: requests wait until `%engine resume`")
+        print(f"engine {engine.name!r} is paused until `%engine resume`")
 
     def _resume(self, words: Sequence[str]) -> None:
         parser = _parser("resume", "Go on after `%engine pause`.")
@@ -109,7 +115,9 @@ class ControlCommands:
             "action", choices=("start", "stop"), help="begin, or write the trace and a summary"
         )
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
-        parser.add_argument("--dir", metavar="DIR", help="where the trace goes (default: nbengine-profiles)")
+        parser.add_argument(
+            "--dir", metavar="DIR", help="directory of the trace (default: nbengine-profiles)"
+        )
         parser.add_argument(
             "--steps",
             type=int,

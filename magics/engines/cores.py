@@ -1,8 +1,11 @@
-"""The engine cores of an engine in the tables of `%engine status`: rows where there is one, a row each where there are several."""
+"""The engine cores of an engine in the tables of `%engine status`.
+
+A single engine core has rows of names and values; several have a row each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.magics.engines.workers import lone_worker_rows, step_time
@@ -25,7 +28,7 @@ _HEADER = [
 
 
 def lone_core_rows(stats: SchedulerStats, block_size: int, *, lock_step: bool) -> list[list[str]]:
-    """The state of an engine core without others, as names and values."""
+    """Describe an engine core without others, as names and values."""
     hits, queries = stats.prefix_cache_hits, stats.prefix_cache_queries
     rate = f" ({hits / queries:.0%})" if queries else ""
     waves = [["wave", _wave(stats)]] if lock_step else []
@@ -46,14 +49,23 @@ def lone_core_rows(stats: SchedulerStats, block_size: int, *, lock_step: bool) -
 
 
 def cores_table(
-    engines: Iterable[SchedulerStats], ready_of: Mapping[int, EngineReady], size: int, *, lock_step: bool
+    engines: Iterable[SchedulerStats],
+    ready_of: Mapping[int, EngineReady],
+    size: int,
+    silent: Sequence[int] = (),
+    *,
+    lock_step: bool,
 ) -> tuple[str, str]:
-    """A row for each of `size` engine cores, as (plain text, HTML), those that take no requests now included."""
+    """Make a table with a row for each of `size` engine cores, as (plain text, HTML).
+
+    Engine cores that take no requests now or do not answer (`silent`) have a row, too.
+    """
     waves = ["DUMMY STEPS", "WAVE"] if lock_step else []
     header = [*_HEADER, *waves, "MEMORY", "LAST STEP", "RESTARTS"]
     rows = {stats.engine_index: _row(stats, ready_of.get(stats.engine_index), lock_step) for stats in engines}
     for rank in set(range(size)) - rows.keys():
-        rows[rank] = [str(rank), "", "starting", *[""] * (len(header) - 3)]
+        state = "does not answer" if rank in silent else "starting"
+        rows[rank] = [str(rank), "", state, *[""] * (len(header) - 3)]
     return table([row for _, row in sorted(rows.items())], header)
 
 
@@ -91,11 +103,16 @@ def _wave(stats: SchedulerStats) -> str:
 
 def _blocks(stats: SchedulerStats) -> str:
     in_use = stats.num_blocks - stats.num_free_blocks
-    return f"{in_use} of {stats.num_blocks} in use ({stats.kv_cache_usage:.0%})"
+    blocks = f"{in_use} of {stats.num_blocks} in use ({stats.kv_cache_usage:.0%})"
+    if not stats.num_state_slots:
+        return blocks
+    slots = stats.num_state_slots - stats.num_free_state_slots
+    states = f"{slots} of {stats.num_state_slots} state slots, {stats.num_checkpoints} checkpoints"
+    return f"{blocks}, {states}" if stats.num_blocks else states
 
 
 def _held(stats: SchedulerStats) -> str:
-    """What keeps requests from running."""
+    """Say what keeps requests from running; empty if nothing does."""
     reasons = []
     if stats.is_paused:
         reasons.append("paused: `%engine resume` goes on")

@@ -1,4 +1,4 @@
-"""`%engine fit`: whether a model fits on this machine, before anything is loaded."""
+"""`%engine fit` tells whether a model fits on this machine, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FitCommand:
         self._config = config
 
     def fit(self, words: Sequence[str]) -> None:
-        """Show the report, and bind it to a variable if that is asked for."""
+        """Show the report, and bind it to a variable if the line asks for that."""
         from nbengine.frontend.fit import fit
 
         options = parse_start(words, "fit")

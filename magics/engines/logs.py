@@ -1,4 +1,4 @@
-"""`%engine logs`: the end of a log, and what is added to it."""
+"""`%engine logs` shows the end of a log, and what is added to it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.logs import find_log, find_worker_log, follow_log
-from nbengine.engine.logs import log_tail
+from nbengine.client.engines.logs import find_log, find_worker_log, follow_log
 from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.session import NotebookSession
+from nbengine.runtime.connection import ConnectionInfo
+from nbengine.runtime.logs import log_tail
 from nbengine.widgets.live import LiveDisplay, in_kernel
 
 DEFAULT_LINES = 40
 SHOWN_LINES = 200
-"""Lines of a log that is followed which a cell shows at most: the last ones."""
+"""The most lines that a cell shows of a log that is followed: the last ones."""
 SHOWN_CHARACTERS = 500
-"""Of each of them."""
+"""The most characters that a cell shows of each line."""
 
 
 class LogCommands:
@@ -33,10 +33,10 @@ class LogCommands:
         self._session = session
 
     def logs(self, words: Sequence[str]) -> None:
-        """Show the end of a log, and follow it until an interrupt or the engine's end if that is asked for."""
+        """Show the end of a log, and with `--follow` what is added until an interrupt or the engine's end."""
         parser = MagicParser("%engine logs", "Show the last lines of an engine's log, also after its end.")
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
-        parser.add_argument("-n", type=int, default=DEFAULT_LINES, metavar="N", help="how many lines")
+        parser.add_argument("-n", type=int, default=DEFAULT_LINES, metavar="N", help="number of lines")
         parser.add_argument(
             "-f", "--follow", action="store_true", help="go on with what is added, until an interrupt"
         )
@@ -45,7 +45,7 @@ class LogCommands:
             "--worker",
             type=int,
             metavar="R",
-            help="of the worker of this rank instead, counted through all engine cores",
+            help="show the log of the worker of this rank instead, counted through all engine cores",
         )
         parsed = parser.parse_words(words)
         path, info = self._find(parsed.name)
@@ -89,22 +89,22 @@ class LogCommands:
 
 
 class RollingLines:
-    """The last lines of a text that grows, each no longer than a cell can take."""
+    """The last lines of a text that grows, each no longer than a cell can show."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
         self._unfinished = ""
 
     def add(self, text: str) -> None:
-        """Take what is new; its last line may not be complete."""
+        """Take in text that was added; its last line may not be complete."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
-        # Of a line without an end that grows and grows no more is kept than is shown.
+        # A line may grow without an end, so no more of it is kept than is shown.
         if len(self._unfinished) > SHOWN_CHARACTERS:
             self._unfinished = _shown(self._unfinished)
         self._lines.extend(map(_shown, lines))
 
     def bundle(self) -> dict[str, str]:
-        """What there is to see."""
+        """Show the last lines, as a MIME bundle."""
         lines = [*self._lines, *([_shown(self._unfinished)] if self._unfinished else [])]
         text = "\n".join(lines[-SHOWN_LINES:])
         style = "white-space:pre-wrap;overflow-wrap:anywhere;max-height:30em;overflow-y:auto;margin:0"
@@ -112,6 +112,6 @@ class RollingLines:
 
 
 def _shown(line: str) -> str:
-    """A line as a terminal would leave it: what follows the last carriage return, and not too much of it."""
+    """Cut a line to what a terminal would leave of it, at most `SHOWN_CHARACTERS` characters."""
     line = line.rstrip("\r").rpartition("\r")[2]
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[: SHOWN_CHARACTERS - 1]}…"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import newest
-from nbengine.client.directory import find_engine
+from nbengine.client.engines.directory import find_engine
 from nbengine.errors import InvalidArgumentError
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.engines.reports import capacity
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.session import AttachedEngine, NotebookSession
+from nbengine.runtime.connection import newest
 from nbengine.widgets.live import LiveDisplay, in_kernel, publish_bundle
 from nbengine.widgets.processes.progress import StartProgress
 from nbengine.widgets.waves.recording import WaveRecording
@@ -43,7 +43,13 @@ class ParallelCommands:
         )
         parser.add_argument("name", nargs="?", help="engine (default: the last one started or attached)")
         parser.add_argument(
-            "--dp", "--data-parallel-size", type=int, required=True, metavar="N", dest="size", help="how many"
+            "--dp",
+            "--data-parallel-size",
+            type=int,
+            required=True,
+            metavar="N",
+            dest="size",
+            help="number of engine cores",
         )
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
@@ -71,8 +77,8 @@ class ParallelCommands:
     def _waves(self, words: Sequence[str]) -> None:
         parser = MagicParser(
             "%engine waves",
-            "Record what each engine core does: its steps and, in lock step, its steps without work of its own, its "
-            "pauses and the waves. An interrupt ends the recording.",
+            "Record what each engine core does: its steps and, in lock step, its dummy steps, its pauses "
+            "and the waves. An interrupt ends the recording.",
         )
         parser.add_argument("name", nargs="?", help="engine, also one that this notebook is not attached to")
         parser.add_argument(
@@ -80,7 +86,7 @@ class ParallelCommands:
             type=_span,
             default=DEFAULT_SECONDS,
             metavar="S",
-            help=f"how long (default: {DEFAULT_SECONDS:g})",
+            help=f"duration in seconds (default:  {DEFAULT_SECONDS:g})",
         )
         parsed = parser.parse_words(words)
         engine = self._session.find(parsed.name) if parsed.name else self._session.get()
@@ -101,7 +107,7 @@ class ParallelCommands:
                 if live is not None:
                     live.show(recording.timeline.bundle())
         except KeyboardInterrupt:
-            # What has been recorded is what was wanted.
+            # The interrupt ends the recording, and what was recorded until then is shown.
             return
 
 

@@ -1,33 +1,32 @@
-"""Engines in tables and sentences: `%engine status`, `ps` and `stop`."""
+"""Tables and sentences about engines, for `%engine status`, `ps` and `stop`."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
 
-from nbengine.client.connection import ConnectionInfo, newest
-from nbengine.client.directory import EngineListing, ReapReport
-from nbengine.client.processes import session_processes
+from nbengine.client.engines.directory import EngineListing, ReapReport
+from nbengine.client.engines.processes import resident_bytes, session_processes
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.magics.engines.cores import cores_table, lone_core_rows
 from nbengine.magics.engines.workers import workers_table
 from nbengine.magics.session import AttachedEngine
 from nbengine.metrics.stats import EngineStats
+from nbengine.runtime.connection import ConnectionInfo, newest
 from nbengine.units import size
 from nbengine.widgets.words import age, count, seconds, table
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What an engine's processes hold: bytes of memory that no other process shares."""
+    """The resources that an engine's processes hold; `memory` is the bytes that no other process shares."""
 
     processes: int
     memory: int
     device_memory: int = 0
-    """Bytes of weights and KV cache on a GPU."""
+    """The bytes of weights and KV cache on a GPU."""
 
     def __str__(self) -> str:
         text = f"{size(self.memory)} of memory"
@@ -39,9 +38,9 @@ def footprint(info: ConnectionInfo) -> Footprint:
     processes = memory = 0
     for process in session_processes(info):
         try:
-            memory += process.memory_full_info().uss
+            memory += psutil.Process(process.pid).memory_full_info().uss
         except psutil.AccessDenied:
-            memory += process.memory_info().rss
+            memory += resident_bytes(process)
         except psutil.NoSuchProcess:
             continue
         processes += 1
@@ -49,28 +48,37 @@ def footprint(info: ConnectionInfo) -> Footprint:
 
 
 def device_memory(info: ConnectionInfo) -> int:
-    """Bytes of weights and KV cache on a GPU."""
+    """Sum the bytes of weights and KV cache on a GPU."""
     return sum(
         ready.weights_bytes + ready.kv_cache_bytes for ready in newest(info).ready if ready.device != "cpu"
     )
 
 
 def resident_memory(info: ConnectionInfo) -> int:
-    """Bytes of memory that an engine's processes use, shared ones included: what differs is what came or went."""
-    resident = 0
-    for process in session_processes(info):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            resident += process.memory_info().rss
-    return resident
+    """Sum the bytes of memory that an engine's processes use, shared ones included.
+
+    Shared bytes are counted several times, so only differences of two sums mean anything.
+    """
+    return sum(map(resident_bytes, session_processes(info)))
 
 
 def started_sentence(engine: AttachedEngine, took: float) -> str:
-    """What has started, in one line."""
-    return f"engine {engine.name!r} is ready after {seconds(took)}: {capacity(engine)}"
+    """Say in one line that an engine has started, how long that took, and what it holds."""
+    return f"engine {engine.name!r} is ready after {seconds(took)}: {capacity(engine)}{_cost(engine)}"
+
+
+def _cost(engine: AttachedEngine) -> str:
+    """Say whose layers run and what they cost, unless they are nbengine's."""
+    name = _implementation(engine.client.ready)
+    return f"; its layers are {name}'s, which take longer than nbengine's own" if name else ""
+
+
+def _implementation(ready: EngineReady) -> str:
+    return next((worker.implementation for worker in ready.workers if worker.implementation), "")
 
 
 def capacity(engine: AttachedEngine) -> str:
-    """Where an engine runs and how much it holds, all its engine cores together."""
+    """Describe where an engine runs and how much it holds, all its engine cores together."""
     cores = list(cores_of(engine).values())
     first = cores[0]
     num_workers = sum(max(1, len(core.workers)) for core in cores)
@@ -86,20 +94,32 @@ def capacity(engine: AttachedEngine) -> str:
 
 
 def cores_of(engine: AttachedEngine) -> dict[int, EngineReady]:
-    """What each engine core said when it was ready, by rank; those that have joined since the start included."""
+    """Return the `EngineReady` of each engine core by rank, also of those that joined after the start."""
     ready = engine.client.ready
     return {core.rank: core for core in newest(engine.client.connection).ready} or {ready.rank: ready}
 
 
-def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool) -> tuple[str, str]:
-    """An engine's state as (plain text, HTML)."""
+def _kernel_rows(ready: EngineReady) -> list[list[str]]:
+    """List the kernels that an engine core's workers compute with, if they name any."""
+    names = sorted({worker.kernels for worker in ready.workers if worker.kernels})
+    rows = [["kernels", "; ".join(names)]] if names else []
+    implementation = _implementation(ready)
+    return [["layers", f"{implementation} (slower than nbengine's own)"], *rows] if implementation else rows
+
+
+def status_table(
+    engine: AttachedEngine, stats: EngineStats, silent: Sequence[int], *, is_default: bool
+) -> tuple[str, str]:
+    """Make an engine's table as (plain text, HTML); `silent` has the engine cores that did not answer."""
     config, ready, info = engine.client.config, engine.client.ready, engine.client.connection
     parallel, cores = config.parallel, cores_of(engine)
-    num_cores = newest(info).config.parallel.data_parallel_size
+    written = newest(info)
+    num_cores = written.config.parallel.data_parallel_size
     rows = [
         ["engine", engine.name + (" (default)" if is_default else "")],
         ["model", config.model.model],
         ["device", f"{ready.device} {ready.dtype}, weights {size(ready.weights_bytes)}"],
+        *_kernel_rows(ready),
         [
             "topology",
             (
@@ -110,6 +130,9 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
         ],
         ["context", count(ready.max_model_len, "token")],
     ]
+    standing = "; ".join(filter(None, (_silence(silent), engine.client.stall)))
+    if standing:
+        rows.append(["progress", standing])
     if num_cores > 1:
         rows += _totals(stats, lock_step=config.lock_step)
     else:
@@ -119,16 +142,26 @@ def status_table(engine: AttachedEngine, stats: EngineStats, *, is_default: bool
         ["up", f"{age(info.created)}; outlives its last notebook by {seconds(config.keep_alive)}"],
         ["log", info.log_path],
     ]
+    if written.metrics_address:
+        rows.append(["metrics", written.metrics_address])
     tables = [table(rows)]
     if num_cores > 1:
-        tables.append(cores_table(stats.engines, cores, num_cores, lock_step=config.lock_step))
+        tables.append(cores_table(stats.engines, cores, num_cores, silent, lock_step=config.lock_step))
     if any(len(core.workers) > 1 for core in stats.engines):
         tables.append(workers_table(stats.engines, cores, parallel))
     return "\n\n".join(plain for plain, _ in tables), "".join(html for _, html in tables)
 
 
+def _silence(ranks: Sequence[int]) -> str:
+    """Name the engine cores that do not answer; empty if all do."""
+    if not ranks:
+        return ""
+    cores, verb = ("core", "does") if len(ranks) == 1 else ("cores", "do")
+    return f"{cores} {', '.join(map(str, ranks))} {verb} not answer"
+
+
 def _totals(stats: EngineStats, *, lock_step: bool) -> list[list[str]]:
-    """What the engine cores come to together, as names and values."""
+    """Sum up the engine cores, as names and values."""
     running = sum(core.num_running_reqs for core in stats.engines)
     waiting = sum(core.num_waiting_reqs for core in stats.engines)
     rows = [["requests", f"{running} running, {waiting} waiting"]]
@@ -138,7 +171,7 @@ def _totals(stats: EngineStats, *, lock_step: bool) -> list[list[str]]:
 
 
 def engines_table(engines: Iterable[EngineListing], here: dict[str, str]) -> tuple[str, str]:
-    """All engines as (plain text, HTML); `here` says what each attached one is to this notebook."""
+    """Make the table of all engines as (plain text, HTML); `here` has the state of those attached here."""
     rows = [
         [
             engine.info.name,
@@ -159,7 +192,7 @@ def engines_table(engines: Iterable[EngineListing], here: dict[str, str]) -> tup
 
 
 def reap_sentences(report: ReapReport) -> str:
-    """What was cleaned up, a line each."""
+    """Report what was cleaned up, a line each."""
     lines = [f"cleaned up after engine {name!r}, which had died" for name in report.dead]
     lines += [f"ended engine {name!r}, which nobody was attached to" for name in report.ended]
     if report.killed_pids:

@@ -15,7 +15,7 @@ _HEADER = ["RANK", "WORKER", "PID", "DEVICE", "LAYERS", "WEIGHTS", "KV CACHE", "
 
 
 def lone_worker_rows(stats: SchedulerStats) -> list[list[str]]:
-    """What a worker without others adds to its engine's own table; nothing where there are several."""
+    """List the rows that a lone worker adds to its engine's own table; none if there are several workers."""
     if len(stats.workers) != 1:
         return []
     (worker,) = stats.workers
@@ -28,7 +28,7 @@ def lone_worker_rows(stats: SchedulerStats) -> list[list[str]]:
 def workers_table(
     engines: Sequence[SchedulerStats], ready_of: Mapping[int, EngineReady], parallel: ParallelConfig
 ) -> tuple[str, str]:
-    """A row a worker of every engine core, as (plain text, HTML)."""
+    """Make a table with a row for each worker of every engine core, as (plain text, HTML)."""
     rows = []
     for core in engines:
         ready = ready_of.get(core.engine_index)
@@ -39,7 +39,7 @@ def workers_table(
 
 
 def step_time(worker: WorkerStats) -> str:
-    """How long its part of the latest step took; empty before the first."""
+    """Format the duration of the worker's part of the latest step; empty before the first step."""
     return f"{worker.step_seconds * 1000:,.1f} ms" if worker.num_steps else ""
 
 
@@ -59,7 +59,7 @@ def _row(worker: WorkerStats, info: WorkerInfo | None, prefix: str, parallel: Pa
 
 
 def _layers(info: WorkerInfo) -> str:
-    """`0–14`, `3`, or `none`."""
+    """Format a worker's layers: `0–14`, `3`, or `none`."""
     last = info.first_layer + info.num_layers - 1
     return (
         "none" if not info.num_layers else f"{info.first_layer}–{last}" if info.num_layers > 1 else str(last)

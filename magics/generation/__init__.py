@@ -1,1 +1,1 @@
-"""`%%generate`: from a cell's flags to an answer that stays in the notebook, and can be found again."""
+"""`%%generate`, from a cell's flags to an answer that stays in the notebook."""

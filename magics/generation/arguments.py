@@ -1,18 +1,17 @@
-"""Command lines of `%generate` and `%%generate`."""
+"""The command lines of `%generate` and `%%generate`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbengine.errors import InvalidArgumentError
+from nbengine.errors import InvalidArgumentError, did_you_mean
 from nbengine.magics.arguments import (
     MagicParser,
-    did_you_mean,
     key_value,
     split_body,
     unescaped,
@@ -21,16 +20,25 @@ from nbengine.magics.arguments import (
 from nbengine.magics.comparison.axes import Several, one_or_several
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.structured import add_constraint_flags, constraint_of
+from nbengine.magics.generation.thinking import TemplateOptions, add_template_flags, template_options
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 Expand = Callable[[str], str]
-"""Puts the notebook's variables into a string."""
+"""A function that puts the notebook's variables into a string."""
 
-_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n", "logprobs")
-_LATER_PARAMETERS = {
-    "output_kind": None,
-    "eos_token_id": None,
-}
+_SAMPLING_FLAGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "thinking_budget",
+    "seed",
+    "n",
+    "logprobs",
+)
+_OWN_PARAMETERS = ("output_kind", "eos_token_id")
+"""Parameters that nbengine sets itself."""
 _DESCRIPTION = """\
 Send a prompt to the engine; the answer streams into the cell.
 
@@ -40,9 +48,10 @@ Send a prompt to the engine; the answer streams into the cell.
 {name}, {obj.attr}, {row["key"]}, {In[3]} and {Out[3]} in the prompt become the values of the notebook's
 variables where they exist; other braces stay as they are, and {{name}} gives {name}.
 
-Lists compare: --temperature 0,0.7,1, and so --top-p, --top-k, --min-p, --max-tokens, --seed, --engine, --set KEY=[A,B],
-and --system given several times. --each goes through a list, dict, array or column; the prompt and the flags name its
-element. All combinations run at once, into one grid, whatever their number up to NBEngine.max_answers."""
+Lists compare: --temperature 0,0.7,1, and so --top-p, --top-k, --min-p, --max-tokens, --thinking-budget, --seed,
+--engine, --set KEY=[A,B], and --system given several times. --each goes through a list, dict, array or column; the
+prompt and the flags name its element. All combinations run at once, into one grid, whatever their number up to
+NBEngine.max_answers."""
 _EPILOG = """\
 The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
 .logprobs (with --logprobs) .outputs (all answers, with -n; the others are the first one's)
@@ -55,6 +64,7 @@ examples:
   %%generate --system "You answer in French." --max-tokens 100
   %%generate -o place --json '{"type": "object", "properties": {"city": {"type": "string"}}}'
   %generate --choice yes,no Is the sky blue?
+  %generate --think --thinking-budget 200 --choice yes,no Is 221 a prime?
   %generate -a -o later Write a haiku about {topic}
   %%generate --temperature 0,0.7,1 -n 4
   %%generate --each questions                     {questions} is each one in turn, and so is {each}
@@ -67,7 +77,7 @@ examples:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What a line of `%%generate` asks for. `chat` is None where the model decides."""
+    """The options of a line of `%%generate`; `chat` is None where the model decides."""
 
     prompt: str
     chat: bool | None
@@ -80,16 +90,17 @@ class GenerateOptions:
     footer: bool
     sampling: dict[str, Any]
     rank: int | None = None
-    """The engine core that shall answer; None: the one with the least to do."""
+    """The rank of the engine core that shall answer; None: the one with the least to do."""
     parse_json: bool = False
-    """The answer is JSON, and the result's `value` what it stands for."""
+    """The answer is JSON, and the result's `value` is the parsed JSON."""
+    template: TemplateOptions = field(default_factory=TemplateOptions)
     diff: bool = False
-    """Show how the answer differs from the cell's previous one."""
+    """The cell shows how the answer differs from its previous one."""
 
 
 @dataclass(frozen=True)
 class GenerateLine:
-    """A line of `%generate` or `%%generate` and what follows it, before its flags are read."""
+    """A line of `%generate` or `%%generate` and the text that follows it, before its flags are read."""
 
     prog: str
     parser: MagicParser
@@ -98,7 +109,7 @@ class GenerateLine:
 
 
 class _Repeated(argparse.Action):
-    """A flag whose values are compared when it is given several times."""
+    """An action for a flag whose values are compared when it is given several times."""
 
     def __call__(
         self, _: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *__: object
@@ -109,7 +120,7 @@ class _Repeated(argparse.Action):
 
 
 def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicParser:
-    """Parser of the flags; `expand` is applied to each value before it is read."""
+    """Make the parser of the flags; `expand` is applied to each value before it is read."""
     usage = prog.replace("%", "%%") + " [flags]" + ("" if prog.startswith("%%") else " PROMPT")
     parser = MagicParser(prog, _DESCRIPTION, _EPILOG, usage=usage)
     parser.add_argument(
@@ -119,6 +130,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     parser.add_argument("-f", "--format", choices=FORMATS, metavar="F", help="text, markdown, json or code")
     _add_sampling_flags(parser, expand)
     add_constraint_flags(parser)
+    add_template_flags(parser, expand)
     parser.add_argument("--no-stream", action="store_true", help="show the answer when it is complete")
     parser.add_argument(
         "--diff", action="store_true", help="show what differs from this cell's previous answer"
@@ -127,7 +139,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
 
 
 def _add_request_flags(parser: MagicParser, expand: Expand) -> None:
-    """Add the flags about what is asked of whom."""
+    """Add the flags that say what is asked, and of which engine."""
     add = parser.add_argument
     add("-a", "--noblock", action="store_true", help="do not wait: the result is a handle to await or ask")
     add(
@@ -187,6 +199,12 @@ def _add_sampling_flags(parser: MagicParser, expand: Expand) -> None:
         "--min-p", metavar="P", type=numbers(float), help="least probability, relative to the likeliest token"
     )
     add("--max-tokens", metavar="N", type=numbers(int), help="most new tokens")
+    add(
+        "--thinking-budget",
+        metavar="N",
+        type=numbers(int),
+        help="most tokens of thinking, which is then closed",
+    )
     add("--seed", metavar="N", type=numbers(int), help="the same seed gives the same answer")
     add(
         "--stop",
@@ -195,7 +213,7 @@ def _add_sampling_flags(parser: MagicParser, expand: Expand) -> None:
         action="append",
         help=r"end where this text appears (repeatable; \n is a line break)",
     )
-    add("-n", metavar="N", type=number(int), help="so many answers, which share the prompt's computation")
+    add("-n", metavar="N", type=number(int), help="number of answers, which share the prompt's computation")
     add(
         "--logprobs",
         metavar="K",
@@ -213,7 +231,7 @@ def _add_sampling_flags(parser: MagicParser, expand: Expand) -> None:
 
 
 def _number(kind: Callable[[str], Any], expand: Expand) -> Callable[[str], Any]:
-    """`kind` of what is left when variables are put in; its name, which complaints have, is that of `kind`."""
+    """Make a reader that puts variables in and applies `kind`; its name is that of `kind`, for complaints."""
 
     def read(text: str) -> Any:
         return kind(expand(text))
@@ -223,7 +241,7 @@ def _number(kind: Callable[[str], Any], expand: Expand) -> Callable[[str], Any]:
 
 
 def read_line(line: str, body: str | None, expand: Expand) -> GenerateLine:
-    """Take a line apart, without reading its flags."""
+    """Split a line into words and prompt, without reading its flags."""
     prog = "%generate" if body is None else "%%generate"
     parser = generate_parser(expand, prog)
     words, prompt = split_body(line, body, parser, "prompt")
@@ -237,7 +255,7 @@ def options_of(
     expand: Expand,
     namespace: Mapping[str, object],
 ) -> GenerateOptions:
-    """The options of flags that have been read, each with one value.
+    """Return the options of flags that have been read, each with one value.
 
     Raises:
         UsageError: they do not go together, or one of them has several values.
@@ -248,6 +266,11 @@ def options_of(
         raise UsageError(f"{prog}: the prompt is empty")
     if parsed.system is not None and parsed.chat is False:
         raise UsageError(f"{prog}: --system needs a chat prompt, so it cannot go with --raw")
+    if (template_options(parsed) or parsed.thinking_budget is not None) and parsed.chat is False:
+        raise UsageError(
+            f"{prog}: --think, --no-think, --template and --thinking-budget need a chat prompt, so they cannot go with "
+            "--raw"
+        )
     if parsed.diff and parsed.noblock:
         raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
     options = common_options(parsed, prompt, config, namespace, prog, chat=parsed.chat)
@@ -263,7 +286,7 @@ def common_options(
     *,
     chat: bool | None,
 ) -> GenerateOptions:
-    """The options of the flags that all magics with a prompt have.
+    """Return the options of the flags that all magics with a prompt have.
 
     Raises:
         UsageError: a flag's value is not possible, or two do not go together.
@@ -286,13 +309,14 @@ def common_options(
         sampling=sampling,
         rank=parsed.rank,
         parse_json=parse_json,
+        template=template_options(parsed),
     )
 
 
 def sampling_params(
     options: GenerateOptions, model_defaults: dict[str, Any], config: NBEngine
 ) -> SamplingParams:
-    """Merge, later ones winning: the model's defaults, the notebook's, the line's.
+    """Merge the sampling parameters of the model, the notebook and the line; later ones win.
 
     Raises:
         UsageError: a value is not allowed.
@@ -305,10 +329,10 @@ def sampling_params(
 
 
 def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
-    """The sampling parameters that a line has flags for, `--set` included.
+    """Collect the sampling parameters that a line sets with flags, `--set` included.
 
     Raises:
-        UsageError: `--set` names none, or one that has a flag of its own; a flag has several values.
+        UsageError: `--set` names no sampling parameter, or one with its own flag; a flag has several values.
     """
     for name, value in vars(parsed).items():
         if isinstance(value, Several):
@@ -321,8 +345,7 @@ def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
             raise UsageError(f"{prog}: --set: no sampling parameter {name!r}{did_you_mean(name, known)}")
         if name == "structured_outputs":
             raise UsageError(f"{prog}: --set {name}: use --json, --regex or --choice")
-        if name in _LATER_PARAMETERS and value != _LATER_PARAMETERS[name]:
-            raise UsageError(f"{prog}: --set {name} is not available yet")
+        if name in _OWN_PARAMETERS:
+            raise UsageError(f"{prog}: --set {name}: nbengine sets it itself")
         sampling[name] = value
-    sampling.pop("output_kind", None)
     return sampling

@@ -1,4 +1,4 @@
-"""Markdown from a model, made safe for a notebook that trusts its own outputs."""
+"""This module makes Markdown from a model safe for a notebook that trusts its own outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ _CODE_SPAN = re.compile(r"(?<![`\\])(?P<ticks>`+)(?!`)(?P<code>[^\n]+?)(?<!`)(?P
 
 
 def harmless_markdown(text: str) -> str:
-    """Return Markdown that looks the same and in which no HTML of the text is live.
+    """Return Markdown that looks the same, but in which no HTML of the text is live.
 
-    A frontend renders raw HTML in the Markdown of a trusted notebook, scripts included, and a model may have been
-    told to write some. So each `<` that could begin a tag becomes `&lt;`; code that contains one is written as
-    `<code>` or `<pre>`, whatever a frontend takes for code. Streaming may cut the text anywhere.
+    A frontend renders raw HTML in the Markdown of a trusted notebook, scripts included, and a model may have
+    been told to write some. So each `<` that could begin a tag becomes `&lt;`; code that contains one is
+    written as `<code>` or `<pre>`, because frontends differ in what they take for code. Streaming may cut the
+    text anywhere.
     """
     if not _TAG_START.search(text):
         return text
@@ -23,7 +24,7 @@ def harmless_markdown(text: str) -> str:
 
 
 def closed_markdown(text: str) -> str:
-    """Markdown behind which something else can follow: a fence that is still open is closed."""
+    """Close a fence that is still open, so that something else can follow the Markdown."""
     lines = text.split("\n")
     position = 0
     while position < len(lines):
@@ -37,7 +38,7 @@ def closed_markdown(text: str) -> str:
 
 
 def fenced(code: str, language: str = "") -> str:
-    """A fenced code block, with a fence that the code does not contain."""
+    """Make a fenced code block, with a fence that the code does not contain."""
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{code}\n{fence}"

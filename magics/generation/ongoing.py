@@ -1,4 +1,4 @@
-"""Which requests this notebook waits for."""
+"""The requests that this notebook waits for."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import threading
 from typing import Any
 from weakref import WeakSet
 
-from nbengine.magics.generation.answers import Answers
-from nbengine.magics.generation.open_views import OpenViews
+from nbengine.magics.answers.kept import Answers
 from nbengine.magics.generation.result import Handle
+from nbengine.widgets.open_views import ClosableView, OpenViews
+
+MOST_VIEWS = 100
+"""The most views that stay open: each keeps its tokens in the kernel and in the page."""
 
 
 class OngoingRequests:
-    """The notebook's requests that have not ended, by engine request id. Safe on any thread."""
+    """The notebook's requests that have not ended, by engine request id; safe on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._foreground: dict[str, bool] = {}
         self._background: WeakSet[Handle[Any]] = WeakSet()
         self.answers = Answers()
-        """Those of requests that have ended, too."""
-        self.views = OpenViews()
-        """In which more can be asked for."""
+        """The answers of all requests, also of those that have ended."""
+        self.views = OpenViews[ClosableView](MOST_VIEWS)
+        """The outputs whose widgets may ask their engines for more."""
 
     def add(self, engine_request_id: str, *, foreground: bool) -> None:
-        """Note a request; `foreground`: the cell that is running waits for it."""
+        """Note a request; `foreground` says that the running cell waits for it."""
         with self._lock:
             self._foreground[engine_request_id] = foreground
 
@@ -34,17 +37,17 @@ class OngoingRequests:
             self._foreground.pop(engine_request_id, None)
 
     def snapshot(self) -> dict[str, bool]:
-        """Whether the running cell waits for it, by engine request id."""
+        """Return whether the running cell waits for each request, by engine request id."""
         with self._lock:
             return self._foreground.copy()
 
     def add_background(self, handle: Handle[Any]) -> None:
-        """Note what is written while no cell waits for it."""
+        """Note a generation that goes on while no cell waits for it."""
         with self._lock:
             self._background.add(handle)
 
     def cancel_background(self) -> None:
-        """End all that is written while no cell waits for it."""
+        """Cancel all generations that no cell waits for."""
         with self._lock:
             handles = list(self._background)
         for handle in handles:

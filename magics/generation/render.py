@@ -1,4 +1,4 @@
-"""What the magics show of an answer: a MIME bundle, and the line under it."""
+"""The appearance of an answer: a MIME bundle, and the line under it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from nbengine.magics.generation.markdown import closed_markdown, fenced, harmles
 from nbengine.magics.generation.result import UNREADABLE_JSON, GenerationResult
 from nbengine.outputs import CompletionOutput
 from nbengine.widgets.grid.html import side_by_side
-from nbengine.widgets.words import MUTED, PLAIN, count, joined, muted, seconds
+from nbengine.widgets.words import MUTED, PLAIN, PROSE, count, joined, muted, seconds
 
 _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"\s]+', re.DOTALL)
-"""Strings, the last of which may lack its end, brackets, and what stands between them but white space."""
+"""Strings, the last of which may lack its end, brackets, and the text between them except white space."""
 _DEEPEST_INDENTATION = 100
-"""Levels: without a limit, blanks would grow with the square of the text's length."""
+"""The deepest indented level: without a limit, blanks would grow with the square of the text's length."""
 _HEADINGS = {
     "text/html": f'<div style="{MUTED}">{{}}.</div>',
     "text/markdown": "**{}.**\n\n",
 }
-_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
-_CODE = f"{_PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
+_CODE = f"{PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
 
 
 def answer_bundle(
     text: str, output_format: str, footer: str = "", *, complete: bool = True
 ) -> dict[str, str]:
-    """The MIME bundle of an answer: `text/plain`, and `text/html` or `text/markdown` beside it.
+    """Make the MIME bundle of an answer: `text/plain`, and `text/html` or `text/markdown` beside it.
 
     `complete` is False while the answer streams, when JSON cannot be parsed yet.
     """
@@ -42,7 +41,7 @@ def answer_bundle(
         footer = joined(footer, note)
         rich = {"text/html": f'<pre {PLAIN} style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
     else:
-        rich = {"text/html": f'<div {PLAIN} style="{_PROSE}">{escape(text)}</div>{muted(footer)}'}
+        rich = {"text/html": f'<div {PLAIN} style="{PROSE}">{escape(text)}</div>{muted(footer)}'}
     plain = f"{text}\n\n[{footer}]" if footer else text
     return {"text/plain": plain, **rich}
 
@@ -50,7 +49,7 @@ def answer_bundle(
 def answers_bundle(
     answers: Sequence[CompletionOutput], output_format: str, footer: str = "", *, complete: bool = True
 ) -> dict[str, str]:
-    """The MIME bundle of a request's completions: several have a numbered heading each."""
+    """Make the MIME bundle of a request's completions; each of several has a numbered heading."""
     if len(answers) < 2:
         return answer_bundle(answers[0].text if answers else "", output_format, footer, complete=complete)
     plain, rich = [], []
@@ -67,7 +66,7 @@ def answers_bundle(
 
 
 def pretty_json(text: str) -> tuple[str, str]:
-    """Indent JSON, taken out of a fence if it is in one: (text, complaint); text that is not JSON stays."""
+    """Indent JSON, also inside a fence, and return (text, complaint); text that is not JSON stays."""
     code, _ = unfenced(text)
     try:
         pretty = json.dumps(json.loads(code), indent=2, ensure_ascii=False)
@@ -75,12 +74,12 @@ def pretty_json(text: str) -> tuple[str, str]:
         return text, f"not valid JSON: {error}"
     except UNREADABLE_JSON as error:
         return text, f"not readable JSON: {error}"
-    # Half of a surrogate pair cannot be sent to a frontend: it stays the escape that it was.
+    # Half of a surrogate pair cannot be sent to a frontend, so it stays an escape.
     return pretty.encode("utf-8", "backslashreplace").decode(), ""
 
 
 def indented_json(text: str) -> str:
-    """Indent JSON whose end is still missing, as `pretty_json` will when it is there; other text stays."""
+    """Indent JSON whose end is still missing, as `pretty_json` does with complete JSON; other text stays."""
     if not text.lstrip().startswith(("{", "[")):
         return text
     parts: list[str] = []
@@ -107,8 +106,10 @@ def _new_line(depth: int) -> str:
 
 
 def footer_of(result: GenerationResult) -> str:
-    """The quiet line under an answer: tokens, speed, reuse and why it ended, first where it ended early. Empty if
-    nothing came."""
+    """Make the quiet line under an answer: tokens, speed, reuse and its end, which is first if it was early.
+
+    The line is empty if no token came.
+    """
     num_tokens = sum(len(completion.token_ids) for completion in result.outputs)
     if not num_tokens:
         return ""
@@ -131,13 +132,13 @@ def footer_of(result: GenerationResult) -> str:
 
 
 def branch_footer(own: GenerationResult, error: str = "") -> str:
-    """The line under a branch, whose own request may have brought nothing but an end."""
+    """Make the line under a branch, whose own request may have brought nothing but an end."""
     ending = _early_ending(own) or _ending(own)
     return joined(footer_of(own) or (ending if own.finished and not error else ""), error)
 
 
 def _ending(result: GenerationResult) -> str:
-    """How it ended of itself; of several answers, only that they have."""
+    """Say how an answer ended of itself; of several, say only that they ended."""
     if not result.finished:
         return ""
     stop = result.stop_reason if len(result.outputs) == 1 else None

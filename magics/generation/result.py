@@ -1,4 +1,4 @@
-"""What `%%generate` leaves behind: the result, and with `-a` a handle to it."""
+"""The result that `%%generate` leaves in the notebook, and the handle to it with `-a`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import msgspec
 from IPython.core.getipython import get_ipython
 
 from nbengine.errors import IncompleteOutputError, InvalidArgumentError, NBEngineError
-from nbengine.magics.generation.diff import AnswerDiff, Earlier
+from nbengine.frontend.parsing.answer_parser import AnswerReading
+from nbengine.magics.answers.diff import AnswerDiff, Earlier
+from nbengine.magics.conversations.answer import answer_in, reading_of
+from nbengine.magics.errors import without_traceback
 from nbengine.magics.interrupts import ticking
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, joined
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from nbengine.magics.tokens.branching import BranchTree
 
 UNREADABLE_JSON = (ValueError, RecursionError)
-"""What `json` raises: of text that is no JSON, of longer numbers and deeper nesting than Python takes."""
+"""Errors that `json` raises: for text that is no JSON, and for numbers and nesting that Python refuses."""
 _NOTHING = CompletionOutput(0, "", [])
 """The first completion before it begins."""
 
@@ -29,12 +32,12 @@ R = TypeVar("R")
 
 
 class ShownOnce:
-    """What a cell leaves behind; its repr is not shown where the text has just streamed into the same cell."""
+    """A result of a cell; its repr is not shown where the text has just streamed into the same cell."""
 
     _silent_in: int | None = None
 
     def silence_once(self) -> None:
-        """Let the next display pass in silence, if it is the running cell's: the text has just streamed into it."""
+        """Skip the next display if it is the running cell's: the text has just streamed into that cell."""
         self._silent_in = _execution()
 
     def _ipython_display_(self) -> None:
@@ -52,9 +55,9 @@ class GenerationResult(ShownOnce):
     """The answer to one prompt, which grows while it streams.
 
     `outputs` has all completions, of which there are several with `-n`; `text`, `token_ids`, `logprobs`,
-    `finish_reason` and `stop_reason` are the first one's. `finish_reason` is None until its end, then "stop", "length"
-    or "abort"; `str(result)` is the text, so that `{result}` in a later prompt is the text too. `num_cached_tokens` of
-    the `num_prompt_tokens` prompt tokens came from the prefix cache.
+    `finish_reason` and `stop_reason` are those of the first one. `finish_reason` is None until its end, then
+    "stop", "length" or "abort"; `str(result)` is the text, and so is `{result}` in a later prompt. Of the
+    `num_prompt_tokens` prompt tokens, `num_cached_tokens` came from the prefix cache.
     """
 
     def __init__(self, request_id: str, prompt: str) -> None:
@@ -63,23 +66,27 @@ class GenerationResult(ShownOnce):
         self.outputs: list[CompletionOutput] = []
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
-        """Whether nothing more will come."""
+        """Nothing more will come."""
         self.prompt_token_ids: list[int] | None = None
-        """The prompt as the model has it, once the answer has begun; None for embeddings."""
+        """The prompt as the model receives it, once the answer has begun; None for embeddings."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics()
         self.is_json = False
         """The answer was asked for with `--json`."""
+        self.reading: AnswerReading = reading_of({})
+        """The way in which reasoning is told from the answer."""
+        self.max_tokens: int | None = None
+        """The most tokens that were asked for; None: as many as there is room for."""
         self.names_ranks = False
-        """There are several engine cores, and it is worth saying which one has answered."""
+        """There are several engine cores, so the footer says which one has answered."""
         self.previous: Earlier | None = None
-        """What the same cell had asked and got before."""
+        """The prompt and answer that the same cell had before."""
         self._whole: RequestOutput | None = None
         self._tree: BranchTree | None = None
 
     def absorb(self, output: RequestOutput) -> None:
-        """Add what is new: `output` is a delta."""
+        """Add the new part, which `output` has as a delta."""
         whole = self._whole = output if self._whole is None else joined([self._whole, output])
         self.outputs = whole.outputs
         self.prompt_logprobs = whole.prompt_logprobs
@@ -91,7 +98,7 @@ class GenerationResult(ShownOnce):
             self.num_prompt_tokens = len(whole.prompt_token_ids)
 
     def abort(self, reason: str = "abort") -> None:
-        """Nothing more will come, although the answer is not complete."""
+        """End an answer that is not complete."""
         self.finished = True
         self.outputs = [
             completion if completion.finished else msgspec.structs.replace(completion, finish_reason=reason)
@@ -100,49 +107,57 @@ class GenerationResult(ShownOnce):
 
     @property
     def text(self) -> str:
-        """The text, of the first completion."""
+        """Return the text of the first completion."""
         return self._first.text
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens, of the first completion."""
+        """Return the tokens of the first completion."""
         return self._first.token_ids
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """One entry a token of the first completion, with `--logprobs`."""
+        """Return one entry for each token of the first completion; None without `--logprobs`."""
         return self._first.logprobs
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first completion ended."""
+        """Say why the first completion ended: "stop", "length", "abort", or None before its end."""
         return self._first.finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token that ended the first completion."""
+        """Return the stop string or token that ended the first completion."""
         return self._first.stop_reason
 
     @property
     def value(self) -> Any:
-        """What the first completion stands for: with `--json` the parsed JSON, else the text.
+        """Return the value of the first completion: with `--json` the parsed JSON, otherwise the text.
 
         Raises:
-            IncompleteOutputError: the JSON is not complete, and why; or Python cannot read it.
+            IncompleteOutputError: the JSON is not complete, or Python cannot read it; the message says why.
         """
         if not self.is_json:
             return self.text
         try:
-            return json.loads(self.text)
+            return json.loads(self.without_reasoning(self._first).text)
         except UNREADABLE_JSON as error:
-            raise IncompleteOutputError(_why_no_value(self, error)) from error
+            # The error is shown in one line: the place where the parser met the end does not explain the end.
+            raise without_traceback(IncompleteOutputError(_why_no_value(self, error))) from None
+
+    def without_reasoning(self, completion: CompletionOutput) -> CompletionOutput:
+        """Return a completion with the text behind its reasoning, or as it is while that goes on."""
+        answer = answer_in(completion.text, self.reading)
+        if answer.is_reasoning or answer.text == completion.text:
+            return completion
+        return msgspec.structs.replace(completion, text=answer.text)
 
     @property
     def tree(self) -> BranchTree:
-        """The answers and what branches from them.
+        """Return the tree of the answers and their branches.
 
         Raises:
-            NBEngineError: the result does not know who has answered.
+            NBEngineError: the result does not know which engine has answered.
         """
         if self._tree is None:
             raise NBEngineError(f"request {self.request_id} has no tree: its result does not know its engine")
@@ -153,13 +168,15 @@ class GenerationResult(ShownOnce):
         self._tree = tree
 
     def branch(self, position: int, token: int | str, *, answer: int = 0) -> Branch:
-        """Go on from another token at a position of an answer, in the background; what stands before it is computed
-        already. Sampling parameters stay the same, and the length counts from the beginning of the answer.
+        """Go on from another token at a position of an answer, in the background.
+
+        The tokens before it are computed already. Sampling parameters stay the same, and the length counts
+        from the beginning of the answer.
 
         Args:
-            position: of the token that is replaced, counted from 0.
+            position: the position of the token that is replaced, counted from 0.
             token: a token id, or the text of an alternative.
-            answer: which of several, counted from 0.
+            answer: the number of the completion, counted from 0.
 
         Raises:
             InvalidArgumentError: there is no such token or position.
@@ -175,7 +192,7 @@ class GenerationResult(ShownOnce):
         return self.outputs[0] if self.outputs and self.outputs[0].index == 0 else _NOTHING
 
     def diff(self, other: GenerationResult | str | None = None) -> AnswerDiff:
-        """The words that differ from another answer; from the cell's previous one if none is given.
+        """Compare the words with another answer, or with the cell's previous one if none is given.
 
         Raises:
             InvalidArgumentError: none is given, and there is no previous one.
@@ -205,16 +222,26 @@ def _why_no_value(result: GenerationResult, error: Exception) -> str:
         return f"the answer is JSON that cannot be read: {error} (.text has it)"
     reasons = {
         None: "it is still being written",
-        "length": "it reached the limit of tokens; raise --max-tokens",
+        "length": _which_limit(result),
         "abort": "it was ended early",
         "stop": "a stop string or stop token ended it",
     }
     reason = reasons.get(result.finish_reason, f"it ended with {result.finish_reason!r}")
-    return f"the answer is not complete JSON: {reason} (.text has what there is)"
+    return f"the answer is not complete JSON: {reason} (.text has the part that was written)"
+
+
+def _which_limit(result: GenerationResult) -> str:
+    limit = result.max_tokens
+    if limit is None or len(result.token_ids) < limit:
+        return (
+            f"it was cut off after {len(result.token_ids)} tokens, where the engine's max_model_len leaves no more room; "
+            "shorten the prompt, or start the engine with a greater --max-model-len"
+        )
+    return f"it was cut off at max_tokens={limit}; raise --max-tokens, or NBEngine.max_tokens for all that follow"
 
 
 class Handle(Generic[R]):
-    """What goes on while other cells run. `await handle` gives the result, too."""
+    """A handle to something that goes on while other cells run; `await handle` gives the result, too."""
 
     def __init__(self, name: str, partial: R, cancel: Callable[[], None]) -> None:
         self._name = name
@@ -224,25 +251,25 @@ class Handle(Generic[R]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return whether it has ended, in whatever way."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> R:
         """Wait for the result.
 
         Raises:
-            TimeoutError: it was not there after `timeout` seconds.
+            TimeoutError: there was no result after `timeout` seconds.
             NBEngineError: the request or its engine failed.
         """
         return self._future.result(timeout)
 
     def cancel(self) -> None:
-        """End the generation; its result is what there is by now, with `finish_reason="abort"`."""
+        """End the generation; its result is what has been written, with `finish_reason="abort"`."""
         if not self.done:
             self._cancel()
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Wake whoever waits: with the result, or with the error that ended it."""
+        """Wake those who wait, with the result or with the error that ended it."""
         if error is not None:
             self._future.set_exception(error)
         else:
@@ -267,10 +294,10 @@ class GenerationHandle(Handle[GenerationResult]):
 
     @property
     def request_id(self) -> str:
-        """Id of the request."""
+        """Return the id of the request."""
         return self._partial.request_id
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Return the text that has been written so far."""
         return self._partial.text

@@ -1,22 +1,21 @@
-"""From collectors to a view: awaited, blocking, or in the background."""
+"""Streams from collectors to a view: awaited, blocking, or in the background."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 from nbengine.errors import NBEngineError
-from nbengine.magics.generation.answers import EndHandler
-from nbengine.magics.generation.ongoing import OngoingRequests
+from nbengine.magics.generation.request import Request
 from nbengine.magics.generation.result import GenerationHandle, GenerationResult, Handle
 from nbengine.magics.generation.view import View
+from nbengine.magics.generation.waits import LOOK_SECONDS, WaitNotice, Watched
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.outputs import RequestOutput
 
@@ -24,31 +23,21 @@ R = TypeVar("R")
 _CANCEL_POLL_SECONDS = 0.1
 
 
-class Collector(Protocol):
-    """The part of `RequestOutputCollector` that a generation reads."""
-
-    request_id: str
-    engine_request_id: str
-
-    async def get(self) -> RequestOutput:
-        """Wait for the next output."""
-
-    def get_nowait(self) -> RequestOutput | None:
-        """Return what there is."""
-
-    def get_blocking(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the next output in this thread."""
-
-
 class Stream(ABC, Generic[R]):
-    """What a cell waits for: awaited, blocking, or in the background.
+    """A stream that a cell waits for: awaited, blocking, or in the background.
 
-    Between two steps it sleeps for the view's interval while collectors merge what comes: the cost of an update is
-    shared by all tokens of the interval, and the first token does not wait.
+    Between two steps it sleeps for the view's interval while collectors merge the outputs: all tokens of the
+    interval share the cost of an update, and the first token does not wait.
     """
 
-    def __init__(self, result: R) -> None:
+    def __init__(
+        self, result: R, requests: Sequence[Request], view: View[R], waited_for: Iterable[Watched]
+    ) -> None:
+        """Make the stream of requests that have been sent; `waited_for` are the clients to look at meanwhile."""
         self.result = result
+        self.requests = requests
+        self.waits = WaitNotice(waited_for)
+        self._view = view
         self._cancelled = threading.Event()
         self._interrupt_taken = False
 
@@ -60,32 +49,33 @@ class Stream(ABC, Generic[R]):
             NBEngineError: the request or its engine failed; the partial result is shown and kept.
         """
         try:
-            async with ticking():
+            async with ticking(), self.waits.looking():
                 while not await self._step():
-                    await asyncio.sleep(self._interval)
+                    await asyncio.sleep(self._view.interval)
         except asyncio.CancelledError:
             raise self._interrupted() from None
         finally:
             self._end()
 
     def run_blocking(self) -> None:
-        """Stream until the end, in this thread; raises as `run` does."""
+        """Stream until the end, in this thread; raise as `run` does."""
         try:
-            while not self._step_blocking():
-                time.sleep(self._interval)
+            while not self._step_and_look():
+                time.sleep(self._view.interval)
         except KeyboardInterrupt:
             raise self._interrupted() from None
         finally:
             self._end()
 
-    def run_in_background(self, on_error: Callable[[NBEngineError], None]) -> Handle[R]:
-        """Stream in a thread of its own, into the output of the cell that is running now."""
+    def run_in_background(self) -> Handle[R]:
+        """Stream in a background thread, into the output of the cell that is running now."""
         handle = self._handle()
-        # ipykernel keeps the running cell in a context variable: the thread's outputs belong to this cell.
+        self.waits.holds_up = False
+        # ipykernel keeps the running cell in a context variable, so the thread's outputs belong to this cell.
         context = contextvars.copy_context()
         thread = threading.Thread(
             target=context.run,
-            args=(self._run_background, handle, on_error),
+            args=(self._run_background, handle),
             name=f"nbengine-{handle!r}",
             daemon=True,
         )
@@ -93,28 +83,28 @@ class Stream(ABC, Generic[R]):
         return handle
 
     def cancel(self) -> None:
-        """Abort what has not ended and let the background thread finish; callable from any thread."""
+        """Abort the requests that have not ended, so the background thread finishes; safe on any thread."""
         self._cancelled.set()
         self._abort_all()
 
-    def _run_background(self, handle: Handle[R], on_error: Callable[[NBEngineError], None]) -> None:
+    def _run_background(self, handle: Handle[R]) -> None:
         try:
             while not self._cancelled.is_set():
+                self.waits.look()
                 try:
                     if self._step_blocking(_CANCEL_POLL_SECONDS):
                         break
                 except TimeoutError:
                     continue
-                self._cancelled.wait(self._interval)
+                self._cancelled.wait(self._view.interval)
             self._end()
         except NBEngineError as error:
             cancelled = self._cancelled.is_set()
             try:
-                # Nobody may ever ask the handle: the cell says what happened, too.
+                # The handle may never be awaited, so the cell shows the error, too.
                 self._end(
                     note="" if cancelled else f"{type(error).__name__}: {getattr(error, 'cause', error)}"
                 )
-                on_error(error)
             finally:
                 handle.settle(None if cancelled else error)
         except BaseException as error:
@@ -123,61 +113,59 @@ class Stream(ABC, Generic[R]):
         else:
             handle.settle()
 
+    def _step_and_look(self) -> bool:
+        while True:
+            self.waits.look()
+            try:
+                return self._step_blocking(LOOK_SECONDS)
+            except TimeoutError:
+                continue
+
     def _interrupted(self) -> Interrupted:
         self._interrupt_taken = True
         self._abort_all()
         return Interrupted("generation interrupted; what had been written is kept")
 
-    @property
-    @abstractmethod
-    def _interval(self) -> float:
-        """Seconds between two steps."""
-
     @abstractmethod
     async def _step(self) -> bool:
-        """Take and show what comes next; True at the end."""
+        """Take and show the next output; return True at the end."""
 
     @abstractmethod
     def _step_blocking(self, timeout: float | None = None) -> bool:
-        """`_step` in this thread; raises TimeoutError where nothing came within `timeout` seconds."""
+        """Do `_step` in this thread; raise TimeoutError if nothing comes within `timeout` seconds."""
 
     @abstractmethod
     def _handle(self) -> Handle[R]:
-        """A handle to the result that grows."""
+        """Make a handle to the result that grows."""
 
-    @abstractmethod
     def _abort_all(self) -> None:
-        """End the requests that have not ended."""
+        for request in self.requests:
+            request.abort()
 
-    @abstractmethod
     def _end(self, note: str = "") -> None:
-        """Keep and show what there is in the end; called once."""
+        """End the requests that have not ended, and show the final state; this is called once."""
+        error = sys.exception()
+        failure = error if isinstance(error, NBEngineError) else None
+        ended = [(request, request.stop()) for request in self.requests if request.collector is not None]
+        is_wanted = self._interrupt_taken or self._cancelled.is_set()
+        is_shown = False
+        try:
+            self._view.finish(self.result, note)
+            is_shown = True
+        finally:
+            for request, is_complete in ended:
+                request.end(failure, shown=is_shown and (is_complete or is_wanted))
 
 
 class Generation(Stream[GenerationResult]):
-    """Moves a request's outputs into its result and its view."""
+    """A stream that moves a request's outputs into its result and its view."""
 
     def __init__(
-        self,
-        collector: Collector,
-        prompt: str,
-        view: View,
-        abort: Callable[[str], None],
-        ongoing: OngoingRequests,
-        *,
-        foreground: bool,
+        self, request: Request, view: View[GenerationResult], waited_for: Iterable[Watched] = ()
     ) -> None:
-        super().__init__(GenerationResult(collector.request_id, prompt))
-        self._collector = collector
-        self._view = view
-        self._abort = abort
-        self._ongoing = ongoing
-        ongoing.add(collector.engine_request_id, foreground=foreground)
-        self.on_end: list[EndHandler] = []
-
-    @property
-    def _interval(self) -> float:
-        return self._view.interval
+        super().__init__(request.result, [request], view, waited_for)
+        assert request.collector is not None, "the request has not been sent"
+        self._collector = request.collector
 
     async def _step(self) -> bool:
         return self._take(await self._collector.get())
@@ -186,38 +174,10 @@ class Generation(Stream[GenerationResult]):
         return self._take(self._collector.get_blocking(timeout))
 
     def _take(self, output: RequestOutput) -> bool:
+        self.waits.has_begun = True
         self.result.absorb(output)
         self._view.update(self.result)
         return self.result.finished
 
     def _handle(self) -> GenerationHandle:
         return GenerationHandle(self.result, self.cancel)
-
-    def _abort_all(self) -> None:
-        self._abort(self.result.request_id)
-
-    def _end(self, note: str = "") -> None:
-        self._ongoing.discard(self._collector.engine_request_id)
-        error = sys.exception()
-        failure = error if isinstance(error, NBEngineError) else None
-        shown = self.result.finished or self._interrupt_taken or self._cancelled.is_set()
-        if not self.result.finished:
-            drain(self._collector, self.result)
-            self.result.abort()
-        try:
-            self._view.finish(self.result, note)
-        except BaseException:
-            shown = False
-            raise
-        finally:
-            for handler in self.on_end:
-                handler(shown, failure)
-
-
-def drain(collector: Collector, result: GenerationResult) -> None:
-    """Keep what has arrived but was not shown yet, of a request whose stream is over."""
-    # An error that ended the stream is being raised already.
-    with contextlib.suppress(NBEngineError):
-        output = collector.get_nowait()
-        if output is not None:
-            result.absorb(output)

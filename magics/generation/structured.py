@@ -1,4 +1,4 @@
-"""`--json`, `--regex` and `--choice`: what an answer must look like."""
+"""`--json`, `--regex` and `--choice` say what form an answer must have."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.sampling_params import StructuredOutputsParams
 
 ANY_OBJECT = ""
-"""What a bare `--json` stands for."""
+"""The value that a bare `--json` stands for."""
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags, of which one line takes one."""
+    """Add the flags; a line takes only one of them."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--json",
@@ -37,7 +37,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
 def constraint_of(
     parsed: argparse.Namespace, namespace: Mapping[str, object], prog: str
 ) -> StructuredOutputsParams | None:
-    """Return what the line asks for, None where it asks for nothing.
+    """Return the constraint that the line asks for, None where it asks for none.
 
     Raises:
         UsageError: the schema cannot be found or read, or a value is not allowed.

@@ -1,134 +1,106 @@
-"""From the options of a line to a request that runs: sampling parameters, the prompt, the view."""
+"""This module turns the options of a line into a request with parameters and prompt, and a stream with a view."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generation.answers import keep_answer
+from nbengine.magics.conversations.answer import reading_of
 from nbengine.magics.generation.arguments import GenerateOptions, sampling_params
-from nbengine.magics.generation.ongoing import OngoingRequests
+from nbengine.magics.generation.request import Origin, Request
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.stream import Collector, Generation
+from nbengine.magics.generation.stream import Generation
+from nbengine.magics.generation.thinking import chat_prompt
 from nbengine.magics.generation.view import Appearance, View, view_for
-from nbengine.magics.session import AttachedEngine
-from nbengine.magics.tokens.branching import BranchTree, Origin
-from nbengine.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A request that an engine can be sent."""
-
-    engine: AttachedEngine
-    prompt: Any
-    params: SamplingParams
-    options: GenerateOptions
-
-    def send(self) -> Collector:
-        """Send it.
-
-        Raises:
-            NBEngineError: the request is not possible, or the engine cannot be reached.
-        """
-        options = self.options
-        return self.engine.client.submit(
-            self.prompt, self.params, data_parallel_rank=options.rank, transcript=options.prompt
-        )
+from nbengine.magics.session import AttachedEngine, NotebookSession
+from nbengine.magics.tokens.branching import BranchTree
 
 
 class Submitter:
-    """Sends the prompts of a notebook's magics to engines."""
+    """A maker of the requests of a notebook's magics, and of the streams of their answers."""
 
-    def __init__(self, shell: InteractiveShell, config: NBEngine, ongoing: OngoingRequests) -> None:
+    def __init__(self, shell: InteractiveShell, config: NBEngine, session: NotebookSession) -> None:
         self._shell = shell
         self._config = config
-        self._ongoing = ongoing
+        self._session = session
 
-    def submit(
-        self,
-        engine: AttachedEngine,
-        options: GenerateOptions,
-        *,
-        prompt: Any = None,
-        view: View | None = None,
-    ) -> Generation:
-        """Send a prompt; its generation is to be run.
-
-        `prompt` is what the engine takes, and `view` what shows the answer, where the options do not say it all.
-
-        Raises:
-            UsageError: the engine cannot do what a flag asks for.
-            NBEngineError: the request is not possible, or the engine cannot be reached.
-        """
-        client = engine.client
-        prepared = self.prepare(engine, options, prompt)
-        collector, params = prepared.send(), prepared.params
-        shown_by = view_for(
-            self._shell,
-            Appearance(options.format, stream=options.stream, footer=options.footer),
-            background=options.background,
-            own=view,
-            on_tokens=partial(self._ongoing.views.add, client.name) if params.logprobs is not None else None,
-        )
-        generation = Generation(
-            collector,
-            options.prompt,
-            shown_by,
-            client.abort_soon,
-            self._ongoing,
-            foreground=not options.background,
-        )
-        keep_answer(self._ongoing.answers, generation, client, collector.engine_request_id)
-        self.tell(generation.result, prepared)
-        return generation
-
-    def tell(self, result: GenerationResult, prepared: PreparedRequest) -> None:
-        """Let a result know what was asked, and of whom."""
-        client, prompt = prepared.engine.client, prepared.prompt
-        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        origin = Origin(client, prepared.params, cache_salt, self._ongoing)
-        result.tree = BranchTree(result, origin)
-        result.is_json = prepared.options.parse_json
-        result.names_ranks = len(client.engine_ranks) > 1
-
-    def prepare(
-        self, engine: AttachedEngine, options: GenerateOptions, prompt: Any = None
-    ) -> PreparedRequest:
-        """What is to be sent, without sending it; `prompt` as `submit` takes it.
+    def prepare(self, engine: AttachedEngine, options: GenerateOptions, prompt: Any = None) -> Request:
+        """Prepare a request without sending it; `prompt` replaces the prompt that the options make.
 
         Raises:
             UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
+            NBEngineError: the chat template cannot be applied.
         """
         self._check_rank(engine, options)
-        params = sampling_params(options, engine.client.default_sampling_params(), self._config)
+        client = engine.client
+        params = sampling_params(options, client.default_sampling_params(), self._config)
         if prompt is None:
-            prompt = self.prompt(engine, options)
-        return PreparedRequest(engine, prompt, params, options)
+            prompt = self._prompt(engine, options, has_grammar=params.structured_outputs is not None)
+        fields = prompt if isinstance(prompt, Mapping) else {}
+        origin = Origin(
+            client, params, fields.get("cache_salt"), self._session.ongoing, fields.get("reasoning")
+        )
+        request = Request(origin, prompt, options.prompt, rank=options.rank)
+        result = request.result
+        result.tree = BranchTree(result, origin)
+        result.is_json = options.parse_json
+        result.reading = reading_of(fields)
+        result.max_tokens = params.max_tokens
+        result.names_ranks = len(client.engine_ranks) > 1
+        request.on_end.append(partial(self._forget_dead, engine))
+        return request
 
-    def prompt(self, engine: AttachedEngine, options: GenerateOptions) -> Any:
-        """The prompt as the engine takes it: with the chat template, or as it is.
+    def stream(
+        self,
+        engine: AttachedEngine,
+        request: Request,
+        options: GenerateOptions,
+        own: View[GenerationResult] | None = None,
+    ) -> Generation:
+        """Make the stream of a request that was sent; `own` replaces the view that the options choose."""
+        views = self._session.ongoing.views if request.origin.params.logprobs is not None else None
+        appearance = Appearance(options.format, stream=options.stream, footer=options.footer)
+        view = view_for(
+            self._shell,
+            appearance,
+            background=options.background,
+            own=own,
+            on_tokens=None if views is None else partial(views.open, engine.name),
+        )
+        return Generation(request, view, [engine.client])
+
+    def _forget_dead(self, engine: AttachedEngine, error: NBEngineError | None) -> None:
+        if isinstance(error, EngineDeadError):
+            self._session.drop(engine)
+
+    def _prompt(self, engine: AttachedEngine, options: GenerateOptions, *, has_grammar: bool) -> Any:
+        """Make the prompt as the engine takes it: with the chat template, or as it is.
 
         Raises:
-            UsageError: there is no chat template, and a flag needs one.
+            UsageError: a flag needs a chat template, and there is none; or the model cannot think as asked.
         """
         client = engine.client
         chat = client.has_chat_template if options.chat is None else options.chat
         if not chat:
             if options.system is not None:
                 raise UsageError(f"--system: the model of engine {engine.name!r} has no chat template")
+            if options.template:
+                raise UsageError(
+                    f"--think, --no-think, --template: the model of engine {engine.name!r} has no chat template"
+                )
             return options.prompt
         if not client.has_chat_template:
             raise UsageError(f"--chat: the model of engine {engine.name!r} has no chat template")
         system = self._config.system if options.system is None else options.system
         messages = [{"role": "system", "content": system}] if system is not None else []
-        return client.render_chat([*messages, {"role": "user", "content": options.prompt}])
+        messages = [*messages, {"role": "user", "content": options.prompt}]
+        return chat_prompt(engine, messages, options.template, has_grammar=has_grammar)
 
     def _check_rank(self, engine: AttachedEngine, options: GenerateOptions) -> None:
         engine_ranks = engine.client.engine_ranks

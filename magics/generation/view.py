@@ -1,64 +1,73 @@
-"""Where an answer appears while it streams: a cell's output, a terminal, or nowhere."""
+"""The views of an answer while it streams: a cell's output, a terminal, or none."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.open_views import ClosableView
 from nbengine.magics.generation.render import answers_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
+from nbengine.widgets.open_views import ClosableView
 from nbengine.widgets.words import harmless, joined, print_quietly
 
 UPDATE_SECONDS = 0.04
-"""Between two updates of a cell: often enough to look like writing, seldom enough for the iopub channel."""
+"""Seconds between two updates of a cell: few enough to look like writing, enough for the iopub channel."""
 _CHARACTERS_PER_SECOND = 250_000
 """Jupyter's server drops output above a megabyte a second; each update sends the whole answer again."""
 DUTY = 0.1
-"""Share of the time that may go into drawing."""
+"""The share of the time that may go into drawing."""
 _UPDATES_PER_SECOND = 250
-"""Of all cells together: the server drops output above a thousand messages a second."""
+"""The most updates of all cells together: the server drops output above a thousand messages a second."""
 
 
 def pause_after(size: int, cost: float, num_views: int = 1) -> float:
-    """Seconds to wait after an update of so many characters that took `cost` seconds, where so many views update."""
+    """Return the seconds to wait after an update.
+
+    The update sent `size` characters and took `cost` seconds, and it is one of `num_views` views that update.
+    """
     share = max(1 / _UPDATES_PER_SECOND, size / _CHARACTERS_PER_SECOND, cost / DUTY)
     return max(UPDATE_SECONDS, num_views * share)
 
 
+Shown_contra = TypeVar("Shown_contra", contravariant=True)
+
+
 @dataclass(frozen=True)
 class Appearance:
-    """How an answer is to be shown."""
+    """The form in which an answer is shown."""
 
     format: str = "text"
     """"text", "markdown", "code" or "json"."""
     stream: bool = True
-    """Whether it is shown while it grows."""
+    """The answer is shown while it grows."""
     footer: bool = True
     placeholder: str = ""
-    """What stands in its place before it begins."""
+    """The text that stands in the answer's place before it begins."""
 
 
-class View(Protocol):
-    """Shows a growing result. `interval` is how many seconds the next update should wait."""
+class View(Protocol[Shown_contra]):
+    """A view that shows a growing result, of one request or of several; `interval` is the number of seconds until the next update."""
 
     interval: float
 
-    def update(self, result: GenerationResult) -> None:
-        """Show what there is."""
+    def update(self, result: Shown_contra) -> None:
+        """Show the present state."""
 
-    def finish(self, result: GenerationResult, note: str = "") -> None:
-        """Show the final state, once; `note` is what else there is to say."""
+    def finish(self, result: Shown_contra, note: str = "") -> None:
+        """Show the final state, once; `note` is a last line to add."""
 
 
 class CellView:
-    """The answer as one output of the cell, replaced in place. Those that stream share the kernel's and the server's time."""
+    """A view that shows the answer as one output of the cell and replaces it in place.
+
+    Views that stream at the same time share the kernel's and the server's time.
+    """
 
     _streaming: ClassVar[WeakSet[CellView]] = WeakSet()
 
@@ -74,7 +83,7 @@ class CellView:
         if not self._appearance.stream or result.finished:
             return
         started = time.perf_counter()
-        size = self._live.show(answers_bundle(result.outputs, self._appearance.format, complete=False))
+        size = self._live.show(self._bundle(result, complete=False))
         cost = time.perf_counter() - started
         self._streaming.add(self)
         self.interval = pause_after(size, cost, len(self._streaming))
@@ -84,11 +93,17 @@ class CellView:
         self._streaming.discard(self)
         footer = joined(footer_of(result) if self._appearance.footer else "", note)
         if any(answer.text for answer in result.outputs) or footer or self._live.shown:
-            self._live.show(answers_bundle(result.outputs, self._appearance.format, footer))
+            self._live.show(self._bundle(result, footer))
+
+    def _bundle(self, result: GenerationResult, footer: str = "", *, complete: bool = True) -> dict[str, str]:
+        outputs = result.outputs
+        if self._appearance.format == "json":
+            outputs = [result.without_reasoning(answer) for answer in outputs]
+        return answers_bundle(outputs, self._appearance.format, footer, complete=complete)
 
 
 class TerminalView:
-    """The answer printed as it comes; what has been printed stays. Further completions are printed at the end."""
+    """A view that prints the answer as it comes, and further completions at the end; printed text stays."""
 
     interval = UPDATE_SECONDS
 
@@ -97,13 +112,13 @@ class TerminalView:
         self._printed = 0
 
     def update(self, result: GenerationResult) -> None:
-        """Print what is new."""
+        """Print the part that has been added."""
         if self._appearance.stream and len(result.text) > self._printed:
             print(harmless(result.text[self._printed :]), end="", flush=True)
             self._printed = len(result.text)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
-        """Print the rest and the footer."""
+        """Print the remaining text and the footer."""
         print(harmless(result.text[self._printed :]))
         for completion in result.outputs[1:]:
             print(f"\n{completion.index + 1}.\n{harmless(completion.text)}")
@@ -113,14 +128,14 @@ class TerminalView:
 
 
 class SilentView:
-    """Nothing is shown: the answer is asked for later."""
+    """A view that shows nothing, since the answer is read later."""
 
     interval = UPDATE_SECONDS
 
-    def update(self, result: GenerationResult) -> None:
+    def update(self, result: object) -> None:
         """Show nothing."""
 
-    def finish(self, result: GenerationResult, note: str = "") -> None:
+    def finish(self, result: object, note: str = "") -> None:
         """Show nothing."""
 
 
@@ -129,12 +144,14 @@ def view_for(
     appearance: Appearance,
     *,
     background: bool = False,
-    own: View | None = None,
+    own: View[GenerationResult] | None = None,
     on_tokens: Callable[[ClosableView], object] | None = None,
-) -> View:
-    """The view of the running cell, with `own` for the answer if a magic has a view of its own; with `on_tokens` it
-    is that of single tokens, too, and is given to it. In a terminal a background answer would run into what is being
-    typed."""
+) -> View[GenerationResult]:
+    """Make the view of the running cell; `own` shows the answer if a magic has a custom view.
+
+    With `on_tokens` the view shows single tokens, too, and `on_tokens` receives it. In a terminal a
+    background answer would run into what the user types, so its view is silent.
+    """
     if not in_kernel(shell):
         return own or (SilentView() if background else TerminalView(appearance))
     if background:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 class Branch:
-    """A node of a `BranchTree`: an answer from its first token to its last, which shares its beginning with its parent.
+    """A node of a `BranchTree`: an answer from first to last token; it shares its beginning with its parent.
 
-    The parent's tokens before `position` are its own, too; at `position` it has `token_id` instead. `token_ids`,
-    `logprobs` and `text` are those of the whole answer, which grows while it is written; `num_cached_tokens` of the
-    `num_prompt_tokens` tokens before what it has written itself, the parent's among them, came from the prefix cache,
-    and `metrics` are those of what it has written itself. The first answers have no `parent`, no `position` and no
-    `token_id`. `await branch` and `branch.result()` wait for its end and give the branch; `str(branch)` is its text.
+    The tokens before `position` are those of the parent; at `position` the branch has `token_id` instead.
+    `token_ids`, `logprobs` and `text` are those of the whole answer, which grows while it is written.
+    `metrics` are those of the branch's own request. Of the `num_prompt_tokens` tokens before the branch's own
+    part, the shared ones among them, `num_cached_tokens` came from the prefix cache. The first answers have
+    no `parent`, no `position` and no `token_id`. `await branch` and `branch.result()` wait for its end and
+    give the branch; `str(branch)` is its text.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Branch:
         self.token_id = token_id
         self.children: list[Branch] = []
         self.error = ""
-        """Why it could not be written to its end."""
+        """The reason why the branch could not be written to its end; empty if there is none."""
         self.own = result
-        """What its own request has brought."""
+        """The result of the branch's own request."""
         self._tree = tree
         self._index = index
         self._handle: Handle[GenerationResult] | None = None
@@ -57,13 +58,15 @@ class Branch:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens of the answer."""
+        """Return all tokens of the answer."""
         return self._written + self._completion.token_ids
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """One entry a token, which begins with the token itself, with `--logprobs`. Where a branch was begun with a token
-        that was not among the alternatives, its log probability is NaN."""
+        """Return one entry for each token, which begins with the token itself; None without `--logprobs`.
+
+        Where a branch was begun with a token that was not among the alternatives, its log probability is NaN.
+        """
         own = self._completion.logprobs
         if own is None and not self._written_logprobs:
             return None
@@ -71,47 +74,47 @@ class Branch:
 
     @property
     def text(self) -> str:
-        """The text of the whole answer."""
+        """Return the text of the whole answer."""
         return self._completion.text
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, None while it is being written."""
+        """Say why the answer ended, None while it is being written."""
         return self._completion.finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token that ended it."""
+        """Return the stop string or token that ended the answer."""
         return self._completion.stop_reason
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens before its own whose keys and values were there already."""
+        """Count the tokens before the branch's own part whose keys and values were in the cache already."""
         return self.own.num_cached_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before its own: the prompt's and those it shares with its parent."""
+        """Count the tokens before the branch's own part: the prompt's and those shared with its parent."""
         return self.own.num_prompt_tokens
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Times of its own request."""
+        """Return the times of the branch's own request."""
         return self.own.metrics
 
     @property
     def own_logprobs(self) -> list[dict[int, Logprob]]:
-        """The entries of the tokens that it does not share with its parent."""
+        """Return the entries of the tokens that the branch does not share with its parent."""
         return (self.logprobs or [])[self.position or 0 :]
 
     @property
     def own_token_ids(self) -> list[int]:
-        """The tokens that it does not share with its parent: of a branch, `token_id` and what follows."""
+        """Return the tokens that are not shared with the parent: of a branch, `token_id` and what follows."""
         return self.token_ids[self.position or 0 :]
 
     @property
     def label(self) -> str:
-        """The number of a first answer; of a branch the text of its token, or its id."""
+        """Return the number of a first answer; for a branch, the text of its token, or the token's id."""
         if self.token_id is None or self.position is None or self.parent is None:
             return str(self.id + 1)
         entry = (self.parent.logprobs or [])[self.position : self.position + 1]
@@ -120,12 +123,12 @@ class Branch:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return whether the answer has ended, in whatever way."""
         return self.own.finished
 
     @property
     def path(self) -> list[Branch]:
-        """From the first answer to this one."""
+        """List the answers from the first one to this one."""
         return [self] if self.parent is None else [*self.parent.path, self]
 
     def branch(self, position: int, token: int | str) -> Branch:
@@ -133,10 +136,10 @@ class Branch:
         return self._tree.branch(position, token, node=self)
 
     def result(self, timeout: float | None = None) -> Branch:
-        """Wait for its end.
+        """Wait until the answer has ended.
 
         Raises:
-            TimeoutError: it was not there after `timeout` seconds.
+            TimeoutError: the answer has not ended after `timeout` seconds.
             NBEngineError: the request or its engine failed.
         """
         if self._handle is not None:
@@ -144,16 +147,15 @@ class Branch:
         return self
 
     def cancel(self) -> None:
-        """End it; what there is by now stays, with `finish_reason="abort"`."""
+        """End the answer; what has been written stays, with `finish_reason="abort"`."""
         if self._handle is not None:
             self._handle.cancel()
         elif not self.own.finished:
             self._tree.abort_first()
 
     def run(self, generation: Generation) -> Handle[GenerationResult]:
-        """Begin to write, in the background."""
-        # An error is in the view's note and in the handle.
-        self._handle = generation.run_in_background(lambda _error: None)
+        """Begin to write in the background."""
+        self._handle = generation.run_in_background()
         return self._handle
 
     @property
@@ -176,5 +178,5 @@ class Branch:
 
 
 def _moved_first(entry: dict[int, Logprob], token_id: int) -> dict[int, Logprob]:
-    """The same entry, beginning with another token."""
+    """Return the same entry, beginning with another token."""
     return {token_id: entry.get(token_id, Logprob(math.nan)), **entry}

@@ -1,19 +1,18 @@
-"""Going on from another token: the tree of an answer and of what else could have been said."""
+"""This module goes on from another token: it has the tree of an answer and of its alternatives."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.magics.generation.answers import keep_answer
-from nbengine.magics.generation.ongoing import OngoingRequests
+from nbengine.magics.generation.request import Origin, Request
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.stream import Collector, Generation
+from nbengine.magics.generation.stream import Generation
 from nbengine.magics.generation.view import UPDATE_SECONDS
 from nbengine.magics.tokens.branch import Branch
 from nbengine.outputs import RequestOutput
@@ -23,70 +22,19 @@ if TYPE_CHECKING:
     from nbengine.frontend.async_llm import AsyncLLM
 
 _EXCERPT = 60
-"""Characters of a text that `print(tree)` shows."""
-_NEEDS_START = "its answer follows a grammar, which cannot begin in the middle"
-
-
-class BranchClient(Protocol):
-    """The part of `AsyncLLM` that branches use."""
-
-    @property
-    def engine_ranks(self) -> Sequence[int]:
-        """The engine cores that take requests now."""
-
-    def submit(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams,
-        *,
-        data_parallel_rank: int | None = None,
-        written: Sequence[int] = (),
-        transcript: str | None = None,
-    ) -> Collector:
-        """Send a request, to one engine core of several where a rank is given, to go on behind `written`.
-
-        With `transcript`, the prompt as it was typed, the engine keeps the answer.
-        """
-
-    @property
-    def name(self) -> str:
-        """Name of the engine."""
-
-    def read_transcripts(self, request_ids: Iterable[str]) -> None:
-        """Tell the engine, without waiting, that these have been seen."""
-
-    def abort_soon(self, request_id: str) -> None:
-        """End a request, without waiting."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Who has answered, and what it was asked: what it takes to go on from the middle of the answer."""
-
-    client: BranchClient
-    params: SamplingParams
-    cache_salt: str | None = None
-    ongoing: OngoingRequests = field(default_factory=OngoingRequests)
-
-    @property
-    def refusal(self) -> str:
-        """Why no answer of this request can branch, empty if it can."""
-        return _NEEDS_START if self.params.structured_outputs is not None else ""
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether the same question has the same answer."""
-        return self.params.is_greedy or self.params.seed is not None
+"""The most characters of a text that `print(tree)` shows."""
 
 
 class BranchTree:
-    """The answers to one prompt and all their branches, in the order in which they were begun: `tree[0]` is the first
-    answer. `print(tree)` draws it. Safe on any thread."""
+    """The answers to one prompt and all their branches, in the order in which they were begun.
+
+    `tree[0]` is the first answer; `print(tree)` draws the tree. Safe on any thread.
+    """
 
     def __init__(self, result: GenerationResult, origin: Origin) -> None:
         self.origin = origin
         self.listeners: list[Callable[[Branch], object]] = []
-        """Called when a branch has begun, has more tokens or has ended, on the thread that noticed."""
+        """Functions that are called when a branch begins, grows or ends, on the thread that noticed."""
         self._result = result
         self._lock = threading.Lock()
         self._nodes = [Branch(self, index, result, index=index) for index in range(origin.params.n)]
@@ -95,8 +43,7 @@ class BranchTree:
     def of(
         cls, llm: AsyncLLM, output: RequestOutput, params: SamplingParams, *, cache_salt: str | None = None
     ) -> BranchTree:
-        """The tree of a whole answer that a script has got from an `AsyncLLM`; `params` and `cache_salt` are those it was
-        asked for with."""
+        """Make the tree of an answer that a script got from an `AsyncLLM` with `params` and `cache_salt`."""
         result = GenerationResult(output.request_id, output.prompt or "")
         result.absorb(output)
         result.tree = cls(result, Origin(llm, params, cache_salt))
@@ -104,16 +51,16 @@ class BranchTree:
 
     @property
     def roots(self) -> list[Branch]:
-        """The first answers, of which there are several with `-n`."""
+        """List the first answers, of which there are several with `-n`."""
         return [node for node in self if node.parent is None]
 
     @property
     def leaves(self) -> list[Branch]:
-        """The answers that no other one branches from."""
+        """List the answers that no other one branches from."""
         return [node for node in self if not node.children]
 
     def paths(self) -> list[list[Branch]]:
-        """From a first answer to each leaf."""
+        """List the paths from a first answer to each leaf."""
         return [leaf.path for leaf in self.leaves]
 
     def branch(self, position: int, token: int | str, *, node: Branch | None = None) -> Branch:
@@ -122,33 +69,25 @@ class BranchTree:
         token_id = self._checked_token(node, self._checked_position(node, position), token)
         while node.parent is not None and node.position is not None and position <= node.position:
             node = node.parent
-        origin = self.origin
         prompt: dict[str, Any] = {"prompt_token_ids": self._prompt_token_ids()}
-        if origin.cache_salt is not None:
-            prompt["cache_salt"] = origin.cache_salt
-        written = [*node.token_ids[:position], token_id]
-        collector = origin.client.submit(
+        if self.origin.params.thinking_budget is not None:
+            prompt["reasoning"] = self.origin.reasoning
+        if self.origin.cache_salt is not None:
+            prompt["cache_salt"] = self.origin.cache_salt
+        request = Request(
+            replace(self.origin, params=self._branch_params()),
             prompt,
-            self._branch_params(),
-            data_parallel_rank=self._rank(node),
-            written=written,
-            transcript=self._result.prompt,
-        )
-        view = _BranchView(self.notify)
-        generation = Generation(
-            collector,
             self._result.prompt,
-            view,
-            origin.client.abort_soon,
-            origin.ongoing,
-            foreground=False,
+            rank=self._rank(node),
+            written=[*node.token_ids[:position], token_id],
         )
-        keep_answer(origin.ongoing.answers, generation, origin.client, collector.engine_request_id)
+        request.send(foreground=False)
+        view = _BranchView(self.notify)
         with self._lock:
             branch = Branch(
                 self,
                 len(self._nodes),
-                generation.result,
+                request.result,
                 parent=node,
                 position=position,
                 token_id=token_id,
@@ -157,11 +96,11 @@ class BranchTree:
             self._nodes.append(branch)
             node.children.append(branch)
         self.notify(branch)
-        origin.ongoing.add_background(branch.run(generation))
+        self.origin.ongoing.add_background(branch.run(Generation(request, view)))
         return branch
 
     def existing(self, node: Branch, position: int, token_id: int) -> Branch | None:
-        """A branch that says what a new one would say."""
+        """Find a branch that would say the same as a new one; None if there is none."""
         same = (
             branch
             for branch in self
@@ -173,7 +112,7 @@ class BranchTree:
         return next(same, None) if self.origin.is_repeatable else None
 
     def notify(self, branch: Branch) -> None:
-        """Tell the listeners of news of a branch."""
+        """Call the listeners for a branch that has changed."""
         for listener in list(self.listeners):
             listener(branch)
 
@@ -185,9 +124,9 @@ class BranchTree:
         return msgspec.structs.replace(
             self.origin.params,
             n=1,
-            # It is cut already.
+            # The prompt has been truncated already.
             truncate_prompt_tokens=None,
-            # They would keep the request from the prefix cache.
+            # Prompt log probabilities would keep the request from the prefix cache.
             prompt_logprobs=None,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -203,7 +142,7 @@ class BranchTree:
         return token_ids
 
     def _rank(self, node: Branch) -> int | None:
-        """The engine core that has the beginning in its prefix cache, while it takes requests."""
+        """Return the rank that has the beginning in its prefix cache; None unless it takes requests."""
         ranks = node.metrics.data_parallel_ranks
         there = self.origin.client.engine_ranks
         return ranks[0] if len(there) > 1 and len(ranks) == 1 and ranks[0] in there else None
@@ -214,7 +153,9 @@ class BranchTree:
             raise InvalidTypeError("position", position, "an integer")
         count = len(node.token_ids)
         if not 0 <= position < count:
-            allowed = f"in [0, {count}), for the answer has {count} tokens" if count else "that of a token"
+            allowed = (
+                f"in [0, {count}), for the answer has {count} tokens" if count else "the position of a token"
+            )
             raise InvalidArgumentError("position", position, allowed)
         return position
 
@@ -261,7 +202,7 @@ class BranchTree:
 
 
 class _BranchView:
-    """The view of a branch: whoever listens to the tree."""
+    """The view of a branch, which only notifies the tree's listeners."""
 
     interval = UPDATE_SECONDS
 

@@ -1,4 +1,4 @@
-"""What the script that shows tokens is told of a tree of answers, and what it asks for."""
+"""The messages about a tree of answers between the kernel and the script that shows tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from nbengine.widgets.tokens.cells import (
 )
 
 EAGER_ALTERNATIVES = 5
-"""So many are sent with each token; the others when somebody looks at it."""
+"""The number of alternatives that are sent with each token; the others are sent when a token is looked at."""
 _KEPT_ALTERNATIVES = 5000
-"""How many a saved notebook keeps of one output."""
+"""The most alternatives that a saved notebook keeps of one output."""
 Frame = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ class Widget(Protocol):
 
 
 class TokensFeed:
-    """Keeps the script up to date. Safe on any thread: what is sent comes in its order."""
+    """A feed that keeps the script up to date; safe on any thread, since messages are sent in order."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TokensFeed:
         self._sent: dict[int, int] = {}
 
     def push(self, branch: Branch) -> None:
-        """Send what is new of an answer, and keep everything at its end."""
+        """Send what is new of an answer, and store the snapshot at its end."""
         with self._lock:
             if self._is_closed:
                 return
@@ -96,7 +96,7 @@ class TokensFeed:
                 self._widget.snapshot = self._reset(is_news=False)
 
     def close(self) -> None:
-        """Neither send nor do anything from now on: the widget is about to go."""
+        """Ignore everything from now on: the widget is about to be closed."""
         with self._lock:
             self._is_closed = True
 
@@ -104,7 +104,7 @@ class TokensFeed:
         """Do what the script asks for.
 
         Raises:
-            msgspec.ValidationError: it is nothing that the script sends.
+            msgspec.ValidationError: the content is nothing that the script sends.
         """
         request = msgspec.convert(content, _Hello | _Rest | _Alternatives | _Branch | _Stop)
         if self._is_closed:
@@ -149,7 +149,7 @@ class TokensFeed:
         self._send({"kind": "alternatives", "node": node.id, "position": position, "alternatives": found})
 
     def _reset(self, *, is_news: bool) -> Frame:
-        """Everything; `is_news`: the script gets it, so that what follows continues it."""
+        """Describe the whole tree; `is_news`: the script receives it, and later messages continue it."""
         most = EAGER_ALTERNATIVES if is_news else kept_alternatives(self._tree)
         nodes = [self._node(branch, 0, most, count=is_news) for branch in self._tree]
         return {"kind": "reset", "refusal": self._tree.origin.refusal, "nodes": nodes}
@@ -176,31 +176,31 @@ class TokensFeed:
 
 
 def line_below(branch: Branch, *, footer: bool, folded: bool) -> str:
-    """The line under an answer or a branch; `folded`: the first answers are shown with theirs elsewhere."""
+    """Make the line under an answer or a branch; `folded`: the first answers have their line elsewhere."""
     if folded and branch.parent is None:
         return ""
     return branch_footer(branch.own, branch.error) if footer else branch.error
 
 
 def kept_alternatives(nodes: Iterable[Branch]) -> int:
-    """How many alternatives of each token a saved notebook keeps: fewer of many tokens."""
+    """Return how many alternatives of each token a saved notebook keeps: the more tokens, the fewer."""
     count = sum(len(node.own_token_ids) for node in nodes)
     return max(1, min(EAGER_ALTERNATIVES, _KEPT_ALTERNATIVES // max(1, count)))
 
 
 def shown_label(branch: Branch) -> str:
-    """The token with which a branch begins, every character of it visible."""
+    """Return the token with which a branch begins, with every character visible."""
     entry = branch.own_logprobs[:1]
     known = entry[0].get(branch.token_id or 0) if entry else None
     return label_of(branch.token_id or 0, known.decoded_token if known else None)
 
 
 def num_in_text(branch: Branch) -> int:
-    """How many of an answer's tokens are in its text: neither a stop string nor what ended it is."""
+    """Count the tokens of an answer that are in its text: a stop string and a final token are not."""
     entries, text = branch.logprobs or [], branch.text
     parts = [_text(token_id, entry) for token_id, entry in zip(branch.token_ids, entries, strict=False)]
     whole = "".join(parts)
-    # Some tokenizers drop a text's first space.
+    # Some tokenizers drop a text's first space, so the text may begin one character later.
     dropped = 0 if whole.startswith(text) else 1
     if not whole[dropped:].startswith(text):
         return len(parts)

@@ -1,4 +1,4 @@
-"""Answers with `--logprobs`: their tokens, shaded, in a widget that can branch; without it, in HTML that stays."""
+"""Answers with `--logprobs`: shaded tokens in a widget that can branch, and static HTML without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbengine.widgets.idle import IdleClock
 from nbengine.widgets.live import LiveDisplay
 from nbengine.widgets.tokens.cells import token_cells
 from nbengine.widgets.tokens.html import tokens_html
-from nbengine.widgets.words import PLAIN, muted
+from nbengine.widgets.words import PLAIN, PROSE, muted
 
 if TYPE_CHECKING:
     from nbengine.widgets.tokens.widget import TokensWidget
@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 10.0
-"""A script that has not said hello while the kernel was idle for so long will not come."""
-_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
+"""Seconds for which the kernel must be idle before a script that has not said hello is given up."""
+_PROSE = f"{PROSE};line-height:1.6"
 
 
 class TokensView:
-    """The tokens as one output of the cell, which lives on after the cell: branches go on in it.
+    """A view that shows the tokens as one output of the cell and outlives it: branches go on in it.
 
-    Where the answer itself is `rendered` by another view, they are in an output below it, folded.
+    Where another view, `rendered`, shows the answer itself, the tokens are in an output below it, folded.
     """
 
-    def __init__(self, shell: InteractiveShell, appearance: Appearance, rendered: View | None = None) -> None:
+    def __init__(
+        self, shell: InteractiveShell, appearance: Appearance, rendered: View[GenerationResult] | None = None
+    ) -> None:
         self.interval = UPDATE_SECONDS
         self._live = LiveDisplay(shell)
         self._idle = IdleClock.of(shell)
@@ -54,10 +56,10 @@ class TokensView:
         """A saved notebook would lack something."""
         self._is_closed = False
         self._lock = threading.RLock()
-        """What is shown last is what was found last."""
+        """The lock that keeps an older state from being shown after a newer one."""
 
     def update(self, result: GenerationResult) -> None:
-        """Send what is new and set the pace by what that cost."""
+        """Send what is new, and set the pace by what that cost."""
         if self._rendered is not None:
             self._rendered.update(result)
             self.interval = self._rendered.interval
@@ -69,7 +71,7 @@ class TokensView:
         self.interval = max(UPDATE_SECONDS, (time.perf_counter() - started) / DUTY)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
-        """Show the final state, and from now on the branches."""
+        """Show the final state, and the branches from now on."""
         if self._rendered is not None:
             self._rendered.finish(result, note)
         if not any(root.token_ids for root in result.tree.roots) and self._tree is None:
@@ -84,7 +86,7 @@ class TokensView:
             self._wait_for_greeting()
 
     def close(self) -> None:
-        """Put the static form in the widget's place: the engine is left, and nothing can branch any more."""
+        """Replace the widget by the static form: the engine is left, and nothing can branch any more."""
         with self._lock:
             self._is_closed = True
             if self._widget is None or self._feed is None:
@@ -151,7 +153,7 @@ class TokensView:
         if self._is_closed:
             return
         if self._idle.idle_seconds < GREETING_SECONDS:
-            # What the script says may wait behind the cell that runs.
+            # The script's message may wait behind the cell that runs.
             self._wait_for_greeting()
         elif not self._greeted.is_set():
             self._given_up = True
@@ -172,7 +174,7 @@ class TokensView:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Replace what a saved notebook has."""
+        """Replace the output that a saved notebook keeps."""
         with self._lock:
             if self._tree is None:
                 return
@@ -185,7 +187,7 @@ class TokensView:
 
 
 def static_bundle(tree: BranchTree, *, footer: bool, folded: bool = False) -> dict[str, str]:
-    """`text/html` and `text/plain` of all answers and branches; `folded` where the answers themselves are shown above."""
+    """Render all answers and branches as HTML and plain text; `folded`: the answers are shown above."""
     count = sum(len(node.own_token_ids) for node in tree)
     most = kept_alternatives(tree)
     several = len(tree) > 1
@@ -204,7 +206,7 @@ def static_bundle(tree: BranchTree, *, footer: bool, folded: bool = False) -> di
 
 
 def shaded(node: Branch, most: int) -> str:
-    """What an answer or a branch has written itself, in HTML, with at most so many alternatives of each token."""
+    """Render the own part of an answer or a branch as HTML, with at most `most` alternatives a token."""
     cells = token_cells(node.own_token_ids, node.own_logprobs, most)
     in_text = num_in_text(node) - (node.position or 0) if node.done else None
     return f'<div {PLAIN} style="{_PROSE}">{tokens_html(cells, in_text)}</div>'

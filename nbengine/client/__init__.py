@@ -1,1 +1,1 @@
-"""Clients of an engine core, and how its processes are found and started."""
+"""The clients of an engine, which also find and start its processes."""

@@ -1,26 +1,24 @@
-"""The clients of `AsyncLLM`, by who balances the load between the engine cores."""
+"""The two clients of `AsyncLLM`: one balances the load between the engine cores,
+the other leaves that to its users."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nbengine.client.async_mp import AsyncMPClient
-from nbengine.client.connection import ConnectionInfo
-
-if TYPE_CHECKING:
-    from nbengine.frontend.loop_thread import LoopThread
+from nbengine.client.threads.loop_thread import LoopThread
+from nbengine.runtime.connection import ConnectionInfo
 
 
 class DPLBAsyncMPClient(AsyncMPClient):
-    """Balances the load itself: see `LoadBalancer`.
+    """The client that balances the load itself: see `LoadBalancer`.
 
-    With one engine core, too: others may be added while the client is attached (`scale`). Balancing between one rank
-    costs the entry in the map of requests in flight, and no statistics are followed.
+    It serves one engine core, too: others may be added while the client is attached (`scale`). With a single
+    rank, balancing costs the entry in the map of requests in flight, and no statistics are followed.
     """
 
 
 class DPAsyncMPClient(AsyncMPClient):
-    """All requests go to one rank: the load is balanced outside, by whoever makes a client for every rank."""
+    """The client that sends all requests to one rank:
+    the program that makes a client for every rank balances the load."""
 
     def __init__(
         self,

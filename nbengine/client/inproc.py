@@ -1,4 +1,5 @@
-"""The engine core in this process: no sockets, no threads, each `get_output` is a step."""
+"""The client of an engine core in this process:
+it has no sockets and no threads, and each `get_output` is a step."""
 
 from __future__ import annotations
 
@@ -7,15 +8,13 @@ import copy
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
-from nbengine.client.base import BlockingClient
-from nbengine.client.utility_calls import merged_answers
+from nbengine.client.calls import merged_answers
 from nbengine.config import EngineConfig
-from nbengine.engine.logs import describe_exception
 from nbengine.errors import (
     EngineDeadError,
     EngineEndError,
@@ -26,15 +25,19 @@ from nbengine.errors import (
 )
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from nbengine.models.progress import ProgressCallback
+from nbengine.runtime.logs import describe_exception
+from nbengine.runtime.progress import ProgressCallback
 
 
-class InprocClient(BlockingClient):
-    """Client of an `EngineCore` that it owns; for one thread. Creating it loads the model (and torch)."""
+class InprocClient:
+    """The client of an `EngineCore` that it owns, for one thread.
+
+    Its constructor loads the model (and torch).
+    """
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
-        from nbengine.engine.core import EngineCore
-        from nbengine.engine.core_main import executor_class
+        from nbengine.engine.core.core import EngineCore
+        from nbengine.executor.choice import executor_class
 
         self.config = config
         self.engine_core = EngineCore(config, executor_class(config), progress)
@@ -48,14 +51,14 @@ class InprocClient(BlockingClient):
         return self.engine_core.ready_message(0)
 
     def get_output(self) -> EngineCoreOutputs:
-        """Run one step and return what came of it.
+        """Run one step and return its outputs.
 
         An interrupt takes effect after the step: between scheduling and taking in the result it would leave
-        the scheduler and the model apart.
+        scheduler and model in different states.
 
         Raises:
             EngineDeadError: the step failed, or the engine was shut down.
-            NBEngineError: nothing can come before the engine is resumed or woken up.
+            NBEngineError: the engine is paused or sleeps, so that no output can come.
         """
         self.check_alive()
         if self._refused:
@@ -80,8 +83,26 @@ class InprocClient(BlockingClient):
         return outputs.get(0) or EngineCoreOutputs()
 
     @property
+    def connection(self) -> None:
+        """Return None: no other process can attach."""
+
+    @property
+    def client_index(self) -> int:
+        """Return 0, the number of an engine's only client."""
+        return 0
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Return the error that says why the engine has ended, None while it has not."""
+        return self._dead
+
+    @property
+    def stall(self) -> None:
+        """Return None: nothing waits for an engine that stands but the caller."""
+
+    @property
     def engine_ranks(self) -> list[int]:
-        """The one engine core."""
+        """Return the rank of the one engine core."""
         return [0]
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -96,9 +117,9 @@ class InprocClient(BlockingClient):
             )
             self._refused.append(refusal)
 
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
+    def abort_requests(self, request_ids: Iterable[str], *, stopped: Collection[str] = ()) -> None:
         """Drop requests; unknown ids are ignored."""
-        self.engine_core.abort_requests(list(request_ids))
+        self.engine_core.abort_requests(list(request_ids), stopped)
 
     def submit_utility(self, method: str, *args: Any) -> Future[Any]:
         """Call a utility method; the future is done when this returns."""
@@ -118,8 +139,22 @@ class InprocClient(BlockingClient):
             future.set_exception(UtilityError(f"{method}: {type(error).__name__}: {error}"))
         return future
 
+    def call_within(self, timeout: float, method: str, *args: Any) -> tuple[Any, list[int]]:
+        """Make a utility call, however long it takes."""
+        del timeout
+        return self.submit_utility(method, *args).result(), []
+
+    def ask_health(self) -> list[Future[Any]]:
+        """Have the worker compute something; the future is done when this returns."""
+        return [self.submit_utility("check_health")]
+
+    def describe_silence(self, missing: Sequence[Future[Any]]) -> str:
+        """Name the engine, whose answers never come late."""
+        del missing
+        return "the engine"
+
     def submit_scale(self, data_parallel_size: int) -> Future[int]:
-        """An engine in this process has one core."""
+        """Refuse to scale: an engine in this process has one engine core."""
         future: Future[int] = Future()
         error = NotSupportedError(
             f"data_parallel_size={data_parallel_size}: an engine in this process (multiprocess=False) has one engine core"
@@ -141,7 +176,7 @@ class InprocClient(BlockingClient):
         self.shutdown()
 
     def shutdown(self, *, drain: bool = False) -> None:
-        """Release the model; calling it again does nothing."""
+        """Release the model, with `drain` after its requests have finished; another call does nothing."""
         while drain and self._dead is None and self.engine_core.has_work():
             self.get_output()
         self._end(EngineDeadError("the engine was shut down"))

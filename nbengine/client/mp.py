@@ -1,58 +1,55 @@
-"""What the clients of an engine in other processes share: life and death, and the way to the thread of the sockets."""
+"""The client of an engine in other processes, which is composed of its connections and their thread."""
 
 from __future__ import annotations
 
-import copy
+import logging
 import secrets
-import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
-import zmq
-
-from nbengine.checks import require
-from nbengine.client.base import EngineCoreClient
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.core_link import CoreLink, FramesHandler, tensor_sender
-from nbengine.client.host_link import HostLink
-from nbengine.errors import (
-    EngineDeadError,
-    EngineStartError,
-    LeaseExpiredError,
-    NBEngineError,
-)
-from nbengine.ipc.control_messages import EngineLost, EngineReady, Progress, Scaled
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
+from nbengine.client.calls import merged_answers
+from nbengine.client.link.host_link import HostLink
+from nbengine.client.link.ready_wait import ReadyWait
+from nbengine.client.link.stalls import HOST_RANK, Stalls, stopped_process
+from nbengine.client.routing.core_link import CoreLink, OutputConsumer, tensor_sender
+from nbengine.client.routing.core_table import check_rank
+from nbengine.client.standing import Standing
+from nbengine.client.threads.socket_thread import SocketThread
+from nbengine.config import EngineConfig
+from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError
+from nbengine.ipc.control_messages import EngineLost, EngineReady, Progress, Scaled, Stalled
+from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.ipc.shm_tensors import ShmTensorSender
-from nbengine.models.progress import ProgressCallback
+from nbengine.runtime.connection import ConnectionInfo
+from nbengine.runtime.progress import ProgressCallback
 
-CONNECT_TIMEOUT = 30.0
-"""Seconds that an engine core, once ready, may take to connect to this client."""
-
-_Event = Progress | EngineReady | NBEngineError | None
+logger = logging.getLogger(__name__)
 
 
-class MPClient(EngineCoreClient):
-    """Connected to the engine cores (`CoreLink`) and to their host (`HostLink`), with which it keeps a lease.
+class MPClient:
+    """A client that is connected to the engine cores (`cores`) and to their host (`link`), which gives it a
+    lease; `standing` says whether it can be used.
 
     Args:
         info: where the engine lives.
+        thread: the thread that the sockets belong to.
+        consumer: the consumer of the outputs.
         session: name of this client across restarts of its process, made up if None.
         owns_engine: this process has started the engine.
-        data_parallel_rank: where all requests go; None balances between the ranks that there are.
+        data_parallel_rank: the rank that gets all requests; None balances between all ranks.
 
-    A subclass owns the thread of the sockets, which `cores` belongs to: `_run_soon` has a function called there. The
-    host link calls the `on_…` methods with a host's news on its own thread, the core link those of its owner on the
-    thread of the sockets.
+    The host link calls the `on_…` methods with a host's news on its own thread, the core link those of
+    `CoreListener` on the thread of the sockets.
     """
+
+    config: EngineConfig
 
     def __init__(
         self,
         info: ConnectionInfo,
+        thread: SocketThread,
+        consumer: OutputConsumer,
         *,
         session: str | None = None,
         owns_engine: bool = False,
@@ -62,108 +59,130 @@ class MPClient(EngineCoreClient):
         self.config = info.config
         self.ready: EngineReady | None = None
         self.later_progress: ProgressCallback | None = None
-        """Called, on the link's thread, with what engine cores report that start when this client is ready."""
+        """A callback, on the link's thread, for the progress of engine cores that start later."""
+        self.standing = Standing()
+        self.stalls = Stalls()
+        self.cores = CoreLink(info, thread, consumer, self, data_parallel_rank)
+        self.session = session or secrets.token_hex(8)
+        """The name of this client across restarts of its process."""
+        self.link = HostLink(info, self.session, *self.cores.addresses, self, self.cores.secret)
+        self._thread = thread
+        self._consumer = consumer
         self._owns_engine = owns_engine
-        self._error: NBEngineError | None = None
-        self._is_dead = False
+        self._readiness = ReadyWait(info, self.cores.router.table, self.stalls, is_owner=owns_engine)
+        self._tensors: ShmTensorSender | None = None
         self._has_left = False
         self._closed = False
-        self._has_lease = False
-        self._client_index = 0
-        self._events: SimpleQueue[_Event] = SimpleQueue()
-        self._tensors: ShmTensorSender | None = None
-        self._scaled: list[Future[int]] = []
-        """Of calls whose engine cores are all there but not all connected."""
-        self.cores = CoreLink(info, self, data_parallel_rank)
-        self.session = session or secrets.token_hex(8)
-        """Name of this client across restarts of its process."""
-        self.link = HostLink(info, self.session, *self.cores.addresses, self)
+        thread.start(self.cores, self._on_failure)
+        self.link.start()
 
     @property
     def connection(self) -> ConnectionInfo:
-        """Where the engine lives."""
+        """Return where the engine lives."""
         return self.info
 
     @property
     def client_index(self) -> int:
-        """By which the engine knows this client's requests; another one after a lease was lost."""
-        return self._client_index
+        """Return the number that marks this client's requests in the engine;
+        it changes after a lease was lost."""
+        return self.standing.client_index
 
     @property
     def death(self) -> NBEngineError | None:
-        """Why the engine has ended, as far as this client knows that it has."""
-        return self._error if self._is_dead and not self._has_left else None
+        """Return the error that says why the engine has ended, None while this client knows of no end."""
+        return self.standing.error if self.standing.is_dead and not self._has_left else None
 
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
         """Wait for every engine core's READY and for its first message on the input socket.
 
-        Returns that of the core with the least `max_model_len`.
+        A client that attaches does not wait long for that message: its requests wait for the core instead.
+        This returns the READY of the core with the least `max_model_len`.
+
+        Raises:
+            EngineStartError, EngineDeadError: the engine has ended, or a core does not connect.
+            EngineStalledError: a client that attaches finds that the host or a core stands.
         """
-        table = self.cores.router.table
-        ready: dict[int, EngineReady] = {}
-        deadline: float | None = None
-        while deadline is None or not table.all_usable:
-            event = self._next_event(deadline)
-            if isinstance(event, NBEngineError):
-                raise event
-            if isinstance(event, Progress) and progress is not None:
-                progress(event)
-            if isinstance(event, EngineReady):
-                ready[event.rank] = event
-            if deadline is None and table.ranks and set(table.ranks) <= ready.keys():
-                deadline = time.monotonic() + CONNECT_TIMEOUT
-        self._check_bound_rank()
-        self.info.ready = [ready[rank] for rank in table.ranks]
-        self.ready = min(self.info.ready, key=lambda core: core.max_model_len)
+        ready = self._readiness.wait(progress)
+        check_rank(self.cores.router.bound_rank, self.cores.router.table.ranks)
+        self.info.ready = ready
+        self.ready = min(ready, key=lambda core: core.max_model_len)
         return self.ready
 
     @property
     def engine_ranks(self) -> Sequence[int]:
-        """The ranks that a request may be meant for."""
+        """Return the ranks that a request may be meant for."""
         bound = self.cores.router.bound_rank
         return self.cores.router.table.expected if bound is None else [bound]
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request to an engine core, as soon as one takes it."""
         self.check_alive()
-        request.client_index = self._client_index
-        self._run_soon(self._add_now, request)
+        request.client_index = self.client_index
+        self._thread.run_soon(self._add_now, request)
 
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Tell the engine cores that have them to drop requests; of no effect when the engine is dead."""
+    def abort_requests(self, request_ids: Iterable[str], *, stopped: Collection[str] = ()) -> None:
+        """Have the engine cores drop requests, of which stop strings have ended those that are `stopped`; this
+        has no effect when the engine is dead."""
         request_ids = list(request_ids)
-        if request_ids and self._error is None:
-            self._run_soon(self.cores.abort, request_ids)
+        if request_ids and self.standing.error is None:
+            self._thread.run_soon(self.cores.abort, request_ids, stopped)
 
     def submit_utility(self, method: str, *args: Any) -> Future[Any]:
         """Send a utility call; safe on any thread."""
         call_id, future = self.cores.calls.begin(method, args)
-        if self._error is None:
-            self._run_soon(self.cores.call, call_id)
+        if self.standing.error is None:
+            self._thread.run_soon(self.cores.call, call_id)
         # The engine may have died between the first look and the registration.
-        if self._error is not None:
-            self.cores.calls.fail(self._error)
+        if (error := self.standing.error) is not None:
+            self.cores.calls.fail(error)
         return future
 
+    def call_within(self, timeout: float, method: str, *args: Any) -> tuple[Any, list[int]]:
+        """Make a utility call as `EngineCoreClient.call_within` says."""
+        self.check_alive()
+        call_id, future = self.cores.calls.begin(method, args)
+        self._thread.run_soon(self.cores.call, call_id)
+        try:
+            return future.result(timeout), []
+        except TimeoutError:
+            answers, missing = self.cores.calls.give_up(call_id)
+        # It may have been answered just now.
+        if future.done():
+            return future.result(), []
+        return merged_answers(method, answers) if answers else None, missing or list(self.engine_ranks)
+
+    @property
+    def stall(self) -> str | None:
+        """Say in one line what makes no progress in the engine;
+        None if this client has been told of nothing."""
+        return self.stalls.describe()
+
+    def ask_health(self) -> list[Future[Any]]:
+        """Ask every engine core, which asks its workers, and the host."""
+        return [self.submit_utility("check_health"), self.link.ask_host()]
+
+    def describe_silence(self, missing: Sequence[Future[Any]]) -> str:
+        """Say which processes have not answered a health check, and why, if that is known."""
+        silent = sorted({rank for future in missing for rank in self.cores.calls.unanswered(future)})
+        names = [f"engine core {rank}" for rank in silent] or [f"the host (pid {self.info.host_pid})"]
+        known = self.stall or stopped_process(self.info, silent, self.info.ready)
+        return f"{', '.join(names)} ({known or 'it may be busy: no stall is known'})"
+
     def submit_scale(self, data_parallel_size: int) -> Future[int]:
-        """Ask the host for so many engine cores."""
+        """Ask the host for `data_parallel_size` engine cores."""
         self.check_alive()
         return self.link.scale(data_parallel_size)
 
     def check_alive(self) -> None:
-        """Raise what keeps the client from being used, if anything does."""
-        if self._error is not None:
-            # A copy: what was raised holds on to the caller's frames, and with them to the owner of this client.
-            raise copy.copy(self._error)
+        """Raise the error that keeps this client from being used, if any does."""
+        self.standing.check()
 
     def shutdown(self, *, drain: bool = False) -> None:
-        """End the engine, wait until nothing is left of it, and close this client; again does nothing."""
+        """End the engine, wait until nothing is left of it, and close this client;
+        another call does nothing."""
         if self._closed:
             return
-        if self._is_dead:
-            self.link.join()
-        else:
-            self.link.shutdown(drain=drain)
+        self.link.shutdown(drain=drain)
         self._fail(EngineDeadError("the engine was shut down"), dead=True)
         self.close()
 
@@ -183,169 +202,120 @@ class MPClient(EngineCoreClient):
         else:
             self.detach()
 
+    @property
+    def ends_engine(self) -> bool:
+        """Tell whether the engine ends with this client, which has started it as a bound engine."""
+        return self._owns_engine and self.config.bound
+
     def release(self) -> None:
-        """End the engine if it is this client's and bound, else detach; does not wait and takes no lock."""
-        if self._owns_engine and self.config.bound:
+        """End the engine if it is this client's and bound, else detach;
+        this does not wait and takes no lock."""
+        if self.ends_engine:
             self.link.request_shutdown()
         else:
             self.link.request_detach()
-        self._request_close()
+        self._thread.request_close()
 
     def close(self) -> None:
-        """Close the sockets and end the thread; leaves engine and lease alone."""
+        """Close the sockets and end their thread; leaves engine and lease alone."""
         self._closed = True
-        self._close_sockets()
+        self._thread.close()
 
-    # For subclasses.
+    # Calls of the core link, on the thread of the sockets.
 
-    @abstractmethod
-    def _run_soon(self, function: Callable[..., None], *args: Any) -> None:
-        """Have a function called on the thread of the sockets, in the order of the calls; safe on any thread."""
-
-    @abstractmethod
-    def _deliver_error(self, error: NBEngineError, *, dead: bool) -> None:
-        """Tell whoever processes outputs that all requests have failed; called on any thread."""
-
-    @abstractmethod
-    def _request_close(self) -> None:
-        """Have the sockets closed; does not wait and takes no lock."""
-
-    @abstractmethod
-    def _close_sockets(self) -> None:
-        """Have the sockets closed and wait for it; calling it again does nothing."""
-
-    # What the core link tells and wants, on the thread of the sockets.
-
-    @abstractmethod
-    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """Pass outputs on to whoever processes them."""
-
-    @abstractmethod
-    def watch(self, socket: zmq.Socket[bytes], handle: FramesHandler) -> None:
-        """Call `handle` for what comes on a socket from now on."""
-
-    @abstractmethod
-    def unwatch(self, socket: zmq.Socket[bytes]) -> None:
-        """Undo `watch`."""
-
-    def on_sent(self, socket: zmq.Socket[bytes]) -> None:
-        """Something was sent on a socket that is also read."""
-
-    def on_farewell(self, rank: int) -> None:
-        """A core has said good-bye."""
-        self.link.core_died(rank)
+    def on_farewell(self, rank: int, incarnation: int) -> None:
+        """Take note that a core has said good-bye."""
+        self.link.core_died(rank, incarnation)
 
     def on_usable(self) -> None:
-        """The ranks that take requests have changed; a client that had lost its lease goes on when all do."""
-        if (
-            isinstance(self._error, LeaseExpiredError)
-            and self._has_lease
-            and self.cores.client_index == self._client_index
-            and self.cores.router.table.all_usable
-        ):
-            self._error = None
+        """Take note that other ranks take requests; after a lost lease, go on when all of them do."""
+        if self.cores.router.table.all_usable:
+            self.standing.connected(self.cores.client_index)
         if self.ready is None:
-            self._events.put(None)
+            self._readiness.tell(None)
 
-    # What the host link tells, on its thread.
+    # Calls of the host link, on its thread.
 
     def on_attached(self, client_index: int, engine_ranks: list[int], tensor_dir: str) -> None:
-        """A lease is held."""
-        self._client_index = client_index
-        self._has_lease = True
+        """Take in a new lease."""
+        self.standing.attached(client_index)
+        self._readiness.is_attached = True
         self._tensors = tensor_sender(tensor_dir, client_index)
-        self._run_soon(self.cores.on_attached, client_index, engine_ranks, self._tensors)
+        self._thread.run_soon(self.cores.on_attached, client_index, engine_ranks, self._tensors)
 
     def on_progress(self, progress: Progress) -> None:
-        """The start makes progress."""
+        """Pass on the progress of a start."""
         if self.ready is None:
-            self._events.put(progress)
+            self._readiness.tell(progress)
         elif self.later_progress is not None:
             self.later_progress(progress)
 
     def on_ready(self, ready: EngineReady) -> None:
-        """An engine core is ready, at the start or later."""
-        self._run_soon(self.cores.on_ready, ready)
+        """Take note of an engine core that is ready, at the start or later."""
+        self.stalls.clear(ready.rank)
+        self._thread.run_soon(self.cores.on_ready, ready)
         if self.ready is None:
-            self._events.put(ready)
+            self._readiness.tell(ready)
         else:
             others = [core for core in self.info.ready if core.rank != ready.rank]
             self.info.ready = sorted([*others, ready], key=lambda core: core.rank)
 
     def on_ranks_changed(self, engine_ranks: list[int]) -> None:
-        """Requests may go to these engine cores, and to no others."""
-        self._run_soon(self.cores.set_ranks, engine_ranks)
+        """Send requests to these engine cores, and to no others, from now on."""
+        self._thread.run_soon(self.cores.set_ranks, engine_ranks)
 
     def on_engine_lost(self, lost: EngineLost) -> None:
-        """One engine core of several has ended."""
-        self._run_soon(self.cores.on_lost, lost)
+        """Take note that one engine core of several has ended."""
+        self.stalls.clear(lost.rank)
+        self._thread.run_soon(self.cores.on_lost, lost)
+
+    def on_stalled(self, stalled: Stalled) -> None:
+        """Take note that a part of the engine makes no progress, and log it."""
+        self.stalls.note(stalled)
+        logger.warning("engine %s: %s", self.info.name, self.stalls.describe(stalled.rank))
+        if self.ready is None and stalled.rank != HOST_RANK:
+            said = f"no progress for {stalled.seconds:.0f} s, {stalled.doing}"
+            self._readiness.tell(Progress("load", said, rank=stalled.rank))
+
+    def on_recovered(self, rank: int) -> None:
+        """Take note that a part of the engine goes on."""
+        self.stalls.clear(rank)
 
     def on_scaled(self, future: Future[int], answer: Scaled) -> None:
-        """The caller of `scale` finds the ranks changed."""
-        self._run_soon(self._answer_scale, future, answer)
+        """Answer a call of `scale`, once its caller finds the ranks changed."""
+        self._thread.run_soon(self.cores.on_scaled, future, answer)
 
     def on_lease_lost(self, error: LeaseExpiredError) -> None:
-        """All requests are gone, the client itself goes on."""
-        self._has_lease = False
+        """Fail all requests; the client itself goes on."""
         self._fail(error, dead=False)
-        self._run_soon(self.cores.on_detached)
+        self._thread.run_soon(self.cores.on_detached)
 
     def on_dead(self, error: EngineStartError | EngineDeadError) -> None:
-        """The engine has ended."""
+        """Fail everything: the engine has ended."""
+        self.stalls.clear()
         self._fail(error, dead=True)
-        self._events.put(error)
+        self._readiness.tell(error)
 
     # The rest.
 
-    def _next_event(self, deadline: float | None) -> _Event:
-        try:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            return self._events.get(timeout=timeout)
-        except Empty:
-            raise EngineStartError(
-                f"engine {self.info.name} is ready but did not connect within {CONNECT_TIMEOUT:g} s"
-            ) from None
-
-    def _check_bound_rank(self) -> None:
-        rank, ranks = self.cores.router.bound_rank, self.cores.router.table.ranks
-        allowed = f"None, or a rank of the engine ({', '.join(map(str, ranks))})"
-        require("data_parallel_rank", rank, rank is None or rank in ranks, allowed)
-
-    def _answer_scale(self, future: Future[int], answer: Scaled) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        if answer.error is not None:
-            future.set_exception(NBEngineError(f"engine {self.info.name} was not scaled: {answer.error}"))
-            return
-        # The host has heard of the new engine cores before they have connected to this client.
-        self._scaled.append(future)
-        self.cores.when_all_usable(partial(self._finish_scale, future, answer.data_parallel_size))
-
-    def _finish_scale(self, future: Future[int], answer: int | NBEngineError) -> None:
-        if future not in self._scaled:
-            return
-        self._scaled.remove(future)
-        if isinstance(answer, int):
-            future.set_result(answer)
-        else:
-            future.set_exception(answer)
-
-    def _fail_scaled(self, error: NBEngineError) -> None:
-        for future in list(self._scaled):
-            self._finish_scale(future, error)
+    def _on_failure(self, error: BaseException) -> None:
+        """End this client after a failure on the thread of the sockets that is no shortage;
+        the engine goes on."""
+        logger.error("the sockets of engine %s failed", self.info.name, exc_info=error)
+        self._fail(EngineDeadError(f"the connection to the engine failed: {error!r}"), dead=True)
 
     def _add_now(self, request: EngineCoreRequest) -> None:
         # If the lease was lost after this was posted, the request was lost with it.
-        if self._error is None and request.client_index == self._client_index:
+        if self.standing.error is None and request.client_index == self.client_index:
             self.cores.add(request)
 
     def _fail(self, error: NBEngineError, *, dead: bool) -> None:
-        if self._is_dead:
+        client_index = self.client_index
+        if not self.standing.fail(error, dead=dead):
             return
-        self._error, self._is_dead = error, dead
         if self._tensors is not None:
             self._tensors.close()
         self.cores.calls.fail(error)
         if dead:
-            self._run_soon(self._fail_scaled, error)
-        self._deliver_error(error, dead=dead)
+            self._thread.run_soon(self.cores.on_dead, error)
+        self._consumer.on_error(error, dead=dead, client_index=client_index)

@@ -1,7 +1,8 @@
 """The bridge: a process that is a driver of a Ray cluster, on behalf of its parent, the owner.
 
-Ray ends a driver that has lost its node or the cluster, takes over its signal handlers, and kills its children: an
-engine's host or core must not be one itself. When a driver ends, Ray ends all of its actors.
+Ray ends a driver that has lost its node or the cluster, takes over its signal handlers, and kills its
+children: so an engine's host or engine core must not be a driver itself. When a driver ends, Ray ends all of
+its actors.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import nbengine
-from nbengine.cluster.actor import IN, LANES, OUT, NodeActor
+from nbengine.cluster.actor import IN, LANES, OUT, VERSION, NodeActor
 from nbengine.cluster.describe import describe_ray_error, no_cluster, no_room
 from nbengine.cluster.messages import (
     BridgeToOwner,
@@ -43,11 +43,13 @@ from nbengine.cluster.messages import (
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS, ANSWER_SECONDS = 30.0, 5.0
-"""How long it may take to become a driver of the cluster, and to find somebody listening at its address."""
+"""Seconds to become a driver of the cluster, and to find a process that listens at its address."""
 NODE_SECONDS = 3.0
-"""Between two looks at whether this machine's node is alive."""
+"""Seconds between two looks at whether this machine's node is alive."""
+OWNER_SECONDS = 1.0
+"""Seconds between two looks at whether the owner still runs."""
 SHUTDOWN_SECONDS = 3.0
-"""How long Ray may take to say goodbye to the cluster."""
+"""Seconds that Ray may take to leave the cluster."""
 
 
 @dataclass(slots=True)
@@ -59,10 +61,11 @@ class _Group:
 
 
 class Bridge:
-    """Passes messages between the owner, at the other end of `connection`, and keepers on the nodes."""
+    """The bridge between the owner, at the other end of `connection`, and keepers on the nodes."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
+        self._owner = os.getppid()
         self._sending = threading.Lock()
         self._decoder: msgspec.msgpack.Decoder[OwnerToBridge] = msgspec.msgpack.Decoder(OwnerToBridge)
         self._groups: dict[int, _Group] = {}
@@ -70,13 +73,21 @@ class Bridge:
     def run(self) -> None:
         """Serve the owner until it is gone."""
         try:
-            while True:
+            while self._hears_owner():
                 self._obey(self._decoder.decode(self._connection.recv_bytes()))
         except (EOFError, OSError):
             logger.debug("the owner is gone")
 
+    def _hears_owner(self) -> bool:
+        """Wait for a message (True) or the owner's end (False); a process that the owner forked may hold its
+        end of the line."""
+        while not self._connection.poll(OWNER_SECONDS):
+            if os.getppid() != self._owner:
+                return False
+        return True
+
     def tell(self, message: BridgeToOwner) -> None:
-        """Send the owner a message, from any thread; of no effect when it is gone."""
+        """Send the owner a message, from any thread; this has no effect when it is gone."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(msgspec.msgpack.encode(message))
 
@@ -98,7 +109,7 @@ class Bridge:
         threading.Thread(target=function, args=arguments, daemon=True).start()
 
     def _start(self, wanted: Reserve, group: _Group) -> None:
-        """Wait for the room, then start an actor in each bundle."""
+        """Wait until the cluster has room, then start an actor in each bundle."""
         try:
             self._start_actors(wanted, group)
         except Exception as error:  # noqa: BLE001  # Ray raises many kinds, and the owner waits
@@ -115,12 +126,12 @@ class Bridge:
             self._in_thread(self._relay, wanted, index, actor)
 
     def _relay(self, wanted: Reserve, index: int, actor: Any) -> None:
-        """Have a keeper started, and pass on what it says."""
+        """Have an actor start its keeper, and pass on the keeper's messages."""
         try:
             label = wanted.label if len(wanted.bundles) == 1 else f"{wanted.label}.rank{index}"
             open_keeper = actor.open.options(concurrency_group=IN)
             receive = actor.receive.options(concurrency_group=OUT)
-            cause: str | None = ray.get(open_keeper.remote(nbengine.__version__, label))
+            cause: str | None = ray.get(open_keeper.remote(VERSION, label))
             while cause is None:
                 message: bytes | None = ray.get(receive.remote())
                 if message is None:
@@ -132,7 +143,8 @@ class Bridge:
         self.tell(Lost(wanted.group, index, cause))
 
     def watch_node(self) -> None:
-        """Return when this machine's node of the cluster is gone, and with it all that belongs to this driver."""
+        """Wait until this machine's node of the cluster is gone,
+        and with it all that belongs to this driver."""
         own = ray.get_runtime_context().get_node_id()
         while True:
             time.sleep(NODE_SECONDS)
@@ -160,7 +172,8 @@ def _make_actor(room: PlacementGroup, index: int, bundle: Mapping[str, float]) -
 
 
 def run_bridge(fd: int, address: str | None, name: str, clean_up: Callable[[], None]) -> None:
-    """Run the bridge in this process until the owner's end of the socket `fd` is closed; then `clean_up` is called.
+    """Run the bridge in this process until the owner's end of the socket `fd` is closed;
+    then `clean_up` is called.
 
     `address` is the cluster's, None for the one that `RAY_ADDRESS` names or that this machine belongs to.
     """
@@ -191,7 +204,7 @@ def run_bridge(fd: int, address: str | None, name: str, clean_up: Callable[[], N
 
     threading.Thread(target=end_with_node, daemon=True).start()
     bridge.run()
-    # Now: Ray may end this process.
+    # Before `ray.shutdown`, in which Ray may end this process.
     clean_up()
     farewell = threading.Thread(target=ray.shutdown, daemon=True)
     farewell.start()
@@ -199,10 +212,10 @@ def run_bridge(fd: int, address: str | None, name: str, clean_up: Callable[[], N
 
 
 def _connect(address: str, name: str) -> str:
-    """Become a driver of the cluster, and return the address that its nodes know it by."""
+    """Become a driver of the cluster, and return the address under which its nodes know it."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
-        # Ray would try for minutes.
+        # Checked here, because Ray would try for minutes.
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
     ray.init(
         address,

@@ -1,4 +1,4 @@
-"""A process that a keeper has started, with what it may have started itself."""
+"""A process that a keeper has started, with the processes that it may have started itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nbengine.engine.processes import (
+from nbengine.runtime.processes import (
     HOST_FD_VARIABLE,
     child_environment,
     engine_command,
@@ -19,7 +19,7 @@ from nbengine.engine.processes import (
 
 
 class Child:
-    """The leader of a process group of its own, which sees the end of this process as the end of a pipe or line.
+    """The leader of its own process group, which sees the end of this process as the end of a pipe or line.
 
     `let_go` closes this process's end.
     """
@@ -33,27 +33,28 @@ class Child:
         self._process = process
         self._let_go = let_go
         self.line = line
-        """What the process says; None if it has no line."""
+        """The line on which the process sends messages; None if it has none."""
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process's id."""
         return self._process.pid
 
     def send_signal(self, number: int) -> None:
-        """Signal it; of no effect when it has ended."""
+        """Send a signal to the process; this has no effect when it has ended."""
         self._process.send_signal(number)
 
     def await_end(self) -> None:
-        """Return when it has ended. `end` has to follow."""
+        """Wait until the process has ended; a call of `end` must follow."""
         if hasattr(os, "waitid"):
-            # Until its status is taken, no other process or group can have its number.
+            # The status is left: until it is taken, no other process or group can have this number.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
 
     def end(self, grace: float) -> int:
-        """Have it see the end of this process, give it `grace` seconds, kill what is left; returns its status."""
+        """Close this end of its pipe or line, give it `grace` seconds, kill its group,
+        and return its exit status."""
         self._let_go()
         if grace:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -63,9 +64,11 @@ class Child:
         return self._process.wait()
 
 
-def core_child(run_dir: str, rank: int) -> Child:
-    """Start an engine core that reads its configuration in `run_dir`."""
+def core_child(run_dir: str, rank: int, secret: bytes) -> Child:
+    """Start an engine core that reads its configuration in `run_dir`,
+    and is known to its host by `secret`."""
     theirs, ours = os.pipe()
+    os.write(ours, secret)
     try:
         process = subprocess.Popen(
             engine_command("core", run_dir, str(rank)),
@@ -82,7 +85,7 @@ def core_child(run_dir: str, rank: int) -> Child:
 def worker_child(spec: bytes) -> Child:
     """Start a worker, and give it its pickled `WorkerSpec`."""
     worker = start_worker(None, own_session=True)
-    # One that has ended already is heard of soon.
+    # The end of one that has ended already will be noticed soon.
     with contextlib.suppress(OSError):
         worker.connection.send_bytes(spec)
     return Child(worker.process, worker.connection.close, worker.connection)

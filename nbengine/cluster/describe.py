@@ -1,4 +1,4 @@
-"""What Ray says, in a line; and why it has no room."""
+"""One-line descriptions of Ray's errors, and of the reasons why a cluster has no room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HIDDEN = ("node:", "object_store_memory", "memory")
 
 
 def describe_ray_error(error: BaseException) -> str:
-    """What an exception of Ray's means to who runs an engine."""
+    """Say what an exception of Ray's means to a person who runs an engine."""
     text = str(error)
     if "No module named 'nbengine" in text:
         return "nbengine is not installed there: install it on all nodes, for the Python that Ray runs with"
@@ -18,7 +18,7 @@ def describe_ray_error(error: BaseException) -> str:
 
 
 def no_cluster(address: str, reason: str) -> str:
-    """Why there is no cluster at `address`, and what to do."""
+    """Say why no cluster was found at `address`, and what to do."""
     where = "on this machine" if address == "auto" else f"at {address}"
     return (
         f"no Ray cluster was found {where} ({reason}); start one with `ray start --head`, have the other machines join it "
@@ -32,7 +32,7 @@ def no_room(
     nodes: Sequence[Mapping[str, Any]],
     available: Mapping[str, Mapping[str, float]],
 ) -> str:
-    """Why a placement group could not be had: what was asked for, and what each node has."""
+    """Say why the cluster has no room for a placement group: what was asked for, and what each node has."""
     asked = f"{len(bundles)} x {_resources(bundles[0])}"
     lines = [
         f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) has "

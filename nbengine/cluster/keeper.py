@@ -1,7 +1,8 @@
 """The keeper: parent of one process of an engine on a node of a cluster.
 
-It does for the process what a host does for an engine core on its machine, and what an engine core does for its workers:
-gives it directories, watches it, says how it ended, ends it when nobody wants it any more, and removes what it leaves.
+It does for the process what a host does for an engine core on its machine, and what an engine core does for
+its workers: it gives it directories, watches it, says how it ended, ends it when its owner does not need it
+any more, and removes its files.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ import contextlib
 import logging
 import os
 import random
-import shutil
 import socket
 import sys
 import threading
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from nbengine.client.connection import new_run_dir
 from nbengine.cluster.child import Child, core_child, worker_child
 from nbengine.cluster.messages import (
     BOARD,
@@ -37,41 +37,54 @@ from nbengine.cluster.messages import (
     Started,
 )
 from nbengine.cluster.node_logs import new_node_log
-from nbengine.engine.logs import configure_logging, describe_exception, log_tail
 from nbengine.errors import NBEngineError
-from nbengine.executor.worker_board import WorkerBoard
-from nbengine.ipc.shm_tensors import new_tensor_dir
-from nbengine.metrics.stats import WorkerStats
+from nbengine.ipc.liveness import ProcessIdentity, ProcessWatch, identity_of
+from nbengine.ipc.process_state import what_holds
+from nbengine.runtime.connection import write_engine_file
+from nbengine.runtime.directories import EngineDirectories
+from nbengine.runtime.logs import configure_logging, describe_exception, log_tail
+from nbengine.runtime.worker_board import WorkerBoard
 
 logger = logging.getLogger(__name__)
 
 END_GRACE = 2.0
-"""Seconds that a process gets to end once its owner is gone or lets go of it; then it is killed with what it has started."""
+"""Seconds that a process gets to end once its owner is gone or lets go of it;
+then its process group is killed."""
 
 
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at whether the owner still runs."""
 MEASURE_SECONDS = 0.5
-"""Between two looks at what a worker has measured."""
+"""Seconds between two looks at what a worker has measured."""
 PORTS = range(20000, 32768)
-"""Where a free port is looked for: the kernel gives out others to whoever asks for any."""
+"""Ports among which a free one is looked for: the kernel gives other ports to processes that ask for any."""
 
 
 class Keeper:
-    """Keeps one process, for the owner at the other end of `connection`."""
+    """The keeper of one process for the owner at the other end of `connection`."""
 
-    def __init__(self, connection: Connection[Any, Any], node: str, address: str, label: str) -> None:
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        node: str,
+        address: str,
+        label: str,
+        owner: ProcessWatch | None = None,
+    ) -> None:
         self._connection = connection
+        self._owner = owner
         self._log_path = new_node_log(label)
         _redirect_output(self._log_path)
         port = _free_port(address)
-        self._run_dir = new_run_dir()
-        self._tensor_dir = new_tensor_dir(self._run_dir)
+        self._directories = EngineDirectories.make()
         self._placed = Placed(
             node=node,
             hostname=socket.gethostname(),
             address=address,
             port=port,
-            run_dir=str(self._run_dir),
-            tensor_dir=str(self._tensor_dir),
+            run_dir=self._directories.run_dir,
+            tensor_dir=self._directories.tensor_dir,
+            marker=self._directories.marker,
             log_path=str(self._log_path),
         )
         self._decoder: msgspec.msgpack.Decoder[OwnerToKeeper] = msgspec.msgpack.Decoder(OwnerToKeeper)
@@ -80,7 +93,7 @@ class Keeper:
         self._has_ended, self._notice = os.pipe()
         self._board: WorkerBoard | None = None
         self._rank = 0
-        self._measured: WorkerStats | None = None
+        self._measured: Measured | None = None
 
     def run(self) -> None:
         """Keep the process until it has ended, or the owner is gone."""
@@ -89,18 +102,20 @@ class Keeper:
             while self._turn():
                 pass
         except (EOFError, OSError):
-            logger.info("the owner of this process is gone, or needs it no more")
+            logger.info("the owner of this process is gone, or does not need it any more")
         finally:
             if self._child is not None:
                 self._child.end(END_GRACE)
-            for directory in (self._tensor_dir, self._run_dir):
-                shutil.rmtree(directory, ignore_errors=True)
+            self._directories.remove()
 
     def _turn(self) -> bool:
-        """Handle what comes next; returns whether there is more to do."""
+        """Handle the next events; return whether more is to be done."""
         line = self._line
         sources = [source for source in (self._connection, self._has_ended, line) if source is not None]
-        ready = wait(sources, None if self._board is None else MEASURE_SECONDS)
+        ready = wait(sources, LOOK_SECONDS if self._board is None else MEASURE_SECONDS)
+        if not ready and self._owner is not None and self._owner.gone():
+            # The line has not ended because a process that the owner forked holds its end.
+            raise EOFError
         self._report_measures()
         if line is not None and line in ready:
             self._relay(line)
@@ -136,17 +151,19 @@ class Keeper:
         return True
 
     def _start(self, message: RunCore | RunWorker) -> Child:
-        # Ray sets as many as the actor has CPUs, which are for all workers of a core.
+        # Ray sets the number of the actor's CPUs, but those are for all workers of an engine core.
         os.environ["OMP_NUM_THREADS"] = str(message.threads)
         if isinstance(message, RunWorker):
-            directory = self._tensor_dir / message.directory
+            directory = Path(self._directories.tensor_dir, message.directory)
             directory.mkdir(mode=0o700)
             self._board, self._rank = WorkerBoard.create(directory, message.num_workers, BOARD), message.rank
             return worker_child(message.spec)
-        descriptor = os.open(self._run_dir / "engine.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(message.info))
-        return core_child(str(self._run_dir), message.rank)
+        own = self._directories
+        info = msgspec.structs.replace(
+            message.info, run_dir=own.run_dir, tensor_dir=own.tensor_dir, marker=own.marker
+        )
+        write_engine_file(info)
+        return core_child(own.run_dir, message.rank, message.secret)
 
     def _await_end(self, child: Child) -> None:
         child.await_end()
@@ -163,31 +180,39 @@ class Keeper:
     def _report_measures(self) -> None:
         if self._board is None:
             return
-        stats = self._board.read()[self._rank]
-        if stats != self._measured:
-            self._measured = stats
-            self._tell(Measured(stats))
+        measured = Measured(self._board.read()[self._rank], self._board.pulses()[self._rank])
+        if self._child is not None:
+            measured.pulse.state = what_holds(self._child.pid)
+        if measured != self._measured:
+            self._measured = measured
+            self._tell(measured)
 
     def _tell(self, message: KeeperToOwner) -> None:
         self._connection.send_bytes(msgspec.msgpack.encode(message))
 
 
 def run_keeper(fd: int, node: str, address: str, label: str) -> int:
-    """Run a keeper in a process of its own, whose parent is not the caller; returns the process's exit status."""
+    """Run a keeper in its own process, which is no child of the caller's;
+    return this process's exit status."""
+    # This parent is the actor's process, which waits until this process has ended.
+    watch = ProcessWatch(identity_of(os.getppid()) or ProcessIdentity(0, 0))
     if os.fork():
         # Ray kills the children of its processes with them, before they can clean up.
         return 0
+    # `reap` takes processes whose session has no leader for orphans, and the leader was the process that ends
+    # now.
+    os.setsid()
     configure_logging(f"keeper {label}")
     os.set_inheritable(fd, False)
-    Keeper(Connection(fd), node, address, label).run()
+    Keeper(Connection(fd), node, address, label, watch).run()
     return 0
 
 
 def _free_port(address: str) -> int:
-    """A port of this machine that nobody listens on.
+    """Find a port of this machine on which no process listens.
 
     Raises:
-        NBEngineError: there is none.
+        NBEngineError: all ports that were tried are taken.
     """
     for port in random.Random().sample(PORTS, 50):
         with (

@@ -1,4 +1,4 @@
-"""Processes on other machines, for who owns them."""
+"""Processes on other machines, as their owner sees them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from nbengine.cluster.messages import (
     Started,
     ToKeeper,
 )
-from nbengine.engine.processes import child_environment, describe_status, engine_command
 from nbengine.errors import EngineStartError
+from nbengine.runtime.processes import child_environment, describe_status, engine_command
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ KILLERS = "the kernel's out-of-memory killer ends processes so, and Ray those of
 
 News = KeeperToOwner | Lost
 Listener = Callable[["RemoteProcess", News], None]
-"""Called on the thread that reads what the bridge says."""
+"""A callback for news of a process, called on the thread that reads the bridge's messages."""
 
 
 class RemoteProcess:
-    """A process that a keeper keeps; `listener` hears all that becomes known of it."""
+    """A process that a keeper keeps; `listener` is called with all news of it."""
 
     def __init__(self, cluster: Cluster, group: int, index: int, listener: Listener) -> None:
         self._cluster = cluster
@@ -62,49 +62,53 @@ class RemoteProcess:
         self._listener = listener
         self._ended = threading.Event()
         self.placed: Placed | None = None
-        """Where it is; None until it has a place."""
+        """The place where it runs; None until it has one."""
         self.pid = 0
-        """On its machine; 0 before it has started."""
+        """Its pid on its machine; 0 before it has started."""
         self.status: int | None = None
-        """As `Popen.returncode`."""
+        """Its exit status, as `Popen.returncode`; None while it has not ended."""
         self.end = ""
-        """How it ended, as in "was killed by signal 9 (SIGKILL)"."""
+        """The way in which it ended, as in "was killed by signal 9 (SIGKILL)"."""
         self.log_tail = ""
         """The last lines of its log, once it has ended."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has, or was never started."""
+        """Tell whether the process has ended, or was never started."""
         return self.status is not None
 
     def send(self, message: OwnerToKeeper) -> None:
-        """Tell its keeper something; of no effect when it is gone."""
+        """Send the process's keeper a message; this has no effect when it is gone."""
         self._cluster.tell(ToKeeper(self._group, self._index, msgspec.msgpack.encode(message)))
 
     def send_signal(self, number: int) -> None:
-        """Signal it; of no effect when it has ended. One that has not started, will not, with those of its group."""
+        """Send a signal to the process, with no effect when it has ended;
+        one that has not started never will.
+
+        The other processes of its group that have not started never will, either.
+        """
         if self.pid:
             self.send(Signal(number))
         else:
             self._cluster.release(self._group)
 
     def finish(self) -> None:
-        """Have it end, if it still runs; if it has not started, with those of its group."""
+        """End the process if it still runs; if it has not started, end its whole group."""
         if self.pid:
             self.send(End())
         else:
             self._cluster.release(self._group)
 
     def give_back(self) -> None:
-        """Give its group's room back; those that still run end."""
+        """Give the room of the process's group back; processes that still run end."""
         self._cluster.release(self._group)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for its end, for `timeout` seconds at most; whether it has come."""
+        """Wait for the process's end, for `timeout` seconds at most; return whether it has come."""
         return self._ended.wait(timeout)
 
     def note(self, message: News) -> None:
-        """Take in news of it."""
+        """Take in news of the process."""
         if self.has_ended:
             return
         match message:
@@ -134,9 +138,10 @@ class RemoteProcess:
 
 
 class Cluster:
-    """A Ray cluster, by way of a bridge, which outlives this process for a moment.
+    """A Ray cluster that is reached through a bridge, which outlives this process for a moment.
 
-    `run_dir` is that of the engine whose host this process is: the bridge removes the engine's files if it does not.
+    `run_dir` is the run directory of the engine whose host this process is: the bridge removes the engine's
+    files if this process does not.
 
     Raises:
         EngineStartError: Ray is not installed.
@@ -151,7 +156,7 @@ class Cluster:
         self._end: str | None = None
         self._connected = threading.Event()
         self.address = ""
-        """Where the cluster is, for every node of it; empty until `connect` returns."""
+        """The cluster's address, as every node of it knows it; empty until the bridge has connected."""
         theirs, ours = socket.socketpair()
         with theirs, ours:
             options = [] if run_dir is None else [f"--run-dir={run_dir}"]
@@ -159,11 +164,11 @@ class Cluster:
             self._bridge = subprocess.Popen(
                 engine_command("bridge", *options, *arguments),
                 stdin=subprocess.DEVNULL,
-                # Where Ray tells of all that goes wrong in the cluster.
+                # Ray writes there of every failure in the cluster.
                 stdout=subprocess.DEVNULL,
                 env=child_environment() | QUIET,
                 pass_fds=(theirs.fileno(),),
-                # Ray has its workers look for modules where the driver runs.
+                # Ray's workers look for modules in the driver's working directory.
                 cwd="/",
             )
             self._connection: Connection[Any, Any] = Connection(ours.detach())
@@ -177,7 +182,7 @@ class Cluster:
         label: str,
         listeners: Sequence[Listener],
     ) -> list[RemoteProcess]:
-        """Ask for a place for each of a group of processes; what becomes of each its listener is told."""
+        """Ask for a place for each of a group of processes; each listener gets the news of its process."""
         group = next(self._numbers)
         processes = [RemoteProcess(self, group, index, listener) for index, listener in enumerate(listeners)]
         with self._lock:
@@ -190,11 +195,11 @@ class Cluster:
         return processes
 
     def release(self, group: int) -> None:
-        """Give the room of a group back; those that still run end. Again does nothing."""
+        """Give the room of a group back; its processes that still run end. Another call does nothing."""
         self.tell(Release(group))
 
     def tell(self, message: OwnerToBridge) -> None:
-        """Send the bridge a message; of no effect when it is gone."""
+        """Send the bridge a message; this has no effect when it is gone."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.send_bytes(msgspec.msgpack.encode(message))
 
@@ -205,7 +210,7 @@ class Cluster:
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(self._connection.fileno())) as end,
         ):
-            # Closing it would not be seen at the other end, as long as the reader waits for something to come.
+            # The other end would not see it closed while the reader of this end still waits on it.
             end.shutdown(socket.SHUT_WR)
         try:
             self._bridge.wait(BRIDGE_GRACE)

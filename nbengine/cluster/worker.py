@@ -1,4 +1,4 @@
-"""A worker on another machine, as an executor sees those on its own."""
+"""A worker on another machine, which an executor uses like one on its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 
 from nbengine.cluster.messages import Line, Measured, Placed
 from nbengine.cluster.remote import LOST, News, RemoteProcess
+from nbengine.ipc.control_messages import WorkerPulse
 from nbengine.metrics.stats import WorkerStats
 
 KILL_SECONDS = 10.0
-"""How long one waits for the end of a process that was killed, and whose machine may not be there any more."""
+"""Seconds to wait for the end of a process that was killed, and whose machine may be gone."""
 
 
 class RemoteWorker:
-    """A `RunningProcess`, with an end of a private line to it, on which one only listens."""
+    """A `RunningProcess` with an end of a private line, on which the executor only listens."""
 
     def __init__(self) -> None:
         theirs, ours = socket.socketpair()
@@ -28,14 +29,15 @@ class RemoteWorker:
         self._settled = threading.Event()
         self.process: RemoteProcess | None = None
         self.stats: WorkerStats | None = None
-        """What it has measured of itself."""
+        self.pulse: WorkerPulse | None = None
+        """The counts that the worker sent last; None before the first."""
 
     def note(self, process: RemoteProcess, message: News) -> None:
-        """Take in news; called on the thread of the cluster."""
+        """Take in news of the worker; called on the thread of the cluster."""
         self.process = process
         if isinstance(message, Measured):
-            self.stats = message.stats
-        # The executor may have gone away from its end.
+            self.stats, self.pulse = message.stats, message.pulse
+        # The executor may have closed its end.
         with contextlib.suppress(OSError):
             if isinstance(message, Line) and message.message:
                 self._line.send_bytes(message.message)
@@ -45,7 +47,7 @@ class RemoteWorker:
             self._settled.set()
 
     def place(self) -> Placed | None:
-        """Where it is to run; waits until that is known. None if it has no place."""
+        """Wait until it is known where the worker is to run, and return its place; None if it has none."""
         self._settled.wait()
         return None if self.process is None else self.process.placed
 
@@ -55,11 +57,11 @@ class RemoteWorker:
 
     @property
     def end(self) -> str:
-        """How it ended."""
+        """Say how the worker ended; empty if it was never placed."""
         return "" if self.process is None else self.process.end
 
     def log_tail(self, patience: float) -> str:
-        """The last lines of its log, if it ends within `patience` seconds."""
+        """Return the last lines of the worker's log, if it ends within `patience` seconds."""
         if self.process is None or not self.process.wait(patience):
             return ""
         return self.process.log_tail
@@ -68,7 +70,7 @@ class RemoteWorker:
         return None if self.process is None else self.process.status
 
     def wait(self, timeout: float | None = None) -> int:
-        """See `RunningProcess.wait`; without a timeout it is given up after a while."""
+        """Wait like `RunningProcess.wait`; without a timeout, give up after `KILL_SECONDS`."""
         if self.process is None or not self.process.wait(KILL_SECONDS if timeout is None else timeout):
             if timeout is None:
                 return LOST

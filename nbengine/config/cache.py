@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbengine.checks import require
+from nbengine.checks import one_of, require
+
+KV_CACHE_DTYPES = ("auto", "int8")
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,11 @@ class CacheConfig:
     """Size of the block pool. `num_gpu_blocks_override` wins over `kv_cache_memory_bytes`, which wins over
     the share of the device's memory (`gpu_memory_utilization`).
 
-    `kv_cache_memory_bytes` are those of each GPU, or of a CPU's memory, whatever the number of workers that share it.
+    `kv_cache_memory_bytes` is the size of the KV cache on each GPU, or in a CPU's memory, however many
+    workers share it.
+
+    `kv_cache_dtype` is "auto", with which keys and values have the type of the model's dense weights or are float16
+    (`nbengine.models.loading.resolve_precision`), or "int8", which rounds them to 8 bits.
     """
 
     block_size: int = 16
@@ -20,8 +26,10 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         size = self.block_size
         require(
             "block_size", size, 1 <= size <= 256 and size & (size - 1) == 0, "a power of two from 1 to 256"

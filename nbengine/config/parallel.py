@@ -1,4 +1,4 @@
-"""How many processes share the model, and how they are started."""
+"""The processes that share the model, and the ways in which they start and meet."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ DATA_PARALLEL_BACKENDS = ("mp", "ray")
 class ParallelConfig:
     """Sizes of the tensor-, pipeline- and data-parallel groups.
 
-    `distributed_executor_backend` may also name an `Executor` of one's own, as "module:Class".
-    `distributed_init_method` is where the workers find each other, "tcp://127.0.0.1:29500" for instance; None is a
-    file in the engine's own directory, which nobody else can take or reach.
-    `data_parallel_rank` is that of the engine core that has this configuration. `data_parallel_address` is the
-    address of this machine (or its name) that others reach it by, None to find it out where that is needed; an engine
-    that is given one listens there; `ray_address` that of the Ray cluster,
-    None for the one that RAY_ADDRESS names or that this machine belongs to, and `ray_timeout` is how many seconds it may take
-    it to make room. A worker there takes `ray_cpus_per_worker` of its node's CPUs, and has as many threads. `data_parallel_prefix_affinity` sends a prompt where its first blocks are likely
-    to be cached. `data_parallel_init_method` is where the workers of engine cores in lock step find each other, in the manner
-    of `distributed_init_method`; who starts the engine cores chooses it. With `data_parallel_joins_later` an engine core
-    is started beside others that run already: its workers get their weights from those when they join them.
+    `distributed_executor_backend` may also name a custom `Executor`, as "module:Class".
+    `distributed_init_method` is where the workers find each other, "tcp://127.0.0.1:29500" for instance; None
+    means a file in the engine's own directory, which nobody else can take or reach.
+
+    `data_parallel_rank` is the rank of the engine core that has this configuration. `data_parallel_address`
+    is the address or the name with which other machines reach this one; None means that it is found where it
+    is needed. An engine that is given an address listens there. `data_parallel_prefix_affinity` sends a
+    prompt where its first blocks are likely to be cached. `data_parallel_init_method` is where the workers of
+    engine cores in lock step find each other, in the form of `distributed_init_method`; the process that
+    starts the engine cores chooses it. With `data_parallel_joins_later` an engine core starts beside others
+    that run already: its workers get their weights from the workers of those when they join them.
+
+    `ray_address` is the address of the Ray cluster, None for the cluster that RAY_ADDRESS names or to which
+    this machine belongs. `ray_timeout` is the number of seconds that the cluster may take to make room. A
+    worker in it takes `ray_cpus_per_worker` of its node's CPUs, and has that many threads.
     """
 
     tensor_parallel_size: int = 1
@@ -86,12 +90,12 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine core."""
+        """Return the number of workers of one engine core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def networked(self) -> bool:
-        """Whether engine cores and clients may be on other machines, so that the engine's sockets are on a network."""
+        """Tell whether the sockets are on a network, so that other machines may have cores or clients."""
         return self.data_parallel_address is not None or self.data_parallel_backend == "ray"
 
 

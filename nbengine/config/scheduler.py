@@ -1,4 +1,4 @@
-"""What one step may hold, and who goes first."""
+"""The limits of one step, and the order in which requests are admitted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    policy: str = "fcfs"
+    scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None
     stream_interval: int = 1
 
@@ -32,4 +32,4 @@ class SchedulerConfig:
             0 <= threshold < 2**31,
             "0 (off) or at least 1, below 2**31",
         )
-        one_of("scheduling_policy", self.policy, POLICIES)
+        one_of("scheduling_policy", self.scheduling_policy, POLICIES)

@@ -1,1 +1,1 @@
-"""Where a worker stands among the others, and how they exchange tensors."""
+"""The place of a worker among the others, and the ways in which workers exchange tensors."""

@@ -1,8 +1,8 @@
-"""How a worker joins the others of its engine: torch.distributed, its tensor-parallel group, and its pipeline links."""
+"""This module joins a worker to the others of its engine: its tensor-parallel group and its pipeline links,
+and torch.distributed where these need it."""
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,15 +11,21 @@ import torch.distributed as dist
 
 from nbengine.distributed.communicator import Communicator, ParallelState, SingleRank
 from nbengine.distributed.layout import RankLayout
-from nbengine.distributed.rendezvous import Party, Rendezvous, interface_towards, loopback_interface
+from nbengine.distributed.rendezvous import (
+    Party,
+    Rendezvous,
+    check_may_listen,
+    choose_interface,
+)
 from nbengine.distributed.torch_communicator import TorchCommunicator, TorchLink
 from nbengine.errors import EngineStartError
 from nbengine.kernels.dispatch import shares_memory
 
 START_SECONDS = 120.0
-"""For all ranks to come: they import torch at the same time, on however few cores there are."""
+"""Seconds within which all ranks must come: they import torch at the same time, on however few cores there
+are."""
 STEP_SECONDS = 1800.0
-"""After which a rank gives up waiting for another in the middle of a step."""
+"""Seconds after which a rank gives up waiting for another in the middle of a step."""
 
 
 def init_parallel(
@@ -30,31 +36,41 @@ def init_parallel(
     directory: str,
     max_tensor_bytes: int,
     dtype: torch.dtype | None = None,
+    networked: bool = False,
     timeout: float = START_SECONDS,
 ) -> ParallelState:
-    """Join the other workers of the engine; returns when all have come, and everything is connected.
+    """Join the other workers of the engine; return when all have come and everything is connected.
 
-    torch.distributed is initialised for the whole process, with NCCL for a GPU and gloo for a CPU, so a process can be
-    in one engine at a time. `directory` is private to the engine (0700), `max_tensor_bytes` the size of the largest
-    tensor that is sent from stage to stage, `dtype` the model's: what sums of it need is compiled now, if it is known.
+    On the CPUs of one machine everything goes through shared memory: no process listens anywhere when this
+    returns, and with a "file://" place none does before. Otherwise torch.distributed is initialised for the
+    whole process, with NCCL for a GPU and gloo for a CPU, so a process can be in one such engine at a time.
+    `directory` is private to the engine (0700), `max_tensor_bytes` the size of the largest tensor that is
+    sent from stage to stage, `dtype` that of the model: if it is known, the kernels for its sums are compiled
+    now. With `networked` the engine may listen on TCP ports.
 
     Raises:
-        InvalidArgumentError: `init_method` is no place.
-        EngineStartError: it is taken or cannot be reached, or a rank has not come within `timeout` seconds.
+        InvalidArgumentError: `init_method` does not name a place.
+        EngineStartError: the place is taken or cannot be reached, a rank has not come within `timeout`
+            seconds, or ranks on a CPU would have to listen on TCP ports.
     """
-    if device.type == "cuda":
+    on_cpu = device.type == "cpu"
+    if not on_cpu:
         torch.cuda.set_device(device)
     rendezvous = Rendezvous(init_method, Party.of_workers(layout), Path(directory).name, timeout)
+    if on_cpu and layout.world_size == 1:
+        return ParallelState(layout)
+    if on_cpu and all(each == "yes" for each in rendezvous.share("memory?", _answer(rendezvous))):
+        from nbengine.distributed.shm_setup import share_memory
+
+        ends = share_memory(layout, rendezvous, directory, max_tensor_bytes)
+        if ends.tp is not None and dtype is not None:
+            ends.tp.warm_up(dtype)
+        rendezvous.leave()
+        return ParallelState(layout, ends.tp or SingleRank(), ends.previous, ends.next)
+    if on_cpu:
+        check_may_listen(rendezvous, networked)
     world = TorchWorld(layout, device, rendezvous)
     try:
-        on_cpu = device.type == "cpu"
-        if on_cpu and all(each == "yes" for each in rendezvous.share("memory?", _answer(rendezvous))):
-            from nbengine.distributed.shm_setup import share_memory
-
-            ends = share_memory(layout, rendezvous, directory, max_tensor_bytes)
-            if ends.tp is not None and dtype is not None:
-                ends.tp.warm_up(dtype)
-            return ParallelState(layout, ends.tp or SingleRank(), ends.previous, ends.next, world)
         state = _over_torch(layout, device, world)
         if not on_cpu:
             _connect_gpus(state, device)
@@ -66,7 +82,7 @@ def init_parallel(
 
 
 def _answer(rendezvous: Rendezvous) -> str:
-    """Whether this rank can share memory with all others."""
+    """Return "yes" if this rank can share memory with all others, else "no"."""
     return "yes" if rendezvous.is_local and shares_memory() else "no"
 
 
@@ -81,17 +97,13 @@ def _over_torch(layout: RankLayout, device: torch.device, world: TorchWorld) -> 
 
 
 class TorchWorld:
-    """torch.distributed, initialised for all ranks of the engine."""
+    """torch.distributed, initialised for all ranks of the engine; closing this ends it."""
 
     def __init__(self, layout: RankLayout, device: torch.device, rendezvous: Rendezvous) -> None:
         self._layout = layout
         self._device = device
         self._groups: list[dist.ProcessGroup] = []
-        interface = loopback_interface() if rendezvous.is_local else interface_towards(rendezvous.host)
-        if interface is not None:
-            # torch would take the one that this machine's name stands for, which may lead nowhere.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        choose_interface(rendezvous)
         try:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -104,9 +116,10 @@ class TorchWorld:
             raise EngineStartError(f"rank {layout.rank} could not join the other workers: {error}") from error
 
     def stage_group(self) -> dist.ProcessGroup:
-        """The group of this rank's stage; all ranks of the engine must call this."""
+        """Return the group of this rank's stage; all ranks of the engine must call this."""
         size = self._layout.tp_size
         starts = range(0, self._layout.world_size, size)
+        # torch wants every rank to make the groups of all stages, in the same order.
         self._groups = [dist.new_group(list(range(start, start + size))) for start in starts]
         return self._groups[self._layout.pp_rank]
 

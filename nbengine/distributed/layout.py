@@ -1,4 +1,4 @@
-"""Ranks of an engine's workers, free of torch."""
+"""The ranks of an engine's workers, free of torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from nbengine.config import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Where one worker stands. Tensor-parallel neighbours have neighbouring ranks: rank = pp_rank * tp_size + tp_rank.
+    """The place of one worker. Tensor-parallel neighbours have neighbouring ranks: rank = pp_rank * tp_size +
+    tp_rank.
 
-    `rank` is its number within its engine core, which is number `dp_rank` of `dp_size`. With `expert_parallel` the
+    `rank` is the worker's number within its engine core, which is number `dp_rank` of `dp_size`. With
+    `expert_parallel` the
     workers that compute a layer's experts together have whole experts, else a part of every expert.
     """
 
@@ -26,7 +28,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, rank: int, parallel: ParallelConfig) -> RankLayout:
-        """The place of a worker of one engine core, 0 <= rank < parallel.world_size."""
+        """Return the place of a worker of one engine core, 0 <= rank < parallel.world_size."""
         tp_size = parallel.tensor_parallel_size
         return cls(
             rank % tp_size,
@@ -40,41 +42,44 @@ class RankLayout:
 
     @property
     def expert_rank(self) -> int:
-        """Its number among the `expert_size` workers that compute the experts of a layer together."""
+        """Return the worker's number among the `expert_size` workers that compute the experts of a layer
+        together."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
     @property
     def expert_size(self) -> int:
-        """Workers that compute the experts of a layer together: those of one stage of all engine cores."""
+        """Count the workers that compute the experts of a layer together: those of one stage of all engine
+        cores."""
         return self.dp_size * self.tp_size
 
     @property
     def rank(self) -> int:
-        """Number of the worker."""
+        """Return the worker's number within its engine core."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def number(self) -> int:
-        """Its number among the workers of all engine cores; those of the first come first."""
+        """Return the worker's number among the workers of all engine cores; those of the first come first."""
         return self.dp_rank * self.world_size + self.rank
 
     @property
     def world_size(self) -> int:
-        """Workers of the engine core."""
+        """Count the workers of the engine core."""
         return self.tp_size * self.pp_size
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the worker embeds tokens."""
+        """Return whether the worker embeds tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the worker makes logits and samples."""
+        """Return whether the worker makes logits and samples."""
         return self.pp_rank == self.pp_size - 1
 
     def stage_layers(self, num_layers: int) -> range:
-        """The decoder layers of this worker's stage; the first stages have one more where they cannot be even."""
+        """Return the decoder layers of this worker's stage; the first stages have one more where they cannot
+        be even."""
         each, more = divmod(num_layers, self.pp_size)
         start = self.pp_rank * each + min(self.pp_rank, more)
         return range(start, start + each + (self.pp_rank < more))
@@ -86,7 +91,7 @@ class RankLayout:
 
 
 def layouts(parallel: ParallelConfig) -> Iterator[RankLayout]:
-    """The places of all workers of one engine core, by rank."""
+    """Iterate over the places of all workers of one engine core, by rank."""
     return (RankLayout.of(rank, parallel) for rank in range(parallel.world_size))
 
 

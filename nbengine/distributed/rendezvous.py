@@ -1,4 +1,5 @@
-"""Where the workers of an engine find each other: a store of torch.distributed, reached before anything waits for long."""
+"""The place where the workers of an engine find each other: a store of torch.distributed, which they reach
+before any of them waits for long."""
 
 from __future__ import annotations
 
@@ -25,31 +26,41 @@ _ALLOWED = "None, 'tcp://HOST:PORT' or 'file://PATH'"
 
 @dataclass(frozen=True)
 class Party:
-    """Who meets: the one number `rank` of `size`, and who `serves` the store where there must be a server."""
+    """A member of a group that meets: number `rank` of `size`. It `serves` the store if that needs a server
+    and this is the one."""
 
     rank: int
     size: int
     serves: bool
     name: str
-    """Of this one, as in "rank 1"."""
+    """The member's own name, as in "rank 1"."""
     others: str
-    """Whom it meets, as in "the 4 workers"."""
+    """The name of those whom it meets, as in "the 4 workers"."""
     argument: str
-    """What says where."""
+    """The name of the engine argument that says where they meet."""
     place: str = ""
-    """Which of several parties that meet there."""
+    """A name that tells this group from others that meet at the same store."""
     num_guests: int = 0
-    """Of all these parties together."""
+    """The number of members of all groups at the store together."""
 
     @classmethod
     def of_workers(cls, layout: RankLayout) -> Party:
-        """The workers of one engine core."""
+        """Make the member for a worker that meets the others of its engine core."""
         rank, size = layout.rank, layout.world_size
-        return cls(rank, size, rank == 0, f"rank {rank}", f"the {size} workers", "distributed_init_method")
+        return cls(
+            rank,
+            size,
+            rank == 0,
+            f"rank {rank}",
+            f"the {size} workers",
+            "distributed_init_method",
+            num_guests=size,
+        )
 
     @classmethod
     def of_engine_cores(cls, layout: RankLayout) -> Party:
-        """The workers that have one place in all engine cores; one worker serves those of all places."""
+        """Make the member for a worker that meets those of its place in all engine cores; one worker serves
+        the workers of all places."""
         rank, size = layout.dp_rank, layout.dp_size
         return cls(
             rank,
@@ -64,13 +75,15 @@ class Party:
 
 
 class Rendezvous:
-    """A store that a whole party has come to.
+    """A store that all members of a group have reached.
 
-    Its keys begin with `token`, which only this party has: what an earlier engine left at the same place is not theirs.
+    Its keys begin with `token`, which only this group has: what an earlier engine left at the same place is
+    not theirs.
 
     Raises:
-        InvalidArgumentError: `init_method` is no place.
-        EngineStartError: it is taken or cannot be reached, or a rank has not come within `timeout` seconds.
+        InvalidArgumentError: `init_method` does not name a place.
+        EngineStartError: the place is taken or cannot be reached, or a rank has not come within `timeout`
+            seconds.
     """
 
     def __init__(self, init_method: str, party: Party, token: str, timeout: float) -> None:
@@ -80,9 +93,9 @@ class Rendezvous:
         self._timeout = timeout
         parts = urlsplit(init_method)
         self.host = parts.hostname
-        """Machine of the server, if there is one."""
+        """The machine of the server, None if there is none."""
         self.is_local = parts.scheme == "file" or _is_loopback(parts.hostname)
-        """Whether all ranks are on this machine for certain."""
+        """True when all ranks are on this machine for certain."""
         if parts.scheme == "file":
             store = self._open_file(parts.netloc + parts.path)
         elif parts.scheme == "tcp":
@@ -97,12 +110,13 @@ class Rendezvous:
         """Return when all ranks have called this with the same, new `name`.
 
         Raises:
-            EngineStartError: one has not within what is left of the time.
+            EngineStartError: a rank has not done so within what is left of the time.
         """
         self.share(name, "")
 
     def share(self, name: str, value: str) -> list[str]:
-        """All ranks' values for a new `name`, by rank; see `meet`."""
+        """Give this rank's value for a new `name` to the others and return all ranks' values, by rank; see
+        `meet`."""
         keys = [f"{name}/{rank}" for rank in range(self._party.size)]
         try:
             self.store.set(keys[self._party.rank], value)
@@ -113,14 +127,15 @@ class Rendezvous:
             raise self._refusal(reason) from error
 
     def leave(self) -> None:
-        """Say that this one needs the store no more; the server is there until no party does.
+        """Say that this member needs the store no more; the server stays until no member does.
 
         Raises:
-            EngineStartError: one still does when the time is over.
+            EngineStartError: a member still needs it when the time is over.
         """
         if self.host is None:
             return
         try:
+            # Members of all groups at the server are counted together, so not under this group's `place`.
             if self._all.add("left", 1) == self._party.num_guests:
                 self._all.set("all left", "")
             if self._party.serves:
@@ -149,7 +164,7 @@ class Rendezvous:
         listener = None
         if self._party.serves:
             try:
-                # torch's own would listen on every interface.
+                # torch's own listener would listen on every interface.
                 listener = socket.create_server((host, port), family=_family(host), backlog=128)
             except OSError as error:
                 raise self._refusal(str(error)) from error
@@ -169,7 +184,8 @@ class Rendezvous:
         return self._bounded(connect)
 
     def _bounded(self, connect: Callable[[], Store]) -> Store:
-        """What `connect` returns, unless it hangs, as torch does before a server that is none of its own."""
+        """Return what `connect` returns, unless it hangs, as torch does in front of a server that is not a
+        store."""
         results: queue.Queue[Store | Exception] = queue.Queue()
 
         def run() -> None:
@@ -208,14 +224,44 @@ class Rendezvous:
         )
 
 
+def check_may_listen(rendezvous: Rendezvous, networked: bool) -> None:
+    """Check that ranks may talk through gloo, whose only transport is TCP and which lets in everybody who
+    connects.
+
+    Raises:
+        EngineStartError: the engine is not `networked`, and the ranks do not meet at an address that somebody
+            has given.
+    """
+    if networked or rendezvous.host is not None:
+        return
+    raise EngineStartError(
+        "the workers cannot exchange tensors through shared memory: llvmlite is not installed, or has no code generator for "
+        "this processor. Without it they would listen on TCP ports that every user of this machine can reach; set "
+        "data_parallel_address='127.0.0.1' if they may"
+    )
+
+
+def choose_interface(rendezvous: Rendezvous) -> None:
+    """Let gloo and NCCL listen on the loopback alone if all ranks are on this machine, else on the interface
+    towards the others.
+
+    torch would take the interface for which this machine's name stands, and NCCL any: neither need lead to
+    the others, and both can lead out. What the user has chosen stays.
+    """
+    interface = loopback_interface() if rendezvous.is_local else interface_towards(rendezvous.host)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
 def loopback_interface() -> str | None:
-    """Name of the interface that leads to this machine alone, if it goes by a usual name."""
+    """Return the name of the interface that leads to this machine alone, None if it has no usual name."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def interface_towards(host: str | None) -> str | None:
-    """Name of the interface whose address is this machine's on the way to `host`."""
+    """Return the name of the interface that has this machine's address on the way to `host`."""
     address = own_address(host)
     return next(
         (

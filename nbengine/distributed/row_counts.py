@@ -1,4 +1,4 @@
-"""How many rows each rank of a data-parallel group has in a step, free of torch."""
+"""The numbers of rows that the ranks of a data-parallel group have in a step, free of torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from nbengine.errors import NBEngineError
 
 
 class Word(enum.IntEnum):
-    """What a number means that ranks tell each other."""
+    """The meaning of a number that ranks tell each other."""
 
     ROWS = 0
     FLAG = 1
 
     def encode(self, value: int) -> int:
-        """A number with its meaning."""
+        """Return a number with its meaning."""
         return value * len(Word) + self
 
     def decode(self, words: Sequence[int]) -> list[int]:
-        """The numbers of all ranks.
+        """Return the numbers of all ranks.
 
         Raises:
-            NBEngineError: another rank has told something else: what follows would be exchanged by chance.
+            NBEngineError: another rank has told a number of another meaning: all that follows would be mixed
+                up.
         """
         strange = [rank for rank, word in enumerate(words) if word % len(Word) != self]
         if strange:
@@ -35,30 +36,30 @@ class Word(enum.IntEnum):
 
 
 class RowCounts:
-    """The rows of all ranks, as they lie one rank's after the other's."""
+    """The numbers of rows of all ranks, one rank's rows lying behind the other's."""
 
     def __init__(self, counts: Sequence[int], rank: int) -> None:
         self.counts = counts
         self.own = counts[rank]
         self.total = sum(counts)
         self.largest = max(counts)
-        """Rows of the rank that has the most."""
+        """The number of rows of the rank that has the most."""
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first row of each rank, and the end of the last one's."""
+        """Return the first row of each rank, and the end of the last one's."""
         return list(accumulate(self.counts, initial=0))
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have equally many."""
+        """Return whether all ranks have equally many rows."""
         return self.total == len(self.counts) * self.largest
 
     def check(self, rows: int, *, own: bool) -> None:
         """Check that a tensor has the rows of this rank, or of all.
 
         Raises:
-            NBEngineError: it does not.
+            NBEngineError: the tensor has another number of rows.
         """
         expected = self.own if own else self.total
         if rows != expected:

@@ -1,31 +1,36 @@
-"""Communicator of CPU ranks on one machine, through memory that all of them have mapped."""
+"""The communicator of CPU ranks on one machine, through memory that all of them have mapped."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
 
 from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, create_memory
 from nbengine.distributed.shm_exchange import ShmExchange
-from nbengine.kernels.all_reduce_cpu import compile_all_gather, compile_all_reduce
-from nbengine.kernels.cpu_backend import ELEMENTS, supports
-from nbengine.kernels.cpu_flags import Patience
-from nbengine.kernels.exchange_cpu import SLOTS
+from nbengine.distributed.shm_operations import ShmOperations
+from nbengine.kernels.cpu.all_reduce import compile_all_gather, compile_all_reduce
+from nbengine.kernels.cpu.backend import ELEMENTS, supports
+from nbengine.kernels.cpu.exchange import SLOTS
+from nbengine.kernels.cpu.flags import Patience
 
 SLOT_BYTES = 1 << 20
-"""Longer tensors take several rounds, each with a wait: with a quarter of this, 4 MiB take 1.3 to 2.7 times as long. Four
-times as much was no faster with three and four ranks."""
+"""The bytes of a rank's slot. Longer tensors take several rounds, each with a wait: with a quarter of this, 4
+MiB take 1.3 to 2.7 times as long. Four times as much was no faster with three and four ranks."""
 ONE_PHASE_BYTES = 128 << 10
-"""Up to here a second phase costs more than it saves, with any number of ranks. With two ranks it never saves: 1 MiB is
-summed in 101 µs in one phase and 105 µs in two; with three it is 159 and 117 µs, with four (on two cores) 218 and 155 µs
-(`benchmarks/bench_all_reduce.py` has both against gloo, which takes 5 to 100 times as long)."""
+"""Up to this many bytes a second phase costs more than it saves, with any number of ranks. With two ranks it
+never saves: 1 MiB is summed in 101 µs in one phase and 105 µs in two; with three it is 159 and 117 µs, with
+four (on two cores) 218 and 155 µs (`benchmarks/bench_all_reduce.py` has both against gloo, which takes 5 to
+100 times as long)."""
 
 
 class ShmCommunicator:
-    """A `Communicator`; see `nbengine.kernels.all_reduce_cpu` for how. Sums are float32 in rank order, rounded once.
+    """A `Communicator`; `nbengine.kernels.cpu.all_reduce` says how it works. Sums are float32 in rank order,
+    rounded once.
 
-    `all_reduce` overwrites a contiguous argument. While a rank waits it holds no lock of Python's, and gives way to signals
-    several times a second. Of one thread at a time.
+    `all_reduce` overwrites a contiguous argument. While a rank waits it does not hold Python's lock, and
+    gives way to signals several times a second. It is for one thread at a time.
 
     Raises of all calls:
         PeerDiedError: a rank that is waited for has ended.
@@ -38,18 +43,20 @@ class ShmCommunicator:
         self._exchange = ShmExchange(memory, rank, size, patience, peers)
         self._gather = compile_all_gather(size)
         self._token = torch.zeros(1, dtype=torch.uint8)
+        self._operations: ShmOperations | None = None
 
     @staticmethod
     def reserve(directory: str, size: int) -> MemoryHandle:
         """Make the memory of a group of `size` ranks.
 
         Raises:
-            EngineStartError: there is no room for it.
+            EngineStartError: there is no room for the memory.
         """
         return create_memory(directory, size, size * SLOTS * SLOT_BYTES)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile for a type, which takes some tenths of a second, once a process; else the first use does."""
+        """Compile for a type, which takes some tenths of a second, once a process; otherwise the first use
+        does."""
         if supports(dtype):
             compile_all_reduce(self.size, ELEMENTS[dtype])
 
@@ -78,12 +85,20 @@ class ShmCommunicator:
         """See `Communicator.barrier`."""
         self.all_gather(self._token)
 
+    def operations(self) -> ShmOperations:
+        """See `Communicator.operations`; they are compiled by the first call."""
+        if self._operations is None:
+            most = sys.maxsize if self.size == 2 else ONE_PHASE_BYTES // torch.float32.itemsize
+            self._operations = ShmOperations(self._exchange, self.size, most)
+        return self._operations
+
     def close(self) -> None:
         """See `Communicator.close`."""
         self._exchange.close()
 
     def _all_reduce_gathered(self, x: Tensor) -> Tensor:
-        """The sum of a type for which nothing can be compiled here: float16 on an old processor, and integers."""
+        """Sum tensors of a type for which nothing can be compiled here: float16 on an old processor, and
+        integers."""
         first, *rest = self.all_gather(x.flatten()).view(self.size, *x.shape)
         total: Tensor = first.float() if x.is_floating_point() and x.itemsize < 4 else first
         for term in rest:

@@ -1,4 +1,5 @@
-"""Tensors from a pipeline stage to the next on one machine, through memory that both have mapped."""
+"""The link that carries tensors from a pipeline stage to the next on one machine, through memory that both
+have mapped."""
 
 from __future__ import annotations
 
@@ -9,26 +10,28 @@ from math import prod
 import torch
 from torch import Tensor
 
+from nbengine.distributed.peer_waits import peer_waits
 from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, create_memory
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.cpu_flags import FLAG_BYTES, FlagArguments, Patience, compile_flags
+from nbengine.kernels.cpu.flags import FLAG_BYTES, FlagArguments, Patience, compile_flags
 
 SLOTS = 2
 _ALIGNMENT = 4096
 
 
 class ShmLink:
-    """Either end of a `PipelineLink`: the sender only sends, the receiver only receives. Of one thread at a time.
+    """Either end of a `PipelineLink`: the sender only sends, the receiver only receives. It is for one thread
+    at a time.
 
-    Tensor number n, from 1 on, goes through slot n % SLOTS. The sender raises its flag to n when it has written the
-    slot; the receiver raises its own to n when it needs that tensor no more. The sender writes tensor n once the
-    receiver's flag is n - SLOTS or more; so it goes on at once unless the receiver is SLOTS behind. What is written before
-    a flag is raised is seen by who has seen the flag, and what was read before it is raised may be overwritten then
-    (`nbengine.kernels.cpu_flags`).
+    Tensor number n, from 1 on, goes through slot n % SLOTS. The sender raises its flag to n when it has
+    written the slot; the receiver raises its own to n when it needs that tensor no more. The sender writes
+    tensor n once the receiver's flag is n - SLOTS or more; so it goes on at once unless the receiver is SLOTS
+    behind. A process that has seen a flag sees what was written before the flag was raised, and may overwrite
+    what was read before (`nbengine.kernels.cpu.flags`).
 
     Raises of all calls:
         PeerDiedError: the process at the other end is needed, and has ended.
-        QueueClosedError: it is needed, and has closed its end.
+        QueueClosedError: the process at the other end is needed, and has closed its end.
     """
 
     def __init__(self, memory: SharedMemory, patience: Patience, peers: Peers) -> None:
@@ -46,7 +49,7 @@ class ShmLink:
         """Make the memory of a link.
 
         Raises:
-            EngineStartError: there is no room for it.
+            EngineStartError: there is no room for the memory.
         """
         slot_bytes = -(-max_tensor_bytes // _ALIGNMENT) * _ALIGNMENT
         return create_memory(directory, 2, SLOTS * slot_bytes)
@@ -69,6 +72,7 @@ class ShmLink:
         Raises:
             InvalidArgumentError: the tensor is larger than the memory was made for.
         """
+        # The tensor before lies in the shared memory, so it is given back only now.
         self._announce(self._released_flag, self._count)
         number = self._count + 1
         slot = self._slot(number, shape, dtype)
@@ -92,9 +96,11 @@ class ShmLink:
         arguments = self._arguments
         arguments.flag, arguments.count = flag, count
         self._functions.wait_for.call(self._address)
-        while not arguments.done:
-            self._peers.check(self._memory)
-            self._functions.wait_for.call(self._address)
+        if not arguments.done:
+            with peer_waits:
+                while not arguments.done:
+                    self._peers.check(self._memory)
+                    self._functions.wait_for.call(self._address)
 
     def _announce(self, flag: int, count: int) -> None:
         self._arguments.flag, self._arguments.count = flag, count

@@ -1,8 +1,8 @@
-"""How the CPU ranks of an engine come to share memory: who makes it, who maps it, and when its files go."""
+"""This module lets the CPU ranks of an engine share memory: it says who makes it, who maps it, and when its
+files go."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,20 +10,16 @@ import msgspec
 
 from nbengine.distributed.layout import RankLayout
 from nbengine.distributed.rendezvous import Rendezvous
-from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, num_cores, patience, unlink
+from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, patience, unlink
 from nbengine.distributed.shm_communicator import ShmCommunicator
 from nbengine.distributed.shm_link import ShmLink
 from nbengine.errors import EngineStartError
-from nbengine.ipc.liveness import ProcessWatch, start_time
-
-
-class _Process(msgspec.Struct):
-    pid: int
-    created: float
+from nbengine.ipc.liveness import ProcessIdentity, ProcessWatch, this_process
+from nbengine.runtime.cgroup import usable_cpus
 
 
 class _Made(msgspec.Struct):
-    """The memory that a rank has made: for its group, and for the link to the next stage."""
+    """The memory that a rank has made for its group, and that for the link to the next stage."""
 
     group: MemoryHandle | None
     link: MemoryHandle | None
@@ -31,7 +27,7 @@ class _Made(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SharedEnds:
-    """A rank's ends of what it shares with others."""
+    """A rank's ends of the group and links that it has with others."""
 
     tp: ShmCommunicator | None
     previous: ShmLink | None
@@ -43,12 +39,13 @@ def share_memory(
 ) -> SharedEnds:
     """Make and map the memory of the rank's group and links. All ranks must call this.
 
-    The first rank of a stage makes the memory of its group, the sender that of a link. When all ranks have mapped theirs the files
-    are unlinked, so that nothing is left behind however they end.
+    The first rank of a stage makes the memory of its group, the sender that of a link. When all ranks have
+    mapped theirs, the files are unlinked, so that nothing is left behind however the ranks end.
 
-    The ranks of a group wait for each other briefly, since all of them do the same; but with fewer cores than ranks, whoever
-    spends that time looking keeps a core from the one that is waited for: 4 ranks on 2 cores sum [32, 576] in 30 µs when they
-    sleep almost at once, and in 200 µs when they look for 40 µs. A stage waits for as long as another one computes.
+    The ranks of a group wait for each other briefly, since all of them do the same; but with fewer cores than
+    ranks, a rank that spends that time looking keeps a core from the one for which it waits: 4 ranks on 2
+    cores sum [32, 576] in 30 µs when they sleep almost at once, and in 200 µs when they look for 40 µs. A
+    stage waits for as long as another one computes.
 
     Raises:
         EngineStartError: there is no room, or a rank has not come in time.
@@ -56,10 +53,9 @@ def share_memory(
     made = _make(layout, directory, max_tensor_bytes)
     handles = [handle for handle in (made.group, made.link) if handle is not None]
     try:
-        me = _Process(os.getpid(), start_time())
         processes = [
-            msgspec.json.decode(other, type=_Process)
-            for other in rendezvous.share("process", msgspec.json.encode(me).decode())
+            msgspec.json.decode(other, type=ProcessIdentity)
+            for other in rendezvous.share("process", msgspec.json.encode(this_process()).decode())
         ]
         all_made = [
             msgspec.json.decode(other, type=_Made)
@@ -68,9 +64,7 @@ def share_memory(
 
         def peers(ranks: Iterable[int]) -> Peers:
             others = (rank for rank in ranks if rank != layout.rank)
-            return Peers(
-                {rank: ProcessWatch(processes[rank].pid, processes[rank].created) for rank in others}
-            )
+            return Peers({rank: ProcessWatch(processes[rank]) for rank in others})
 
         def link(maker: int, other: int) -> ShmLink | None:
             handle = all_made[maker].link if maker in range(layout.world_size) else None
@@ -87,7 +81,7 @@ def share_memory(
                 memory,
                 layout.tp_rank,
                 layout.tp_size,
-                patience(memory, short=layout.world_size <= num_cores()),
+                patience(memory, short=layout.world_size <= usable_cpus()),
                 peers(range(first, first + layout.tp_size)),
             )
         before, after = layout.rank - layout.tp_size, layout.rank + layout.tp_size

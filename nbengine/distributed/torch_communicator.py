@@ -1,4 +1,4 @@
-"""Communicator and links over torch.distributed: NCCL on GPUs, gloo on a CPU without shared memory."""
+"""The communicator and links over torch.distributed: NCCL on GPUs, gloo on a CPU without shared memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbengine.distributed.peer_waits import peer_waits
+
 SENDS_IN_FLIGHT = 2
 
 
 class TorchCommunicator:
-    """A `Communicator` over a group of torch.distributed. On a GPU its calls are queued on the current stream.
+    """A `Communicator` over a group of torch.distributed. On a GPU its calls are queued on the current
+    stream.
 
-    gloo and NCCL reduce each element in one place and pass the result on, so that all ranks get the same bits;
-    in which order they add is theirs.
+    gloo and NCCL reduce each element in one place and pass the result on, so that all ranks get the same
+    bits; they choose the order in which they add.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -28,30 +31,36 @@ class TorchCommunicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator.all_reduce`."""
         x = x.contiguous()
-        dist.all_reduce(x, group=self._group)
+        with peer_waits:
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self._group)
+        with peer_waits:
+            dist.all_gather(parts, x, group=self._group)
         return torch.cat(parts, dim=-1)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
         on_gpu = self._device.type == "cuda"
-        dist.barrier(self._group, device_ids=[self._device.index] if on_gpu else None)
+        with peer_waits:
+            dist.barrier(self._group, device_ids=[self._device.index] if on_gpu else None)
+
+    def operations(self) -> None:
+        """See `Communicator.operations`."""
 
     def close(self) -> None:
-        """The group ends with `TorchWorld`."""
+        """Do nothing: the group ends with `TorchWorld`."""
 
 
 class TorchLink:
     """A `PipelineLink` to or from another rank.
 
-    What is sent is copied first. On a GPU a send waits on NCCL's own stream for its receiver; the current stream goes
-    on until `SENDS_IN_FLIGHT` are on their way, and then waits for the oldest of them.
+    Tensors are copied before they are sent. On a GPU a send waits on NCCL's own stream for its receiver; the
+    current stream goes on until `SENDS_IN_FLIGHT` are on their way, and then waits for the oldest of them.
     """
 
     def __init__(self, peer: int, device: torch.device) -> None:
@@ -66,6 +75,7 @@ class TorchLink:
             if work is not None:
                 work.wait()
         copy = x.clone(memory_format=torch.contiguous_format)
+        # The copy is kept until its send is over.
         self._sends.append((dist.isend(copy, self._peer), copy))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -73,9 +83,10 @@ class TorchLink:
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         work = dist.irecv(buffer, self._peer)
         if work is not None:
-            work.wait()
+            with peer_waits:
+                work.wait()
         return buffer
 
     def close(self) -> None:
-        """Forget what has not arrived."""
+        """Forget the tensors that have not arrived."""
         self._sends.clear()

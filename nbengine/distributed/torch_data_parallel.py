@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,38 +13,81 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from nbengine.distributed.row_counts import RowCounts, Word
 
 
-class TorchDataParallelGroup:
-    """A `DataParallelGroup` of process groups of its own: it begins and ends while the workers' other groups go on.
+class Words(Protocol):
+    """The way in which ranks tell each other numbers that are needed on the host."""
 
-    What ranks have is filled up to the rows of the one that has the most, as the collectives want it. Numbers of rows go
-    through gloo also between GPUs: they are needed on the host. `address` is this machine's, by which others reach it.
+    def share(self, word: Word, value: int) -> list[int]:
+        """Give this rank's number to the others and return all ranks' numbers, by rank; they mean what `word`
+        says."""
+
+    def close(self) -> None:
+        """Leave the others without waiting for them."""
+
+
+class GlooWords:
+    """`Words` over gloo."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def share(self, word: Word, value: int) -> list[int]:
+        """See `Words.share`."""
+        words = torch.empty(self._size, dtype=torch.int64)
+        mine = torch.tensor([word.encode(value)])
+        self._group._allgather_base(words, mine, c10d.AllgatherOptions()).wait()
+        return word.decode(words.tolist())
+
+    def close(self) -> None:
+        """Do nothing: the group ends with `TorchDataParallelGroup`."""
+
+
+class TorchDataParallelGroup:
+    """A `DataParallelGroup` over its own process groups: it begins and ends while the workers' other groups
+    go on.
+
+    Each rank's tensor is filled up to the rows of the rank that has the most, as the collectives want it.
+    Numbers of rows go through `words`, or else through gloo. `address` is the address of this machine at
+    which gloo listens for the others.
 
     Raises of all calls:
-        RuntimeError: a rank that is waited for has gone, as torch finds it out.
-        NBEngineError: the ranks do not make the same calls, or a tensor does not have the rows that were announced.
+        RuntimeError: torch has noticed that a rank that is waited for has gone.
+        NBEngineError: the ranks do not make the same calls, or a tensor does not have the rows that were
+            announced.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, address: str, timeout: timedelta
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        address: str,
+        timeout: timedelta,
+        words: Words | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
-        self._device = device
-        # torch declares no types of them.
-        self._words: Any = _gloo(PrefixStore("words", store), rank, size, address, timeout)
-        self._tensors: Any = self._words
+        # torch declares no types for its groups.
+        self._groups: list[Any] = []
+        # Where numbers go through shared memory, gloo is needed for nothing but a CPU's tensors.
+        if words is None or device.type == "cpu":
+            self._groups.append(_gloo(PrefixStore("words", store), rank, size, address, timeout))
+        self._words: Words = words or GlooWords(self._groups[0], size)
         if device.type == "cuda":
-            self._tensors = _nccl(PrefixStore("tensors", store), rank, size, timeout)
+            self._groups.append(_nccl(PrefixStore("tensors", store), rank, size, timeout))
+        self._tensors = self._groups[-1]
         self._rows = RowCounts([0] * size, rank)
 
     def begin_step(self, num_tokens: int) -> None:
         """See `DataParallelGroup.begin_step`."""
-        self._rows = RowCounts(self._share(Word.ROWS, num_tokens), self.rank)
+        self._rows = RowCounts(self._words.share(Word.ROWS, num_tokens), self.rank)
 
     def gather(self, x: Tensor) -> Tensor:
         """See `DataParallelGroup.gather`."""
         rows = self._rows
         rows.check(len(x), own=True)
+        # The total is the same on all ranks, so that none is alone in a collective call.
         if not rows.total:
             return x
         mine = _filled_up(x, rows.largest)
@@ -70,7 +113,7 @@ class TorchDataParallelGroup:
 
     def any(self, flag: bool) -> bool:
         """See `DataParallelGroup.any`."""
-        return any(self._share(Word.FLAG, int(flag)))
+        return any(self._words.share(Word.FLAG, int(flag)))
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """See `DataParallelGroup.broadcast`."""
@@ -80,18 +123,13 @@ class TorchDataParallelGroup:
 
     def close(self) -> None:
         """See `DataParallelGroup.close`."""
-        for group in {self._tensors, self._words}:
+        self._words.close()
+        for group in self._groups:
             group.abort()
-
-    def _share(self, word: Word, value: int) -> list[int]:
-        words = torch.empty(self.size, dtype=torch.int64)
-        mine = torch.tensor([word.encode(value)])
-        self._words._allgather_base(words, mine, c10d.AllgatherOptions()).wait()
-        return word.decode(words.tolist())
 
 
 def _filled_up(x: Tensor, num_rows: int) -> Tensor:
-    """`x` with as many rows; what is in the further ones does not matter."""
+    """Return `x` with `num_rows` rows; the content of the added ones does not matter."""
     if len(x) == num_rows:
         return x.contiguous()
     filled = x.new_zeros((num_rows, *x.shape[1:]))

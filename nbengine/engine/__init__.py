@@ -1,1 +1,1 @@
-"""The engine's own processes: host (coordinator and supervisor) and engine core."""
+"""The processes of an engine: the host (coordinator and supervisor) and the engine cores."""

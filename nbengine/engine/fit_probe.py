@@ -1,8 +1,10 @@
-"""Child process of `nbengine.frontend.fit`: what engines of given sizes would take of this machine, and whether they fit.
+"""The child process of `nbengine.frontend.fit`, which computes whether engines of given sizes fit on this
+machine.
 
-Run as `python -m nbengine.engine.fit_probe`, with a `FitQuestion` in JSON at its input; a `FitAnswer` comes back. It is a
-process of its own so that whoever asks stays free of torch. What it computes is what a start computes, by the same functions;
-of the model itself nothing is loaded. On a GPU the activations are measured on one layer without weights.
+It runs as `python -m nbengine.engine.fit_probe`, reads a `FitQuestion` in JSON from its input and writes a
+`FitAnswer`. It is a separate process so that the one that asks stays free of torch. It computes the same
+numbers as a start, with the same functions, but loads nothing of the model. On a GPU it measures the
+activations on one layer without weights.
 """
 
 from __future__ import annotations
@@ -19,31 +21,32 @@ import torch
 
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.distributed.layout import RankLayout, layouts
-from nbengine.engine.kv_cache_start import choose_max_model_len
+from nbengine.engine.core.kv_cache_start import choose_max_model_len
 from nbengine.errors import EngineStartError, NBEngineError
 from nbengine.ipc.fit import FitAnswer, FitQuestion, MemoryPlace, SizePlan
-from nbengine.kv_cache.sizing import num_blocks_for
-from nbengine.models.decoder_config import decoder_config
-from nbengine.models.encoder_config import is_encoder
-from nbengine.models.hf_config import load_hf_config
-from nbengine.models.loader import check_checkpoint
-from nbengine.models.pooling_config import advised_model_len, longest_model_len
-from nbengine.models.registry import make_model, resolve_device, resolve_dtype
-from nbengine.models.sharding import check_parallel
-from nbengine.worker.budget import (
+from nbengine.kv_cache.sizing import cache_size
+from nbengine.models.checkpoints.loader import check_checkpoint
+from nbengine.models.configs.encoder_config import is_encoder
+from nbengine.models.configs.hf_config import load_hf_config
+from nbengine.models.configs.pooling_config import advised_model_len, longest_model_len
+from nbengine.models.division import check_parallel
+from nbengine.models.loading import make_model, resolve_device, resolve_dtype, resolve_precision
+from nbengine.models.registry import decoder_config
+from nbengine.worker.memory.budget import (
     GPUProfile,
     asked_kv_cache_bytes,
     cpu_kv_cache_bytes,
     free_memory,
     profile_gpu,
+    uncounted_extras,
 )
-from nbengine.worker.footprint import Footprint, num_cores_here
-from nbengine.worker.memory import check_kv_cache_fits, check_weights_fit, gpu_kv_budget
+from nbengine.worker.memory.footprint import Footprint, num_cores_here
+from nbengine.worker.memory.limits import check_kv_cache_fits, check_weights_fit, gpu_kv_budget
 from nbengine.worker.model_runner import ModelRunner
 
 
 class Prober:
-    """Answers for one model on this machine."""
+    """A prober that answers for one model on this machine."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -51,9 +54,9 @@ class Prober:
         self.device = resolve_device(config.model)
         self.dtype = resolve_dtype(config.model, self._hf, self.device)
         self._is_encoder = is_encoder(self._hf)
-        # What a process takes that has torch in it, which others than this one will be.
+        # The engine's processes will import torch, too: this one shows how much memory that takes.
         self._process_bytes = psutil.Process().memory_full_info().uss if self.device.type == "cpu" else 0
-        self._profiles: dict[torch.dtype, GPUProfile] = {}
+        self._profiles: dict[tuple[torch.dtype, int], GPUProfile] = {}
 
     def check_files(self) -> None:
         """Compare the weight files with the configuration, by their headers.
@@ -68,11 +71,11 @@ class Prober:
                 check_checkpoint(config, paths, self.dtype)
 
     def context_limit(self) -> int:
-        """The most tokens that the model was made for."""
+        """Return the most tokens that the model was made for."""
         return longest_model_len(self._hf)
 
     def places(self) -> list[MemoryPlace]:
-        """The memory there is: that of the machine, or of each GPU."""
+        """List the memory of the machine, or of each GPU."""
         if self.device.type == "cpu":
             return [MemoryPlace("CPU memory", psutil.virtual_memory().total, free_memory(self.device))]
         found = []
@@ -83,21 +86,25 @@ class Prober:
         return found
 
     def plan(self, config: EngineConfig) -> SizePlan:
-        """How an engine with this configuration would come out."""
+        """Plan an engine with this configuration: its memory and limits, or the problem that prevents it."""
         parallel = config.parallel
         plan = SizePlan(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.cache.block_size
         )
         try:
             check_parallel(self._hf, parallel)
-            dtype = resolve_dtype(config.model, self._hf, self.device)
-            plan.dtype = str(dtype).removeprefix("torch.")
+            precision = resolve_precision(config.model, config.cache, self._hf, self.device)
+            plan.dtype = str(precision.dtype).removeprefix("torch.")
             ranks = list(layouts(parallel))
-            footprints = [Footprint(config, self._hf, self.device, dtype, rank) for rank in ranks]
+            footprints = [Footprint(config, self._hf, self.device, precision, rank) for rank in ranks]
             plan.weights_bytes = sum(footprint.weights_bytes for footprint in footprints)
             plan.page_bytes = sum(footprint.kv_cache_spec.page_size_bytes for footprint in footprints)
+            plan.slot_bytes = sum(footprint.kv_cache_spec.slot_bytes for footprint in footprints)
+            if not self._is_encoder:
+                rules = decoder_config(self._hf).cache_rules()
+                plan.rules = [(rule.kind, rule.size) for rule in rules]
             self._check_devices(parallel)
-            self._place(config, plan, ranks, footprints, dtype)
+            self._place(config, plan, ranks, footprints, precision.dtype)
         except NBEngineError as error:
             plan.problem = str(error)
         return plan
@@ -127,15 +134,20 @@ class Prober:
             free, available = self._on_cpu(config, footprints)
         else:
             free, available = self._on_gpus(config, ranks, footprints, dtype)
-        plan.num_blocks = min(
-            num_blocks_for(spec, config.cache, num_bytes)
-            for spec, num_bytes in zip(specs, available, strict=True)
+        plan.num_blocks, plan.num_state_slots = cache_size(
+            specs, config.cache, available, config.scheduler.max_num_seqs
         )
         plan.max_model_len = choose_max_model_len(config, specs, self._model_info(config), plan.num_blocks)
-        check_kv_cache_fits(plan.num_blocks, footprints[0].shared_page_size_bytes, free, footprints[0].place)
+        for footprint in footprints:
+            extras = uncounted_extras(config, footprint, self._asked_len(config), plan.num_blocks)
+            page_bytes, state_bytes = (
+                footprint.shared_page_size_bytes,
+                plan.num_state_slots * footprint.shared_slot_bytes,
+            )
+            check_kv_cache_fits(plan.num_blocks, page_bytes, free, footprint.place, extras, state_bytes)
 
     def _on_cpu(self, config: EngineConfig, footprints: list[Footprint]) -> tuple[int, list[int]]:
-        """What is free when the weights are loaded, and the KV cache of each rank."""
+        """Return the bytes that are free when the weights are loaded, and those of each rank's KV cache."""
         footprint, num_cores = footprints[0], num_cores_here(config)
         num_workers = config.parallel.world_size if config.parallel.world_size > 1 else 0
         free = free_memory(self.device) - (num_cores * (1 + num_workers) - 1) * self._process_bytes
@@ -151,7 +163,7 @@ class Prober:
     def _on_gpus(
         self, config: EngineConfig, ranks: list[RankLayout], footprints: list[Footprint], dtype: torch.dtype
     ) -> tuple[int, list[int]]:
-        """What is free on the fullest GPU when the weights are loaded, and the KV cache of each rank."""
+        """Return the free bytes of the fullest GPU after the weights, and those of each rank's KV cache."""
         profile = self._profile(config, dtype)
         left, available = [], []
         for rank, footprint in zip(ranks, footprints, strict=True):
@@ -162,23 +174,25 @@ class Prober:
             asked = asked_kv_cache_bytes(config, footprint)
             if asked is None:
                 peak = footprint.weights_bytes + profile.peak
-                asked = gpu_kv_budget(total, config.cache.gpu_memory_utilization, peak, others)
+                budget = gpu_kv_budget(total, config.cache.gpu_memory_utilization, peak, others)
+                asked = footprint.kv_cache_part(budget)
             available.append(asked)
         return min(left), available
 
     def _profile(self, config: EngineConfig, dtype: torch.dtype) -> GPUProfile:
-        """The largest step's use of memory, without weights: that of a model of one layer, on one GPU."""
-        if dtype not in self._profiles:
+        """Measure the largest step's memory without weights, with a model of one layer on one GPU."""
+        kind = dtype, self._asked_len(config)
+        if kind not in self._profiles:
             overrides = {**config.model.hf_overrides, "num_hidden_layers": 1}
             model_config = replace(config.model, hf_overrides=overrides)
             one = replace(config, model=model_config, parallel=ParallelConfig())
             model = make_model(model_config, self.device, dtype)
             runner = ModelRunner(one, model, self.device, dtype)
-            found = profile_gpu(one, str(self.device), runner, self.device)
-            self._profiles[dtype] = replace(found, peak=found.peak - model.weights_bytes)
+            found = profile_gpu(one, str(self.device), runner, self.device, kind[1])
+            self._profiles[kind] = replace(found, peak=found.peak - model.weights_bytes)
             del model, runner
             torch.cuda.empty_cache()
-        return self._profiles[dtype]
+        return self._profiles[kind]
 
     def _asked_len(self, config: EngineConfig) -> int:
         asked = config.model.max_model_len
@@ -193,7 +207,7 @@ class Prober:
 
 
 def answer(question: FitQuestion) -> FitAnswer:
-    """What comes out for each of the configurations, which are of one model."""
+    """Answer a question: plan an engine for each of its configurations, which are of one model."""
     first, *_ = question.configs
     try:
         prober = Prober(first)
@@ -207,7 +221,7 @@ def answer(question: FitQuestion) -> FitAnswer:
 
 
 def main() -> None:
-    """Answer the question at the standard input."""
+    """Answer the question on standard input."""
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=FitQuestion)
     sys.stdout.buffer.write(msgspec.json.encode(answer(question)))
 

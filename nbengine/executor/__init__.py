@@ -1,1 +1,1 @@
-"""How an engine core reaches its workers."""
+"""The executors, through which an engine core reaches its workers."""

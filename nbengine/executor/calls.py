@@ -11,24 +11,27 @@ from typing import Any
 from nbengine.executor.failures import WorkerReport
 
 SUCCESS, FAILURE = 0, 1
-"""What an answer is: its first item. The second is the method's result, or a `WorkerReport`."""
+"""The first item of an answer. The second is the method's result, or a `WorkerReport`."""
 Answer = tuple[int, Any]
 
 Receive = Callable[[int, float | None], Answer]
-"""Next answer of a rank, waiting at most so many seconds (`TimeoutError`), or None for as long as it takes. Anything
-else that it raises is the end of all calls."""
+"""A function that returns the next answer of a rank; it waits at most the seconds of its second argument
+(then `TimeoutError`), without limit if that is None. Any other exception of it ends all calls."""
 GiveUp = Callable[[int, WorkerReport], Exception]
-"""Told which rank's failure has left others waiting for it; returns what all calls end with."""
+"""A function that is told which rank's failure has left others waiting for it;
+it returns the error of all calls."""
 
 PATIENCE = 1.0
-"""Seconds without an answer of one worker after which those of the others are looked at; and those that it is still
-given when one of them has failed."""
+"""Seconds without an answer of one worker after which the others' answers are looked at, and seconds that it
+still gets once another worker has failed."""
 
 
 class FutureWrapper(Future[Any]):
-    """What a call will give. Waiting for it takes in the answers to the calls before it, `done` only what has come.
+    """The future result of a call.
 
-    For the thread that makes the calls.
+    Waiting for it takes in the answers to earlier calls; `done` takes in only what has come.
+
+    It is for the thread that makes the calls.
     """
 
     def __init__(self, calls: PendingCalls, ranks: Sequence[int], unique: bool) -> None:
@@ -41,7 +44,7 @@ class FutureWrapper(Future[Any]):
         self.answers: dict[int, Answer] = {}
 
     def done(self) -> bool:
-        """Whether `result` need not wait."""
+        """Return whether `result` need not wait."""
         if not super().done():
             self._calls.poll()
         return super().done()
@@ -50,7 +53,7 @@ class FutureWrapper(Future[Any]):
         """Wait for the answer, and raise what the method raised.
 
         Raises:
-            TimeoutError: it has not come within `timeout` seconds; it may still be asked for.
+            TimeoutError: no answer came within `timeout` seconds; a later call of `result` may get it.
             EngineDeadError: a worker has ended.
         """
         if not super().done():
@@ -58,18 +61,18 @@ class FutureWrapper(Future[Any]):
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the answer; returns what the method raised."""
+        """Wait for the answer, and return what the method raised."""
         if not super().done():
             self._calls.complete(self, timeout)
         return super().exception(0)
 
     @property
     def failures(self) -> dict[int, WorkerReport]:
-        """By rank, as far as answers have come."""
+        """Return the failures among the answers that have come, by rank."""
         return {rank: value for rank, (status, value) in self.answers.items() if status == FAILURE}
 
     def settle(self) -> None:
-        """All answers are there."""
+        """Set the result, or the first cause among the failures; called when all answers have come."""
         failures = self.failures
         for rank, report in failures.items():
             report.log(f"worker {rank}")
@@ -83,7 +86,10 @@ class FutureWrapper(Future[Any]):
 
 
 class PendingCalls:
-    """The calls in their order. Every rank answers those that ask it in that order, too: no answer has a number."""
+    """The calls without all their answers, in their order.
+
+    Every rank answers in that order, too: answers have no numbers.
+    """
 
     def __init__(self, receive: Receive, give_up: GiveUp, patience: float = PATIENCE) -> None:
         self._receive = receive
@@ -95,7 +101,8 @@ class PendingCalls:
         return len(self._pending)
 
     def add(self, ranks: Sequence[int], *, unique: bool = False) -> FutureWrapper:
-        """A call has been sent that these ranks will answer, with `unique` a single one."""
+        """Note that a call has been sent that `ranks` will answer, with `unique` a single one;
+        return its future."""
         future = FutureWrapper(self, ranks, unique)
         self._pending.append(future)
         return future
@@ -111,14 +118,14 @@ class PendingCalls:
                 self._settle_first()
         except TimeoutError:
             return
-        except Exception as error:  # noqa: BLE001  # whoever asks the futures gets it
+        except Exception as error:  # noqa: BLE001  # those who ask the futures get it
             self.fail(error)
 
     def complete(self, future: FutureWrapper, timeout: float | None) -> None:
-        """Wait until `future` is done, and those before it are.
+        """Wait until `future` and all futures before it are done.
 
         Raises:
-            TimeoutError: it is not within `timeout` seconds.
+            TimeoutError: they are not done within `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -129,8 +136,8 @@ class PendingCalls:
                         first.answers[rank] = self._wait(first, rank, deadline)
                 self._settle_first()
         except TimeoutError:
-            raise TimeoutError(f"no answer of the workers within {timeout} s") from None
-        except Exception as error:  # noqa: BLE001  # whoever asks the futures gets it
+            raise TimeoutError(f"the workers did not answer within {timeout} s") from None
+        except Exception as error:  # noqa: BLE001  # those who ask the futures get it
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
@@ -142,7 +149,8 @@ class PendingCalls:
         self._pending.popleft().settle()
 
     def _wait(self, future: FutureWrapper, rank: int, deadline: float | None) -> Answer:
-        """The answer of one rank, unless another one's failure is the reason that it does not come."""
+        """Wait for the answer of one rank, unless it does not come because another rank has failed."""
+        # The other ranks do not answer such a call, and tell of their failures over their lines.
         if len(future.ranks) == 1:
             return self._receive(rank, _time_left(deadline))
         failed_at: float | None = None

@@ -1,4 +1,4 @@
-"""How workers fail, and which of several failures was the first cause."""
+"""The failures of workers, and the choice of the first cause among several."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from signal import SIGABRT
 
 from nbengine.distributed.layout import RankLayout
-from nbengine.engine.logs import describe_exception
-from nbengine.engine.processes import describe_status
 from nbengine.errors import EngineStartError, NBEngineError, PeerDiedError, QueueClosedError
+from nbengine.runtime.logs import describe_exception
+from nbengine.runtime.processes import describe_status
 
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 1.0
-"""How long one waits for the cause when all that is known is that workers have lost another one."""
+"""Seconds to wait for the cause while it is only known that workers have lost another one."""
 _LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted|lost)|broken pipe|remote process exited"
     r"|timed out waiting|socket closed",
@@ -29,15 +29,15 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker says of an exception; can always be pickled."""
+    """A worker's report of an exception, which can always be pickled."""
 
     doing: str
-    """What it was doing: "start", or the method that was called."""
+    """The work that the worker was doing: "start", or the method that was called."""
     description: str
-    """One line, with what caused it."""
+    """One line about the exception and its causes."""
     traceback: str
     pickled: bytes
-    """The exception; empty if it does not survive pickling."""
+    """The pickled exception; empty if it does not survive pickling."""
 
     @classmethod
     def of(cls, doing: str, error: Exception) -> WorkerReport:
@@ -47,9 +47,9 @@ class WorkerReport:
 
     @property
     def error(self) -> Exception:
-        """The exception, or an `NBEngineError` in its place if this process cannot have it."""
+        """Return the exception, or an `NBEngineError` in its place if this process cannot unpickle it."""
         if self.pickled:
-            # Its class may be one that is not to be found here, and its code may raise anything.
+            # Its class may be missing here, and its code may raise anything.
             with contextlib.suppress(Exception):
                 error: Exception = pickle.loads(self.pickled)
                 return error
@@ -57,12 +57,13 @@ class WorkerReport:
 
     @property
     def is_lost_peer(self) -> bool:
-        """Whether it says no more than that another worker or the engine core could not be reached."""
+        """Tell whether the report only says that another worker or the engine core could not be reached."""
         lost = isinstance(self.error, (PeerDiedError, QueueClosedError, ConnectionError, EOFError))
         return lost or _LOST_PEER.search(self.description) is not None
 
     def log(self, worker: str) -> None:
-        """Write it to the log; the traceback only of what was not raised on purpose."""
+        """Write the report to the log: as an error unless the exception was raised on purpose,
+        which is only debugging output."""
         level = logging.DEBUG if isinstance(self.error, NBEngineError) else logging.ERROR
         logger.log(level, "%s failed in %s:\n%s", worker, self.doing, self.traceback)
 
@@ -70,6 +71,7 @@ class WorkerReport:
 def _pickled(error: Exception) -> bytes:
     with contextlib.suppress(Exception):
         pickled = pickle.dumps(error)
+        # Some exceptions can be pickled but not unpickled, or say something else afterwards.
         copy = pickle.loads(pickled)
         if type(copy) is type(error) and str(copy) == str(error):
             return pickled
@@ -78,40 +80,43 @@ def _pickled(error: Exception) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """The end of one worker, by its own report or, without one, by its exit status."""
+    """The end of one worker, with its own report or, without one, its exit status."""
 
     layout: RankLayout
     pid: int
     report: WorkerReport | None = None
     status: int = 0
-    """`Popen.returncode`."""
+    """The exit status, as `Popen.returncode`."""
     how: str = ""
-    """How it ended, where that says more than the status."""
+    """The way in which it ended, where that says more than the status."""
 
     @property
     def worker(self) -> str:
-        """Which one it is, as in "worker 1 (TP1)"."""
+        """Name the worker, as in "worker 1 (TP1)"."""
         return worker_name(self.layout)
 
     @property
     def certainty(self) -> int:
-        """2: it failed by itself. 1: it may have, or because another one did. 0: it lost another one."""
+        """Rate the failure as a first cause.
+
+        2: the worker failed by itself. 1: it may have, or another one made it fail. 0: it lost another one.
+        """
         if self.report is not None:
             return 0 if self.report.is_lost_peer else 2
         return 2 if self.status < 0 and self.status != -SIGABRT else 1
 
     def describe(self) -> str:
-        """One sentence: which worker, its pid, and how it ended."""
+        """Say in one sentence which worker it was, its pid, and how it ended."""
         who = f"{self.worker}, pid {self.pid},"
         if self.report is None:
             return f"{who} {self.how or describe_status(self.status)}"
         return f"{who} failed in {self.report.doing}: {self.report.description}"
 
     def start_error(self, log_tail: str) -> NBEngineError:
-        """What to raise when it keeps the engine from starting.
+        """Make the error to raise when this failure keeps the engine from starting.
 
-        What the worker has raised on purpose stays what it was. Only where it may differ between workers, the
-        error names this one.
+        An error that the worker has raised on purpose stays as it was. Only where it may differ between
+        workers, it names this worker.
         """
         error = None if self.report is None else self.report.error
         if isinstance(error, EngineStartError):
@@ -123,15 +128,15 @@ class WorkerFailure:
 
 
 def worker_name(layout: RankLayout) -> str:
-    """A worker's number and place, as in "worker 3 (TP1 PP1)"."""
+    """Name a worker by its number and place, as in "worker 3 (TP1 PP1)"."""
     return f"worker {layout.rank} ({layout})" if layout.world_size > 1 else f"worker {layout.rank}"
 
 
 class FirstCause:
-    """Finds the first cause among failures as they become known: a state machine without I/O.
+    """A state machine without I/O that finds the first cause among failures as they become known.
 
-    A failure that a worker can only have brought about by itself is the cause at once. Where workers report only
-    that they lost another one, that one's own end is waited for.
+    A failure that a worker can only have caused by itself is the first cause at once. Where workers report
+    only that they lost another one, the decision waits for that worker's own end.
     """
 
     def __init__(self) -> None:
@@ -139,7 +144,7 @@ class FirstCause:
         self._settled_at: float | None = None
 
     def add(self, failure: WorkerFailure, now: float) -> None:
-        """Take in a failure; `now` is `time.monotonic()`. Of one worker's only the first counts."""
+        """Take in a failure; `now` is `time.monotonic()`. Only the first failure of a worker counts."""
         if any(known.layout == failure.layout for known in self._failures):
             return
         self._failures.append(failure)
@@ -147,11 +152,12 @@ class FirstCause:
             self._settled_at = now + SETTLE_SECONDS
 
     def time_left(self, now: float) -> float | None:
-        """Seconds until `decide` has an answer even without further failures; None if there is no failure."""
+        """Return the seconds until `decide` has an answer even without further failures;
+        None without a failure."""
         return None if self._settled_at is None else max(0.0, self._settled_at - now)
 
     def decide(self, now: float) -> WorkerFailure | None:
-        """The first cause, as soon as it is certain enough."""
+        """Return the first cause as soon as it is certain enough, None before."""
         if self._settled_at is None:
             return None
         cause = choose_cause(self._failures)
@@ -159,5 +165,7 @@ class FirstCause:
 
 
 def choose_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """The first of those that are most certainly no consequence of another; `failures` in order of arrival."""
+    """Choose the first of the failures that are most certainly no consequence of another;
+    they are in order of arrival."""
+    # `max` returns the first of equals.
     return max(failures, key=lambda failure: failure.certainty)

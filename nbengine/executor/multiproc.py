@@ -1,4 +1,4 @@
-"""Workers in processes of their own, called through queues in shared memory."""
+"""The executor whose workers run in their own processes, and are called through queues in shared memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nbengine.config import EngineConfig
 from nbengine.distributed.layout import RankLayout, layouts
-from nbengine.engine.logs import log_tail, worker_log_path
-from nbengine.engine.processes import end_processes, start_worker
 from nbengine.errors import (
     EngineDeadError,
-    EngineStartError,
     NBEngineError,
     PeerDiedError,
     QueueClosedError,
@@ -28,44 +26,52 @@ from nbengine.errors import (
 from nbengine.executor.base import Executor, FailureCallback, check_reply_rank
 from nbengine.executor.calls import FAILURE, Answer, PendingCalls
 from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure, WorkerReport
-from nbengine.executor.files import ExecutorFiles, OwnDirectories, make_own_files
 from nbengine.executor.watch import Watched, WorkerReady, WorkerWatch
-from nbengine.executor.worker_board import WorkerBoard
 from nbengine.executor.worker_proc import NOBODY, WorkerSpec
-from nbengine.ipc.message_queue import MessageQueue
+from nbengine.ipc.control_messages import Progress, WorkerPulse
+from nbengine.ipc.process_state import what_holds
+from nbengine.ipc.queues.message_queue import MessageQueue
+from nbengine.ipc.queues.queue_files import new_queue_name, remove_queue_files
 from nbengine.metrics.stats import WorkerStats
-from nbengine.models.progress import ProgressCallback
+from nbengine.runtime.directories import EngineDirectories
+from nbengine.runtime.executor_files import ExecutorFiles, make_own_files
+from nbengine.runtime.logs import log_tail, worker_log_path
+from nbengine.runtime.nursery import can_adopt, fork_workers
+from nbengine.runtime.processes import WorkerProcess, end_processes, start_worker
+from nbengine.runtime.progress import ProgressCallback
+from nbengine.runtime.worker_board import WorkerBoard
 from nbengine.scheduler.output import GrammarOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 15
-"""Of a worker's log, in the error that names it."""
+"""Lines of a worker's log in the error that names the worker."""
 SHUTDOWN_GRACE, TERM_GRACE = 1.0, 0.3
-"""Seconds that workers get to end by themselves, and after SIGTERM. Together less than a host gives an engine core."""
+"""Seconds that workers get to end by themselves,
+and after SIGTERM. The sum is less than a host gives an engine core."""
 VERDICT_SECONDS = 2 * SETTLE_SECONDS
-"""How long the thread that watches the workers may take to say why a queue has broken."""
+"""Seconds that the thread that watches the workers may take to say why a queue has broken."""
 READY_TIMEOUT = 60.0
-"""Seconds for the two ends of a queue to find each other, when all workers have loaded the model."""
+"""Seconds in which the two ends of a queue must find each other, when all workers have loaded the model."""
 FULL_QUEUE_SECONDS = 0.05
-"""How long a full queue of calls is waited for before answers are taken in, whose queues may be full, too."""
+"""Seconds to wait for a full queue of calls before answers are taken in,
+since their queues may be full, too."""
 _BROKEN = (QueueClosedError, PeerDiedError)
-"""What a queue raises when an end of it is gone."""
+"""The errors that a queue raises when an end of it is gone."""
 
 
 class MultiprocExecutor(Executor):
-    """Starts one process a rank, and broadcasts calls to them.
+    """An executor that starts one process for each rank, and broadcasts calls to them.
 
-    The thread that makes the calls takes in the answers. Another one watches the processes: when one ends, or says that
-    it must, every call that waits for an answer, and every later one, raises `EngineDeadError`, and the callbacks of
-    `register_failure_callback` are called.
+    The thread that makes the calls takes in the answers. Another thread watches the processes: when one ends,
+    or says that it must, every call that waits for an answer, and every later one, raises `EngineDeadError`,
+    and the callbacks of `register_failure_callback` are called.
 
-    A step is answered once: `execute_model` of a plan with tokens leaves its outcome to `sample_tokens`, and so does its
-    answer.
+    The workers answer a step once: `execute_model` of a plan with tokens is not answered, `sample_tokens` is.
     """
 
     worker_class = "nbengine.worker.worker:Worker"
-    """What each process runs, as "module:Class"."""
+    """The class of worker that each process runs, as "module:Class"."""
 
     def __init__(
         self,
@@ -73,7 +79,7 @@ class MultiprocExecutor(Executor):
         progress: ProgressCallback | None = None,
         files: ExecutorFiles | None = None,
     ) -> None:
-        own = OwnDirectories()
+        own: EngineDirectories | None = None
         if files is None:
             files, own = make_own_files()
         self._files = files
@@ -84,6 +90,8 @@ class MultiprocExecutor(Executor):
         self._async_scheduling = False
         self._workers: list[Watched] = []
         self._queues: list[MessageQueue] = []
+        self._queue_names = [new_queue_name() for _ in self._layouts]
+        """The names of the workers' queues of answers."""
         self._response_mqs: list[MessageQueue] = []
         self._calls = PendingCalls(self._receive, self._give_up)
         self._lock = threading.Lock()
@@ -113,13 +121,16 @@ class MultiprocExecutor(Executor):
         self._rpc_broadcast_mq = self._add_queue(self._make_call_queue())
         handle = self._rpc_broadcast_mq.export_handle()
         self._board = self._make_board()
-        files = replace(self._files, board=str(self._board.path))
-        for layout in self._layouts:
-            spec = WorkerSpec(config, layout.rank, self.worker_class, handle, files, self._own_directories)
-            self._start_worker(layout, spec)
-        self._watch = WorkerWatch(self._workers)
-        ready = self._wait_for_ready(self._watch, progress)
-        self._board.unlink()
+        files = replace(self._files, board=None if self._board is None else str(self._board.path))
+        specs = [
+            WorkerSpec(config, layout.rank, self.worker_class, handle, files, name, self._own_directories)
+            for layout, name in zip(self._layouts, self._queue_names, strict=True)
+        ]
+        self._watch = WorkerWatch()
+        ready = self._start_workers(specs, self._watch, progress)
+        if self._board is not None:
+            # Every worker has mapped it by now, so that nothing is left of it however the engine ends.
+            self._board.unlink()
         self._async_scheduling = ready[0].async_scheduling
         self._response_mqs = [
             self._add_queue(MessageQueue.create_from_handle(ready[layout.rank].response_handle, 0))
@@ -128,6 +139,7 @@ class MultiprocExecutor(Executor):
         self._monitor = threading.Thread(
             target=self._watch_workers, name="nbengine-worker-monitor", daemon=True
         )
+        # The monitor runs first: if a worker ends now, the monitor ends the wait for its queues.
         self._monitor.start()
         try:
             for queue in self._queues:
@@ -143,36 +155,66 @@ class MultiprocExecutor(Executor):
             len(self._layouts), directory=self._files.shared_memory, socket_directory=self._files.sockets
         )
 
-    def _start_worker(self, layout: RankLayout, spec: WorkerSpec) -> None:
-        # A kernel that is restarted is killed with its group; who is left then removes the directories.
-        own_session = bool(self._own_directories.paths)
-        worker = Watched.of(layout, start_worker(self._log_path(layout), own_session=own_session))
-        self._workers.append(worker)
-        # A worker that has ended already is heard of soon.
-        with contextlib.suppress(OSError):
-            worker.connection.send(spec)
+    def _start_processes(self, specs: Sequence[WorkerSpec], on_start: Callable[[], None]) -> None:
+        """Start the workers' processes and give them their tasks.
 
-    def _make_board(self) -> WorkerBoard:
+        `on_start` is called when they begin to import, which takes seconds.
+        """
+        for layout, process in zip(self._layouts, self._fresh_processes(on_start), strict=True):
+            self._workers.append(Watched.of(layout, process))
+        for worker, spec in zip(self._workers, specs, strict=True):
+            # The end of a worker that has ended already will be noticed soon.
+            with contextlib.suppress(OSError):
+                worker.connection.send(spec)
+
+    def _report_start(self, progress: ProgressCallback | None) -> None:
+        if progress is not None:
+            for layout in self._layouts:
+                worker = layout.rank if layout.world_size > 1 else None
+                progress(Progress("load", "starting", worker=worker))
+
+    def _fresh_processes(self, on_start: Callable[[], None]) -> Iterable[WorkerProcess]:
+        logs = [self._log_path(layout) for layout in self._layouts]
+        # A kernel that is restarted is killed with its group; workers in other sessions then remove the
+        # directories.
+        own_session = self._own_directories is not None
+        if len(logs) == 1 or not can_adopt():
+            on_start()
+            return (start_worker(log, own_session=own_session) for log in logs)
+        modules = self.worker_class.partition(":")[0], "nbengine.executor.worker_proc"
+        return fork_workers(
+            logs, modules, on_start, own_session=own_session, directories=self._own_directories
+        )
+
+    def _make_board(self) -> WorkerBoard | None:
+        """Make the workers' board; None if it does not fit:
+        then the engine runs without statistics of the workers."""
         directory = self._files.shared_memory
         try:
             return WorkerBoard.create(directory, len(self._layouts))
         except OSError as error:
-            raise EngineStartError(f"no room for the workers' board in {directory}: {error}") from error
+            logger.warning(
+                "no statistics of the workers: no room for their board in %s: %s", directory, error
+            )
+            return None
 
     def _add_queue(self, queue: MessageQueue) -> MessageQueue:
         self._queues.append(queue)
         return queue
 
-    def _wait_for_ready(
-        self, watch: WorkerWatch, progress: ProgressCallback | None
+    def _start_workers(
+        self, specs: Sequence[WorkerSpec], watch: WorkerWatch, progress: ProgressCallback | None
     ) -> dict[int, WorkerReady]:
-        """Wait until every worker has loaded the model, and pass on what they say meanwhile.
+        """Start the workers, wait until every one has loaded the model, and pass on what they say meanwhile.
 
         Raises:
-            NBEngineError: one has failed; the first cause.
+            NBEngineError: a worker has failed; this is the first cause.
         """
         ready: dict[int, WorkerReady] = {}
         first_cause = FirstCause()
+        self._start_processes(specs, partial(self._report_start, progress))
+        for worker in self._workers:
+            watch.add(worker)
         while len(ready) < len(self._layouts):
             for layout, message in watch.wait(first_cause.time_left(time.monotonic())):
                 if isinstance(message, WorkerReady):
@@ -251,7 +293,8 @@ class MultiprocExecutor(Executor):
         raise self._verdict(broken)
 
     def _give_up(self, rank: int, report: WorkerReport) -> Exception:
-        """A worker has failed in a call that others wait for it in: they take no part in anything any more."""
+        """End all calls after a worker has failed in a call in which others wait for it,
+        since they take no more calls."""
         worker = self._workers[rank]
         self._fail(WorkerFailure(worker.layout, worker.process.pid, report))
         return self._dead()
@@ -259,10 +302,16 @@ class MultiprocExecutor(Executor):
     def worker_stats(self) -> list[WorkerStats]:
         return [] if self._board is None else self._board.read()
 
+    def worker_pulses(self) -> list[WorkerPulse]:
+        pulses = [] if self._board is None else self._board.pulses()
+        for pulse, worker in zip(pulses, self._workers, strict=True):
+            pulse.state = what_holds(worker.process.pid)
+        return pulses
+
     # Failures.
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
-        """See `Executor.register_failure_callback`; it is called on the thread that watches the workers."""
+        """Register a callback as in `Executor`; it is called on the thread that watches the workers."""
         with self._lock:
             self._failure_callbacks.append(callback)
             failure = self._failure
@@ -270,11 +319,10 @@ class MultiprocExecutor(Executor):
             callback(failure)
 
     def check_health(self) -> None:
-        if self._failure is not None or self._closed:
-            raise self._dead()
+        self.collective_rpc("check_health")
 
     def _watch_workers(self) -> None:
-        """Body of the monitor thread: wait for the end of any worker, and say what it means."""
+        """Wait for the end of any worker, and end all calls because of it; the body of the monitor thread."""
         watch, first_cause = self._watch, FirstCause()
         while watch is not None and not self._closed:
             for _, message in watch.wait(first_cause.time_left(time.monotonic())):
@@ -286,7 +334,7 @@ class MultiprocExecutor(Executor):
                 return
 
     def _fail(self, cause: WorkerFailure) -> None:
-        """End all calls because of `cause`; only the first time does it have an effect."""
+        """End all calls because of `cause`; only the first call has an effect."""
         error = EngineDeadError(cause.describe(), self._log_failure(cause))
         error.__cause__ = None if cause.report is None else cause.report.error
         with self._lock:
@@ -294,6 +342,7 @@ class MultiprocExecutor(Executor):
                 return
             self._failure = error
             callbacks = list(self._failure_callbacks)
+        # It is set before the queues break: those who find one broken wait for it to learn the cause.
         self._has_failed.set()
         for queue in self._queues:
             queue.shutdown()
@@ -301,7 +350,7 @@ class MultiprocExecutor(Executor):
             callback(error)
 
     def _verdict(self, error: NBEngineError) -> EngineDeadError:
-        """Why a queue has broken: the watching thread knows, or will in a moment."""
+        """Make the error that says why a queue has broken; the watching thread knows, or will in a moment."""
         if not self._closed and not self._has_failed.wait(VERDICT_SECONDS):
             with self._lock:
                 self._failure = self._failure or EngineDeadError(f"the workers cannot be reached: {error}")
@@ -310,6 +359,7 @@ class MultiprocExecutor(Executor):
     def _dead(self) -> EngineDeadError:
         if self._failure is None:
             return EngineDeadError("the executor has been shut down")
+        # Each caller gets its own copy, because every `raise` adds to an error's traceback.
         error = copy.copy(self._failure)
         error.__cause__ = self._failure.__cause__
         return error
@@ -338,6 +388,7 @@ class MultiprocExecutor(Executor):
             self._closed = True
         for queue in self._queues:
             queue.shutdown()
+        # Workers that have not all started, or have lost one, may wait for each other until a signal.
         in_order = self._monitor is not None and self._failure is None
         end_processes(
             [worker.process for worker in self._workers], SHUTDOWN_GRACE if in_order else 0, TERM_GRACE
@@ -351,14 +402,19 @@ class MultiprocExecutor(Executor):
             worker.close()
         for queue in self._queues:
             queue.close()
+        # A worker that was killed in its start has left them.
+        for name in self._queue_names:
+            remove_queue_files(self._files.shared_memory, self._files.sockets, name)
         if self._board is not None:
             self._board.unlink()
         self._calls.fail(self._dead())
-        self._own_directories.remove()
+        if self._own_directories is not None:
+            self._own_directories.remove()
 
     @property
     def max_concurrent_batches(self) -> int:
-        """As many as there are pipeline stages; without several of them, two with async scheduling."""
+        """Return the number of pipeline stages; with a single stage,
+        2 with async scheduling and 1 without."""
         return self._pp_size if self._pp_size > 1 else 2 if self._async_scheduling else 1
 
     @property

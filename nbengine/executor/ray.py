@@ -1,11 +1,11 @@
-"""Workers on the nodes of an existing Ray cluster."""
+"""The executor whose workers run on the nodes of an existing Ray cluster."""
 
 from __future__ import annotations
 
 import logging
 import pickle
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,32 +16,34 @@ from nbengine.cluster.worker import RemoteWorker
 from nbengine.config import EngineConfig
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import EngineStartError
-from nbengine.executor.files import OwnDirectories
 from nbengine.executor.multiproc import TAIL_LINES, MultiprocExecutor
 from nbengine.executor.watch import Watched
 from nbengine.executor.worker_proc import WorkerSpec
-from nbengine.ipc.message_queue import MessageQueue
+from nbengine.ipc.control_messages import WorkerPulse
+from nbengine.ipc.queues.message_queue import MessageQueue
 from nbengine.ipc.transport import any_port, own_address
 from nbengine.metrics.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
 
 TAIL_SECONDS = 1.0
-"""How long one waits for the end of a worker that has failed, and the last lines of its log."""
+"""Seconds to wait for the end of a worker that has failed, and the last lines of its log."""
 
 
 class RayExecutor(MultiprocExecutor):
-    """Starts one process a rank on whichever nodes have room, neighbouring ranks on one node as far as possible.
+    """An executor with one process for each rank, on nodes that have room.
 
-    Calls and answers go over TCP, encrypted and authenticated. What the workers of different nodes send each other goes the way
-    of torch.distributed, which is neither. A call does not wait for room on its way to the workers: what is under way is
-    bounded by the steps in flight, each of which is answered.
+    Neighbouring ranks share a node as far as possible.
+
+    Calls and answers go over TCP, encrypted and authenticated. Workers of different nodes send each other
+    data through torch.distributed, which is neither. A call does not wait for room on its way to the workers:
+    the number of calls under way is bounded by the steps in flight, each of which is answered.
     """
 
     _cluster: Cluster | None = None
 
     def _complete_config(self, config: EngineConfig) -> EngineConfig:
-        """Find a place for every worker, and one where they meet."""
+        """Find a place for every worker, and an address where they meet."""
         self._cluster = Cluster(config.parallel.ray_address, self._files.engine)
         found = self._find_places(self._cluster, config)
         self._remote = [worker for worker, _ in found]
@@ -75,6 +77,11 @@ class RayExecutor(MultiprocExecutor):
             remote_address=any_port(own_address(self._places[0].address)),
         )
 
+    def _start_processes(self, specs: Sequence[WorkerSpec], on_start: Callable[[], None]) -> None:
+        on_start()
+        for spec in specs:
+            self._start_worker(spec.layout, spec)
+
     def _start_worker(self, layout: RankLayout, spec: WorkerSpec) -> None:
         worker, place = self._remote[layout.rank], self._places[layout.rank]
         directory = f"{place.tensor_dir}/{self._token}"
@@ -88,8 +95,8 @@ class RayExecutor(MultiprocExecutor):
         spec = replace(
             spec,
             files=files,
-            # If its keeper is killed.
-            own_directories=OwnDirectories((place.tensor_dir, place.run_dir)),
+            # The worker removes them itself if its keeper is killed.
+            own_directories=place.directories,
             answer_address=any_port(place.address),
         )
         self._workers.append(Watched(layout, worker, worker.connection))
@@ -104,6 +111,9 @@ class RayExecutor(MultiprocExecutor):
     def worker_stats(self) -> list[WorkerStats]:
         return [worker.stats or WorkerStats(rank, 0, 0, 0.0) for rank, worker in enumerate(self._remote)]
 
+    def worker_pulses(self) -> list[WorkerPulse]:
+        return [worker.pulse or WorkerPulse(rank, 0) for rank, worker in enumerate(self._remote)]
+
     def _log_tail(self, layout: RankLayout) -> str:
         lines = self._remote[layout.rank].log_tail(TAIL_SECONDS).splitlines()
         return "\n".join(lines[-TAIL_LINES:])
@@ -116,5 +126,6 @@ class RayExecutor(MultiprocExecutor):
 
 
 def node_order(nodes: Sequence[str]) -> list[str]:
-    """The nodes of a group's processes, those with most of them first, so that stages divide few of them."""
+    """Order the nodes of a group's processes by their number of processes,
+    so that pipeline stages divide few of them."""
     return sorted(dict.fromkeys(nodes), key=nodes.count, reverse=True)

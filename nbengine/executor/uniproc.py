@@ -1,4 +1,4 @@
-"""One worker, in the process of its engine core."""
+"""The executor with one worker, in the process of its engine core."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from nbengine.errors import EngineDeadError, NBEngineError, PeerDiedError, Queue
 from nbengine.executor.async_scheduling import schedules_asynchronously
 from nbengine.executor.base import Executor, check_reply_rank
 from nbengine.executor.failures import SETTLE_SECONDS
-from nbengine.executor.files import ExecutorFiles
+from nbengine.ipc.control_messages import WorkerPulse
 from nbengine.metrics.stats import WorkerStats
-from nbengine.models.progress import ProgressCallback
+from nbengine.runtime.executor_files import ExecutorFiles
+from nbengine.runtime.progress import ProgressCallback
 from nbengine.scheduler.output import AsyncModelRunnerOutput, GrammarOutput, SchedulerOutput
 from nbengine.worker.worker import Worker
 
@@ -25,10 +26,10 @@ T = TypeVar("T")
 
 
 class UniProcExecutor(Executor):
-    """Calls its worker directly: a call is done when it returns, so that no timeout ever passes.
+    """An executor that calls its worker directly: a call is done when it returns, so that no timeout passes.
 
-    With async scheduling it is one other thread that makes the calls, in their order, while the engine core
-    prepares the next step. torch leaves the interpreter to others while it computes.
+    With async scheduling one other thread makes the calls, in their order, while the engine core prepares the
+    next step. torch releases the interpreter while it computes.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class UniProcExecutor(Executor):
     ) -> None:
         is_async = schedules_asynchronously(config)
         scheduler = replace(config.scheduler, async_scheduling=is_async)
-        # There is nobody to meet in this engine core, only in others.
+        # The only worker of an engine core meets no others in it, only those of other cores.
         parallel = replace(config.parallel, distributed_init_method=None)
         config = replace(config, scheduler=scheduler, parallel=parallel)
         self._thread = ThreadPoolExecutor(1, "nbengine-worker") if is_async else None
@@ -83,8 +84,11 @@ class UniProcExecutor(Executor):
     def worker_stats(self) -> list[WorkerStats]:
         return self._board.read()
 
+    def worker_pulses(self) -> list[WorkerPulse]:
+        return self._board.pulses()
+
     def check_health(self) -> None:
-        self._alive()
+        self.collective_rpc("check_health")
 
     def shutdown(self) -> None:
         """End the thread, which finishes the call that it is in, and free the worker's memory."""
@@ -117,7 +121,10 @@ class UniProcExecutor(Executor):
 
 
 def _settled(call: Callable[[], T]) -> T:
-    """What `call` returns; a lost peer is told of when its own end, the cause, must be known to whoever watches it."""
+    """Return what `call` returns; raise the loss of a peer with a delay.
+
+    The process that watches the peer must know of its end, the cause, before.
+    """
     try:
         return call()
     except (PeerDiedError, QueueClosedError):
@@ -129,6 +136,6 @@ def _completed(call: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     try:
         future.set_result(call())
-    except Exception as error:  # noqa: BLE001  # whoever asks the future gets it
+    except Exception as error:  # noqa: BLE001  # those who ask the future get it
         future.set_exception(error)
     return future

@@ -1,32 +1,31 @@
-"""What workers say over their lines, and how they end."""
+"""The watch over workers: the messages on their lines, and their ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nbengine.cluster.worker import RemoteWorker
 from nbengine.distributed.layout import RankLayout
-from nbengine.engine.processes import RunningProcess, WorkerProcess
 from nbengine.executor.failures import WorkerFailure, WorkerReport
 from nbengine.ipc.control_messages import Progress
-from nbengine.ipc.message_queue import Handle
+from nbengine.ipc.queues.message_queue import Handle
+from nbengine.runtime.processes import RunningProcess, WorkerProcess
 
 LAST_BREATH = 1.0
-"""Seconds that a process may take to be gone once its end of the line is."""
+"""Seconds that a process may take to end once its end of the line has."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker takes calls: its first message when it has loaded the model."""
+    """The message that a worker has loaded the model and takes calls."""
 
     response_handle: Handle
-    """Of the queue with its answers."""
+    """The handle of the queue with its answers."""
     async_scheduling: bool
 
 
@@ -38,15 +37,16 @@ class Watched:
     process: RunningProcess
     connection: Connection[Any, Any]
     pidfd: int | None = None
-    """Readable when the process has ended, even if one that it has forked holds the line open."""
+    """A descriptor that is readable when the process has ended,
+    even if one that it has forked holds the line open."""
 
     @classmethod
     def of(cls, layout: RankLayout, worker: WorkerProcess) -> Watched:
-        """A worker that has just been started."""
+        """Make the watched form of a worker that has just been started."""
         return cls(layout, worker.process, worker.connection, _pidfd(worker.process.pid))
 
     def close(self) -> None:
-        """Let go of the line; the process, if there still is one, ends then."""
+        """Let go of the line; a process that still runs ends then."""
         self.connection.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
@@ -56,14 +56,19 @@ Message = Progress | WorkerReady | WorkerFailure
 
 
 class WorkerWatch:
-    """Waits for what workers have to say. For one thread at a time, except `wake`."""
+    """A wait for messages of workers. It is for one thread at a time, except `wake`."""
 
-    def __init__(self, workers: Iterable[Watched]) -> None:
-        self._watched = list(workers)
+    def __init__(self) -> None:
+        self._watched: list[Watched] = []
         self._wake_reader, self._wake_writer = os.pipe()
 
+    def add(self, worker: Watched) -> None:
+        """Watch one more worker from now on."""
+        self._watched.append(worker)
+
     def wait(self, timeout: float | None) -> list[tuple[RankLayout, Message]]:
-        """What has come, in the order of the ranks; nothing when the time is up or `wake` was called."""
+        """Wait for messages and return them in the order of the ranks;
+        none when the time is up or `wake` was called."""
         sources: list[Connection[Any, Any] | int] = [self._wake_reader]
         for worker in self._watched:
             sources.append(worker.connection)
@@ -71,6 +76,7 @@ class WorkerWatch:
                 sources.append(worker.pidfd)
         ready = set(wait(sources, timeout))
         heard: list[tuple[RankLayout, Message]] = []
+        # `_read` removes workers that have ended from the list.
         for worker in list(self._watched):
             if worker.connection in ready or worker.pidfd in ready:
                 heard += [(worker.layout, message) for message in self._read(worker)]
@@ -86,13 +92,14 @@ class WorkerWatch:
         os.close(self._wake_writer)
 
     def _read(self, worker: Watched) -> list[Message]:
-        """All that a worker has said; its own report, or else its exit status, is the last."""
+        """Return all that a worker has said; its own report, or else its exit status, is the last."""
         messages: list[Message] = []
         with contextlib.suppress(EOFError, OSError):
             while worker.connection.poll():
                 message = worker.connection.recv()
                 if isinstance(message, WorkerReport):
                     message = WorkerFailure(worker.layout, worker.process.pid, message)
+                    # After its own report the exit status says nothing new.
                     self._watched.remove(worker)
                     return [*messages, message]
                 messages.append(message)
@@ -108,14 +115,14 @@ def _status(process: RunningProcess) -> int:
     try:
         return process.wait(LAST_BREATH)
     except subprocess.TimeoutExpired:
-        # Without its line it cannot be heard any more.
+        # Without its line, no message of it can come any more.
         process.kill()
         return process.wait()
 
 
 def _pidfd(pid: int) -> int | None:
     if hasattr(os, "pidfd_open"):
-        # Refused by old kernels and by some sandboxes.
+        # Old kernels and some sandboxes refuse it.
         with contextlib.suppress(OSError):
             return os.pidfd_open(pid)
     return None

@@ -1,4 +1,4 @@
-"""WorkerProc: one worker in a process of its own, between a queue of calls and a queue of answers."""
+"""The process of one worker, between a queue of calls and a queue of answers."""
 
 from __future__ import annotations
 
@@ -20,44 +20,52 @@ from nbengine.errors import NBEngineError, PeerDiedError, QueueClosedError
 from nbengine.executor.async_scheduling import schedules_asynchronously
 from nbengine.executor.calls import FAILURE, SUCCESS
 from nbengine.executor.failures import WorkerReport
-from nbengine.executor.files import ExecutorFiles, OwnDirectories
 from nbengine.executor.watch import WorkerReady
 from nbengine.ipc.control_messages import Progress
-from nbengine.ipc.message_queue import Handle, MessageQueue
+from nbengine.ipc.queues.message_queue import Handle, MessageQueue
+from nbengine.runtime.directories import EngineDirectories
+from nbengine.runtime.executor_files import ExecutorFiles
+from nbengine.runtime.imports import imports_that_stay
 from nbengine.scheduler.output import AsyncModelRunnerOutput
 
 logger = logging.getLogger(__name__)
 
 NOBODY = -1
-"""Output rank of a call that is not answered. One that fails is the end of its worker, which says so over its line."""
+"""The output rank of a call that is not answered. If it fails, its worker ends and says so over its line."""
+EXECUTOR_GONE = 2
+"""The exit status of a worker whose executor's process has ended."""
 ANSWER_BYTES = 1 << 18
-"""Largest answer that goes through shared memory: a step of 256 requests with ten log probabilities each has 60 KB."""
+"""Bytes up to which an answer goes through shared memory: a step of 256 requests with ten log probabilities
+each has 60 KB."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker needs to know; the first thing, and the only one, that its executor tells it over the line."""
+    """The data that a worker needs; it is the only message that its executor sends over the line."""
 
     config: EngineConfig
     rank: int
     worker_class: str
-    """Class of the worker, as "module:Class"."""
+    """The class of the worker, as "module:Class"."""
     rpc_handle: Handle
-    """Of the queue of calls, each a `(method, args, kwargs, output rank)`."""
+    """The handle of the queue of calls, each a `(method, args, kwargs, output rank)`."""
     files: ExecutorFiles
-    own_directories: OwnDirectories
-    """Of the executor, whose process may end without removing them; then every worker does."""
+    queue_name: str
+    """The name of the queue of answers: if the worker is killed, its executor removes the queue's files."""
+    own_directories: EngineDirectories | None
+    """The directories of an executor without a host:
+    if its process ends without removing them, every worker tries to."""
     answer_address: str | None = None
-    """Where an executor on another machine takes the answers from; None: it is on this one."""
+    """The address from which an executor on another machine takes the answers; None: it is on this one."""
 
     @property
     def layout(self) -> RankLayout:
-        """The worker's place."""
+        """Return the worker's place among the ranks."""
         return RankLayout.of(self.rank, self.config.parallel)
 
 
 class WorkerProc:
-    """Loads the model, then carries out calls in their order.
+    """A worker that loads the model, then carries out calls in their order.
 
     Raises:
         Exception: the worker cannot be started; `WorkerReport` tells its executor.
@@ -66,11 +74,9 @@ class WorkerProc:
     def __init__(self, spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
         self._rank = spec.rank
         self._connection = connection
-        # The loader may report from a thread of its own.
+        # The loader may report from its own thread.
         self._connection_lock = threading.Lock()
         self._progress_rank = spec.rank if spec.config.parallel.world_size > 1 else None
-        # What comes next imports torch, which takes seconds.
-        self._report_progress(Progress("load", "starting"))
         self._rpc_broadcast_mq = MessageQueue.create_from_handle(spec.rpc_handle, spec.rank)
         config = spec.config
         if spec.answer_address is not None:
@@ -88,6 +94,7 @@ class WorkerProc:
             socket_directory=spec.files.sockets,
             remote_address=spec.answer_address,
             max_chunk_bytes=ANSWER_BYTES,
+            name=spec.queue_name,
         )
         self._async_output_queue: SimpleQueue[tuple[str, Any] | None] = SimpleQueue()
         self._async_output_thread = threading.Thread(
@@ -97,32 +104,33 @@ class WorkerProc:
     def start(self) -> None:
         """Say READY, and wait until the executor is at the other ends of both queues."""
         gc.collect()
-        # What was loaded stays: the collector need not look at it again in the middle of a step.
+        # The loaded objects stay: the collector need not look at them again in the middle of a step.
         gc.freeze()
         handle = self._worker_response_mq.export_handle()
         self._tell(WorkerReady(handle, self._async_scheduling))
-        # However long the others take to load; should the executor end, so does this process.
+        # No time-out: the others may take any time to load, and if the executor ends, this process does, too.
         self._rpc_broadcast_mq.wait_until_ready()
         self._worker_response_mq.wait_until_ready()
         if self._async_scheduling:
             self._async_output_thread.start()
         logger.info("rank %d takes calls", self._rank)
 
-    def worker_busy_loop(self) -> bool:
-        """Carry out calls until the executor shuts the queue down; returns whether all went well."""
+    def worker_busy_loop(self) -> int:
+        """Carry out calls until the executor shuts the queue down, and return the process's exit status."""
         try:
             while self._call(*self._rpc_broadcast_mq.dequeue()):
                 pass
         except QueueClosedError:
-            return True
+            return 0
         except PeerDiedError as error:
             logger.error("the executor is gone: %s", error)
+            return EXECUTOR_GONE
         except Exception as error:  # noqa: BLE001  # a call is lost, and with it the order of the answers
             self._tell_failure("the queue of calls", error)
-        return False
+        return 1
 
     def shutdown(self) -> None:
-        """Finish what is on its way, then free what the worker has."""
+        """Finish the outputs that are on their way, then free what the worker holds."""
         if self._async_output_thread.is_alive():
             self._async_output_queue.put(None)
             self._async_output_thread.join()
@@ -134,7 +142,7 @@ class WorkerProc:
     def _call(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], output_rank: int | None
     ) -> bool:
-        """Carry out one call; False after a failure that nobody waits for the answer of."""
+        """Carry out one call; return False after a failure of a call whose answer nobody waits for."""
         is_asked = output_rank is None or output_rank == self._rank
         try:
             output = self._method(method)(*args, **kwargs)
@@ -165,6 +173,7 @@ class WorkerProc:
         with contextlib.suppress(QueueClosedError, PeerDiedError):
             while (item := self._async_output_queue.get()) is not None:
                 self._enqueue_output(*item)
+                # What the output holds is let go before the wait for the next one.
                 del item
 
     def _enqueue_output(self, method: str, output: Any) -> None:
@@ -203,17 +212,19 @@ def run_worker(spec: WorkerSpec, connection: Connection[Any, Any]) -> int:
         report = WorkerReport.of("start", error)
         report.log("this worker")
         logger.error("did not start: %s", report.description)
-        # The executor may be why: it is gone then.
+        # The executor may be the reason: then it is gone.
         with contextlib.suppress(OSError):
             connection.send(report)
         return 1
-    if not worker.worker_busy_loop():
-        # The others may be inside an operation that this one takes part in: nothing can be ended in order.
-        return 1
-    worker.shutdown()
-    return 0
+    status = worker.worker_busy_loop()
+    # After a failure the others may be inside an operation that this worker takes part in: no orderly end is
+    # possible.
+    if status == 0:
+        worker.shutdown()
+    return status
 
 
 def _load_class(path: str) -> Any:
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    with imports_that_stay():
+        return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Putting a frontend together around an engine that is starting."""
+"""This module puts a frontend together around an engine that is starting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import msgspec
 
 from nbengine.client.base import EngineCoreClient
 from nbengine.config import EngineConfig
-from nbengine.frontend.input_processor import InputProcessor
-from nbengine.frontend.output_processor import OutputProcessor
-from nbengine.frontend.tokenizer import load_tokenizer, resolve_tokenizer
+from nbengine.engine.bounds import check_counts, check_memory
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.text.decoding import TextDecoding
+from nbengine.frontend.text.stored_templates import check_template
+from nbengine.frontend.text.tokenizer import load_tokenizer, resolve_tokenizer, with_tokenizer
 from nbengine.ipc.control_messages import EngineReady, Progress
-from nbengine.models.description import ModelDescription, described_model
-from nbengine.models.hf_config import load_hf_config
-from nbengine.models.progress import ProgressCallback
-from nbengine.models.sharding import check_parallel
+from nbengine.models.configs.description import ModelDescription, described_model
+from nbengine.models.configs.hf_config import load_hf_config
+from nbengine.models.division import check_parallel
+from nbengine.models.registry import is_registered
+from nbengine.runtime.capacity import Capacity
+from nbengine.runtime.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,7 +34,7 @@ DESCRIPTION_TIMEOUT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FrontendParts:
-    """What `LLMEngine` and `AsyncLLM` are made of, beside the client."""
+    """The parts of which `LLMEngine` and `AsyncLLM` are made, beside the client."""
 
     ready: EngineReady
     tokenizer: PreTrainedTokenizerFast
@@ -38,21 +43,33 @@ class FrontendParts:
 
 
 def resolve_files(config: EngineConfig, progress: ProgressCallback | None = None) -> EngineConfig:
-    """The configuration with the files of model and tokenizer found, fetched if need be (stage "fetch").
+    """Return the configuration with the files of model and tokenizer found, fetched if need be (stage
+    "fetch").
 
     The next stage, "load", begins with the engine's processes, long before these can report anything.
 
     Raises:
         ModelNotFoundError: no model or tokenizer goes by that name.
         ModelLoadError: files are missing, corrupt or of an unknown kind.
-        InvalidArgumentError: the model cannot be divided among so many workers.
+        InvalidArgumentError: the model cannot be divided among that many workers, this machine has no room
+            for them, or `chat_template` is no template.
+        EngineStartError: this machine has no room for the model.
     """
-    from nbengine.models.files import resolve_model
+    from nbengine.models.checkpoints.files import resolve_model
 
+    capacity = Capacity.here()
+    check_counts(config, capacity)
     model = resolve_model(config.model, progress)
-    check_parallel(load_hf_config(model), config.parallel)
+    hf_config = load_hf_config(model)
+    # What somebody has registered is imported where the model runs, and checked there.
+    if not is_registered(hf_config):
+        check_parallel(hf_config, config.parallel)
+    check_memory(dataclasses.replace(config, model=model), hf_config, capacity)
+    if model.chat_template is not None:
+        check_template("chat_template", model.chat_template)
     if model.tokenizer is not None:
         model = dataclasses.replace(model, tokenizer=resolve_tokenizer(model.tokenizer))
+    model = with_tokenizer(model, progress)
     if progress is not None:
         progress(Progress("load", "starting the engine's processes"))
     return dataclasses.replace(config, model=model)
@@ -61,8 +78,8 @@ def resolve_files(config: EngineConfig, progress: ProgressCallback | None = None
 def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> FrontendParts:
     """Load the tokenizer while the engine starts, and wait until it is ready.
 
-    Of an engine on another machine the files that a frontend needs are asked for.
-    Whatever keeps it from getting ready, an interrupt included, ends an engine that `client` has started.
+    The files that a frontend needs are asked for if the engine is on another machine. Whatever keeps the
+    engine from getting ready, an interrupt included, ends an engine that `client` has started.
     """
     config, connection = client.config, client.connection
     try:
@@ -70,7 +87,7 @@ def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> Fro
             tokenizer = load_tokenizer(config.model)
             return _assemble(config, tokenizer, client.wait_ready(progress))
         ready = client.wait_ready(progress)
-        answer = client.call_utility("describe_model", timeout=DESCRIPTION_TIMEOUT)
+        answer = client.submit_utility("describe_model").result(DESCRIPTION_TIMEOUT)
         description = msgspec.convert(answer, ModelDescription)
         with described_model(config.model, description) as model:
             return _assemble(dataclasses.replace(config, model=model), load_tokenizer(model), ready)
@@ -84,5 +101,5 @@ def _assemble(config: EngineConfig, tokenizer: PreTrainedTokenizerFast, ready: E
         ready,
         tokenizer,
         InputProcessor(config, tokenizer, ready.max_model_len, ready.supported_tasks),
-        OutputProcessor(tokenizer.backend_tokenizer, stream_interval=config.scheduler.stream_interval),
+        OutputProcessor(TextDecoding.of(tokenizer), stream_interval=config.scheduler.stream_interval),
     )

@@ -5,55 +5,60 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import weakref
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Self, Unpack
 
-import msgspec
-
+from nbengine.checks import check_session
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient
-from nbengine.client.connection import ConnectionInfo
 from nbengine.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
-from nbengine.client.directory import find_engine
+from nbengine.client.engines.directory import find_engine
+from nbengine.client.link.ownership import Owned, finalize, is_forked_copy
+from nbengine.client.making import make_async_mp_client
+from nbengine.client.routing.core_table import check_rank
+from nbengine.client.threads.loop_thread import LoopThread
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.frontend.assembly import assemble, resolve_files
+from nbengine.frontend.async_pooling import AsyncPooling
 from nbengine.frontend.async_requests import AsyncRequests
 from nbengine.frontend.control import AsyncControl, Control, ControlOf
-from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.inspection import Inspection
-from nbengine.frontend.loop_thread import LoopThread
+from nbengine.frontend.observability.request_watch import RequestObserver
 from nbengine.frontend.options import EngineOptions, with_engine_options
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.pooling_state import PoolingFuture
-from nbengine.frontend.prompting import Prompting
-from nbengine.frontend.transcripts import Transcripts, mark
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.transcripts import Transcripts, mark
+from nbengine.frontend.parsing.reading import answer_of
+from nbengine.frontend.requests.beside_loop import beside_loop
+from nbengine.frontend.requests.continuation import Continuation
+from nbengine.frontend.requests.input_processor import PromptType, prompt_text
+from nbengine.frontend.requests.prompting import Prompting
 from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.metrics.stats import EngineStats
-from nbengine.models.progress import ProgressCallback
 from nbengine.outputs import RequestOutput
-from nbengine.pooling_outputs import (
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    as_embedding,
-)
-from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.runtime.connection import ConnectionInfo
+from nbengine.runtime.progress import ProgressCallback
+from nbengine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_Prepared = tuple[EngineCoreRequest, Continuation | None, RequestOutputCollector]
 
-class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
+
+class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
     """An engine whose outputs are streamed; many requests at once, from any thread or event loop.
 
-    All its sockets live on one daemon thread. The constructor blocks until the engine takes requests.
+    All its sockets live on one daemon thread. The constructor blocks until the engine takes requests. Leaving
+    an `async with` block ends an engine that ends with this process, and waits until its processes are gone;
+    any other engine (`bound=False`, or joined with `attach`) goes on without this client.
 
     Args:
         model: a directory, a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
-        name: of the engine, for `attach` and `nbengine ps`; after its model if None.
+        name: the engine's name, for `attach` and `nbengine ps`; if None, the engine is named after its model.
         bound: the engine ends with this process. Otherwise it outlives it by `keep_alive` seconds.
         session: name of this client across restarts of its process: attaching again under the same name ends
             what the earlier attachment had asked for, and finds its `transcripts`.
@@ -65,6 +70,8 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         EngineStartError: the engine did not start; the message has the reason and the end of its log.
         InvalidArgumentError, NotSupportedError: an argument; the message names it.
     """
+
+    engine_core = Owned[AsyncMPClient]()
 
     @with_engine_options
     def __init__(
@@ -80,7 +87,9 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
     ) -> None:
         if not multiprocess:
             raise InvalidArgumentError("multiprocess", multiprocess, "True (LLM has engines in this process)")
-        config = EngineArgs.from_kwargs({"model": model, **options}).create_engine_config(bound=bound)
+        own = ("name", "bound", "session", "progress", "multiprocess")
+        engine_args = EngineArgs.from_kwargs({"model": model, **options}, "AsyncLLM", own)
+        config = engine_args.create_engine_config(bound=bound)
         self._start(config, name, session, progress)
 
     @classmethod
@@ -93,7 +102,7 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         session: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> AsyncLLM:
-        """Build from the flat arguments; the others, and what is raised, are the constructor's."""
+        """Build an engine from the flat arguments; the others, and what is raised, are the constructor's."""
         llm = cls.__new__(cls)
         llm._start(engine_args.create_engine_config(bound=bound), name, session, progress)
         return llm
@@ -110,14 +119,15 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         """Become a client of a running engine, given by its name or its connection file.
 
         Args:
-            data_parallel_rank: the engine core that gets all requests, for a load that is balanced outside; None
-                balances it here.
+            data_parallel_rank: the engine core that gets all requests, for a load that is balanced outside;
+                None balances it here.
 
         Raises:
             NBEngineError: there is no such engine.
             EngineStartError: it was still starting, and failed.
             InvalidArgumentError: it has no such engine core.
         """
+        check_session(session)
         info, loop_thread = find_engine(name_or_file), LoopThread.shared()
         client: AsyncMPClient
         if data_parallel_rank is None:
@@ -131,41 +141,43 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
     def _start(
         self, config: EngineConfig, name: str | None, session: str | None, progress: ProgressCallback | None
     ) -> None:
-        client = EngineCoreClient.make_async_mp_client(
+        check_session(session)
+        client = make_async_mp_client(
             resolve_files(config, progress), LoopThread.shared(), name=name, session=session
         )
         self._set_up(client, progress)
 
     def _set_up(self, client: AsyncMPClient, progress: ProgressCallback | None) -> None:
-        self.engine_core: AsyncMPClient = client
+        self.engine_core = client
         # Ends or leaves the engine when nobody refers to this object any more, and at the interpreter's exit.
-        self._finalizer = weakref.finalize(self, client.release)
+        self._finalizer = finalize(self, client.release)
         parts = assemble(client, progress)
         self.ready: EngineReady = parts.ready
         self._tokenizer = parts.tokenizer
         self.input_processor = parts.input_processor
         self._requests = AsyncRequests(client, parts.output_processor)
-        client.output_handler = self._requests
+        client.outputs.handler = self._requests
         self._request_counter = itertools.count()
 
     @property
     def name(self) -> str:
-        """Name of the engine."""
+        """Return the name of the engine."""
         return self.engine_core.info.name
 
     @property
     def connection(self) -> ConnectionInfo:
-        """Where the engine lives."""
+        """Return the engine's connection: the contents of its connection file."""
         return self.engine_core.info
 
     @property
     def session(self) -> str:
-        """Name of this client across restarts of its process."""
+        """Return the name that this client keeps across restarts of its process."""
         return self.engine_core.session
 
     @property
     def engine_ranks(self) -> list[int]:
-        """The engine cores that a request may be meant for: they take requests now, or are being started again."""
+        """Return the ranks that a request may be meant for: they take requests now, or are being started
+        again."""
         return list(self.engine_core.engine_ranks)
 
     def submit(
@@ -178,28 +190,60 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         data_parallel_rank: int | None = None,
         written: Sequence[int] = (),
         transcript: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestOutputCollector:
-        """Send a request and return the collector of its outputs. Safe on any thread; does not wait.
+        """Send a request and return the collector of its outputs. Safe on any thread; does not wait, except
+        to tokenize the prompt.
 
         Args:
-            prompt: a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or `{"prompt_embeds": tensor}`, the
-                dicts with `cache_salt` if wanted; a list of integers is a prompt's tokens.
+            prompt: a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or `{"prompt_embeds": tensor}`,
+                the dicts with `cache_salt` if wanted; a list of integers is a prompt's tokens.
             sampling_params: None takes `default_sampling_params()`.
             request_id: what the outputs carry and `abort` takes; a number if None.
             priority: lower goes first, with `scheduling_policy="priority"`.
-            data_parallel_rank: the engine core that is to have it; None leaves the choice to the client. With a rank it
-                goes nowhere else, whatever the load, and waits while that core is started again.
-            written: the first tokens of the answer, where it goes on from its middle: they stand behind the prompt, and
-                count for `max_tokens`, `min_tokens` and `stop`; penalties and words that are not wanted see only what
-                comes now. The outputs have the tokens that follow, and a text that begins with that of `written`.
-            transcript: have the engine keep the output for `transcripts`, beside this text: the prompt, for a reader.
+            data_parallel_rank: the engine core that is to have the request; None leaves the choice to the
+                client. With a rank the request goes nowhere else, whatever the load, and waits while that
+                core is started again.
+            written: the first tokens of the answer, where it goes on from its middle: they stand behind the
+                prompt, and count for `max_tokens`, `min_tokens` and `stop`; penalties and words that are not
+                wanted see only what comes now. The outputs have the tokens that follow, and a text that
+                begins with that of `written`.
+            transcript: have the engine keep the output for `transcripts`, beside this text: the prompt, for a
+                reader.
+            trace_headers: the headers with which the request came; a `RequestTracer` makes it part of the trace
+                that they name.
 
         Raises:
             InvalidArgumentError, NotSupportedError: the request is not possible.
             EngineDeadError, LeaseExpiredError: the engine cannot be reached.
         """
+        prepared = self._prepare(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            written=written,
+            transcript=transcript,
+            trace_headers=trace_headers,
+        )
+        return self._send(prompt, *prepared)
+
+    def _prepare(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        *,
+        priority: int,
+        data_parallel_rank: int | None,
+        written: Sequence[int] = (),
+        transcript: str | None,
+        trace_headers: Mapping[str, str] | None,
+    ) -> _Prepared:
+        """Make a request of which nobody has heard yet; arguments and errors are those of `submit`."""
         self.engine_core.check_alive()
-        self.engine_core.check_rank(data_parallel_rank)
+        check_rank(data_parallel_rank, self.engine_core.engine_ranks)
         if request_id is None:
             request_id = str(next(self._request_counter))
         if sampling_params is None:
@@ -214,8 +258,18 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         if transcript is not None:
             request.transcript = mark(request, self.session, transcript, len(written))
         collector = RequestOutputCollector(sampling_params.output_kind, request_id, request.request_id)
+        collector.trace_headers = trace_headers
+        return request, continuation, collector
+
+    def _send(
+        self,
+        prompt: PromptType,
+        request: EngineCoreRequest,
+        continuation: Continuation | None,
+        collector: RequestOutputCollector,
+    ) -> RequestOutputCollector:
         self.engine_core.loop_thread.call_soon(
-            self._requests.add, request, prompt_text(prompt), collector, continuation
+            self._requests.add, request, prompt_text(prompt), collector, continuation, answer_of(prompt)
         )
         return collector
 
@@ -228,8 +282,10 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         transcript: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a request's outputs, as `sampling_params.output_kind` says; arguments and errors of `submit`.
+        """Stream a request's outputs, as `sampling_params.output_kind` says; arguments and errors are those
+        of `submit`.
 
         Closing the generator or cancelling its task aborts the request.
 
@@ -238,14 +294,17 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
             RequestLostError: the engine core that worked on it ended, and the engine goes on with others.
             EngineDeadError: the engine ended; the message has the reason and the end of its log.
         """
-        collector = self.submit(
+        prepare = partial(
+            self._prepare,
             prompt,
             sampling_params,
             request_id,
             priority=priority,
             data_parallel_rank=data_parallel_rank,
             transcript=transcript,
+            trace_headers=trace_headers,
         )
+        collector = self._send(prompt, *await beside_loop(prompt, prepare))
         finished = False
         try:
             while not finished:
@@ -256,133 +315,74 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
             if not finished:
                 self.abort_soon(collector.engine_request_id)
 
-    def submit_pooling(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-    ) -> PoolingFuture:
-        """Send a pooling request and return the future of its outcome. Safe on any thread; does not wait.
-
-        Cancelling the future aborts the request. Arguments and errors as of `submit`; `pooling_params` None asks for
-        the model's first pooling task.
-        """
-        self.engine_core.check_alive()
-        if request_id is None:
-            request_id = str(next(self._request_counter))
-        if pooling_params is None:
-            pooling_params = PoolingParams()
-        elif not isinstance(pooling_params, PoolingParams):
-            raise InvalidTypeError("pooling_params", pooling_params, "PoolingParams")
-        request = self.input_processor.process_inputs(request_id, prompt, pooling_params, priority=priority)
-        self.input_processor.assign_request_id(request)
-        future: PoolingFuture = PoolingFuture()
-        self.engine_core.loop_thread.call_soon(
-            self._requests.add_pooling, request, prompt_text(prompt), future
-        )
-        engine_request_id = request.request_id
-        future.add_done_callback(
-            lambda done: self.abort_soon(engine_request_id) if done.cancelled() else None
-        )
-        return future
-
-    async def encode(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Yield the one output of a pooling request; arguments and errors of `submit_pooling`.
-
-        Cancelling its task aborts the request.
-
-        Raises:
-            RequestError: the engine refused this request, or it was aborted.
-            EngineDeadError: the engine ended; the message has the reason and the end of its log.
-        """
-        future = self.submit_pooling(prompt, pooling_params, request_id, priority=priority)
-        yield await asyncio.wrap_future(future)
-
-    async def embed(
-        self,
-        prompt: PromptType,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-    ) -> EmbeddingRequestOutput:
-        """Make a vector of a prompt; arguments and errors of `encode`."""
-        params = msgspec.structs.replace(pooling_params or PoolingParams(), task="embed")
-        future = self.submit_pooling(prompt, params, request_id, priority=priority)
-        return as_embedding(await asyncio.wrap_future(future))
+    def observe_requests(self, observer: RequestObserver) -> None:
+        """Tell an observer of every request of this object that is sent from now on, when it has ended."""
+        self._requests.watch.observers.append(observer)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End a request, or several: their streams get what there is, with `finish_reason="abort"`."""
+        """End one request or several: their streams get the text that there is, with
+        `finish_reason="abort"`."""
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        done = asyncio.run_coroutine_threadsafe(
-            self._requests.abort(request_ids), self.engine_core.loop_thread.loop
-        )
+        done = self.engine_core.loop_thread.submit(self._requests.abort(request_ids))
         await asyncio.wrap_future(done)
 
     def abort_soon(self, request_id: str) -> None:
-        """`abort` without waiting, on any thread."""
-        self.engine_core.loop_thread.call_soon(self._requests.abort_now, [request_id])
+        """Do what `abort` does, without waiting, on any thread. After the end of the loop, at the
+        interpreter's exit, nothing is left to abort: generators that are finalized there come here."""
+        self.engine_core.loop_thread.call_if_open(self._requests.abort_now, [request_id])
 
-    async def call_utility(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
-        return await self.engine_core.call_utility_async(method, *args)
+    def go_on_soon(self) -> None:
+        """Wake the engine if it sleeps and lift a pause, without waiting, on any thread; the log says where
+        that fails."""
+        for method in ("wake_up", "resume_generation"):
+            self._submit_utility(method).add_done_callback(partial(_log_failure, self.name, method))
 
     def call_utility_blocking(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """`call_utility` for code without an event loop."""
-        return self.engine_core.call_utility(method, *args, timeout=timeout)
+        """Do what `call_utility` does, for code without an event loop."""
+        return self.control.call_utility(method, *args, timeout=timeout)
+
+    def _engine_client(self) -> EngineCoreClient:
+        return self.engine_core
 
     def _submit_utility(self, method: str, *args: Any) -> Future[Any]:
         return self.engine_core.submit_utility(method, *args)
 
-    async def stats(self) -> EngineStats:
-        """The state of scheduler and KV cache now."""
-        return cast("EngineStats", await self.call_utility("stats"))
-
     def stats_blocking(self) -> EngineStats:
-        """`stats` for code without an event loop."""
-        return cast("EngineStats", self.call_utility_blocking("stats"))
-
-    async def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
-        """Have so many engine cores, while requests run, and return their number; see `EngineCoreClient.scale`.
-
-        New ones take requests as soon as they are ready. Those that go, the last ranks, finish what they have begun;
-        the rest is sent to others.
-        """
-        done = asyncio.wrap_future(self.engine_core.submit_scale(data_parallel_size))
-        return await asyncio.wait_for(done, timeout)
+        """Do what `stats` does, for code without an event loop."""
+        return self.control.stats()
 
     def scale_blocking(
         self, data_parallel_size: int, timeout: float | None = None, progress: ProgressCallback | None = None
     ) -> int:
-        """`scale` for code without an event loop; `progress` is called on another thread with what new engine cores
-        report of their start."""
+        """Do what `scale` does, for code without an event loop; `progress` is called on another thread with
+        what new engine cores report of their start."""
         self.engine_core.later_progress = progress
         try:
-            return self.engine_core.scale(data_parallel_size, timeout)
+            return self.control.scale(data_parallel_size, timeout)
         finally:
             self.engine_core.later_progress = None
 
     @property
     def control(self) -> Control:
-        """The utilities for code without an event loop."""
-        return ControlOf(self.config, self.call_utility_blocking)
+        """Return the calls for code without an event loop."""
+        return ControlOf(self.engine_core)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # A forked child that leaves the block too has nothing to end.
+        if not is_forked_copy(self, "engine_core"):
+            await asyncio.to_thread(self.shutdown if self.engine_core.ends_engine else self.detach)
 
     def detach(self) -> None:
-        """Leave the engine running and drop this client's requests; again does nothing."""
+        """Leave the engine running and drop this client's requests; a second call does nothing."""
         self.engine_core.detach()
         self._finalizer.detach()
 
     def shutdown(self, *, drain: bool = False) -> None:
-        """End the engine, with `drain` after what runs has finished, and wait until all its processes are gone.
+        """End the engine, with `drain` after what runs has finished, and wait until all its processes are
+        gone.
 
         Calling it again does nothing. It blocks, also when called in a coroutine.
         """
@@ -391,4 +391,9 @@ class AsyncLLM(Prompting, AsyncControl, Inspection, Transcripts):
 
 
 AsyncLLMEngine = AsyncLLM
-"""The name that older scripts import."""
+"""The name under which older scripts import the class."""
+
+
+def _log_failure(name: str, method: str, done: Future[Any]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        logger.warning("engine %s: %s failed: %s", name, method, error)

@@ -1,4 +1,5 @@
-"""The unfinished requests of an `AsyncLLM`, on the loop thread: where outputs and errors go."""
+"""The unfinished requests of an `AsyncLLM`, on the loop thread, which hand outputs and errors to their
+readers."""
 
 from __future__ import annotations
 
@@ -6,21 +7,29 @@ import logging
 
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.errors import NBEngineError
-from nbengine.frontend.continuation import Continuation
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
-from nbengine.frontend.pooling_state import PoolingFuture
+from nbengine.frontend.observability.request_watch import RequestWatch
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.outputs.pooling_state import PoolingFuture
+from nbengine.frontend.parsing.answer_parser import AnswerReading
+from nbengine.frontend.requests.continuation import Continuation
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
 
 class AsyncRequests:
-    """The unfinished requests, on the loop thread. It knows nothing of the `AsyncLLM`, which can so be dropped."""
+    """The unfinished requests, on the loop thread. They know nothing of the `AsyncLLM`, which can therefore
+    be dropped."""
 
     def __init__(self, client: AsyncMPClient, output_processor: OutputProcessor) -> None:
         self._client = client
         self._output_processor = output_processor
+
+    @property
+    def watch(self) -> RequestWatch:
+        """Return the observers of the requests."""
+        return self._output_processor.watch
 
     def add(
         self,
@@ -28,11 +37,12 @@ class AsyncRequests:
         prompt: str | None,
         collector: RequestOutputCollector,
         continuation: Continuation | None = None,
+        answer: AnswerReading | None = None,
     ) -> None:
         """Register a request and send it."""
         try:
             self._client.check_alive()
-            to_send = self._output_processor.add_request(request, prompt, collector, continuation)
+            to_send = self._output_processor.add_request(request, prompt, collector, continuation, answer)
         except NBEngineError as error:
             collector.put_error(error)
             return
@@ -57,7 +67,8 @@ class AsyncRequests:
                 future.set_exception(error)
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """Process a batch; a failure here, which would be a bug, ends the requests instead of stalling them."""
+        """Process a batch of outputs; a failure here, which would be a bug, ends the requests instead of
+        stalling them."""
         try:
             processed = self._output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         except Exception as error:
@@ -68,13 +79,13 @@ class AsyncRequests:
             self._output_processor.fail_requests(failure)
             return
         if processed.reqs_to_abort:
-            self._client.abort_requests(processed.reqs_to_abort)
+            self._client.abort_requests(processed.reqs_to_abort, stopped=processed.stopped)
+        # These have ended in the engine core without an output.
         if outputs.finished_requests:
             self._output_processor.abort_requests(outputs.finished_requests)
 
-    def on_error(self, error: NBEngineError, *, dead: bool) -> None:
+    def on_error(self, error: NBEngineError) -> None:
         """End all requests with an error."""
-        del dead
         self._output_processor.fail_requests(error)
 
     def abort_now(self, request_ids: list[str]) -> None:
@@ -82,5 +93,5 @@ class AsyncRequests:
         self._client.abort_requests(self._output_processor.abort_requests(request_ids))
 
     async def abort(self, request_ids: list[str]) -> None:
-        """`abort_now` as a coroutine."""
+        """Do what `abort_now` does, as a coroutine."""
         self.abort_now(request_ids)

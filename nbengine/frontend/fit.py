@@ -1,4 +1,4 @@
-"""Whether a model fits on this machine, before anything of it is loaded."""
+"""This module works out whether a model fits on this machine, before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Unpack, cast
 
 import msgspec
 
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.engine.processes import child_environment
 from nbengine.errors import ModelLoadError, NBEngineError
 from nbengine.frontend.options import EngineOptions, with_engine_options
 from nbengine.ipc.fit import FitAnswer, FitQuestion, SizePlan
-from nbengine.models.files import resolve_configuration
-from nbengine.models.hf_config import load_hf_config
-from nbengine.models.progress import ProgressCallback
-from nbengine.models.sharding import tensor_parallel_sizes
+from nbengine.kv_cache.sizing import spare_slots
+from nbengine.kv_cache.specs import ONE_GROUP, CacheGroups, LayerRule, RuleKind, make_groups
+from nbengine.models.checkpoints.files import resolve_configuration
+from nbengine.models.configs.hf_config import load_hf_config
+from nbengine.models.division import tensor_parallel_sizes
+from nbengine.runtime.processes import child_environment
+from nbengine.runtime.progress import ProgressCallback
 from nbengine.widgets.processes.fit_report import FitReport, MemoryPlace, TensorParallelFit
 
 _MAX_SUGGESTED_SIZE = 8
@@ -30,9 +32,9 @@ def fit(
 ) -> FitReport:
     """Work out how an engine would come out on this machine: weights, KV cache, context, requests at once.
 
-    Nothing is loaded: it takes the configuration, the headers of the weight files and the memory that is free. Of a model on
-    the hub that has not been downloaded it takes config.json alone. A process of its own computes it, by the functions that a
-    start uses, so that the numbers are those of a start at this moment.
+    Nothing is loaded: it takes the configuration, the headers of the weight files and the memory that is
+    free. Of a model on the hub that has not been downloaded it takes config.json alone. A separate process
+    computes it with the functions that a start uses, so that the numbers are those of a start at this moment.
 
     Args:
         model: a directory, a .gguf file, a hub id, or an alias.
@@ -43,7 +45,9 @@ def fit(
         ModelNotFoundError: nothing goes by that name.
         InvalidArgumentError, NotSupportedError: an argument; the message names it.
     """
-    config = EngineArgs.from_kwargs({"model": model, **options}).create_engine_config(bound=True)
+    config = EngineArgs.from_kwargs({"model": model, **options}, "fit", ("progress",)).create_engine_config(
+        bound=True
+    )
     try:
         found, file_bytes = resolve_configuration(config.model, progress)
     except ModelLoadError as error:
@@ -54,7 +58,8 @@ def fit(
 
 
 def _with_sizes(config: EngineConfig) -> list[EngineConfig]:
-    """The same with each number of tensor-parallel workers that may be worth a thought."""
+    """Return the same configuration with each number of tensor-parallel workers that may be worth a
+    thought."""
     try:
         sizes = tensor_parallel_sizes(load_hf_config(config.model), _MAX_SUGGESTED_SIZE)
     except NBEngineError:
@@ -67,12 +72,14 @@ def _with_sizes(config: EngineConfig) -> list[EngineConfig]:
 
 
 def _with_less(config: EngineConfig) -> list[EngineConfig]:
-    """The same with what a person would try to make it fit."""
+    """Return variants of the configuration with which a person would try to make the model fit."""
     less = []
     if config.model.max_model_len is not None:
         less.append(replace(config, model=replace(config.model, max_model_len=None)))
     if config.model.dtype != "bfloat16":
         less.append(replace(config, model=replace(config.model, dtype="bfloat16")))
+    if config.cache.kv_cache_dtype == "auto" and config.model.device != "cuda":
+        less.append(replace(config, cache=replace(config.cache, kv_cache_dtype="int8")))
     return less
 
 
@@ -107,6 +114,10 @@ def _report(
         page_bytes=own.page_bytes,
         block_size=own.block_size,
         num_blocks=own.num_blocks,
+        groups=_groups_of(own),
+        slot_bytes=own.slot_bytes,
+        num_state_slots=own.num_state_slots,
+        num_spare_slots=spare_slots(own.num_state_slots, config.scheduler.max_num_seqs, config.cache),
         max_model_len=own.max_model_len,
         context_limit=answer.context_limit,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -119,8 +130,8 @@ def _report(
 
 
 def _differs_in_size(config: EngineConfig, own: EngineConfig) -> bool:
-    """Whether a configuration is `own`, or that with another number of workers."""
-    return config.model == own.model
+    """Return whether a configuration is `own`, or `own` with another number of workers."""
+    return (config.model, config.cache) == (own.model, own.cache)
 
 
 def _size_fit(plan: SizePlan) -> TensorParallelFit:
@@ -128,10 +139,15 @@ def _size_fit(plan: SizePlan) -> TensorParallelFit:
     return TensorParallelFit(
         plan.tensor_parallel_size,
         plan.weights_bytes // workers,
-        plan.page_bytes // plan.block_size // workers,
+        _groups_of(plan).num_tables * plan.page_bytes // plan.block_size // workers,
         plan.num_blocks,
         plan.problem,
     )
+
+
+def _groups_of(plan: SizePlan) -> CacheGroups:
+    rules = [LayerRule(cast("RuleKind", kind), size) for kind, size in plan.rules]
+    return make_groups(rules) if rules else ONE_GROUP
 
 
 def _size_of(size: TensorParallelFit) -> int:
@@ -139,7 +155,7 @@ def _size_of(size: TensorParallelFit) -> int:
 
 
 def _advice(config: EngineConfig, plans: Sequence[tuple[EngineConfig, SizePlan]]) -> str:
-    """Flags with which it would fit, found by trying; empty if none does."""
+    """Return flags with which the model would fit, found by trying; the text is empty if none does."""
     found = []
     for other, plan in plans:
         if plan.problem:
@@ -150,4 +166,6 @@ def _advice(config: EngineConfig, plans: Sequence[tuple[EngineConfig, SizePlan]]
             found.append(f"--max-model-len {plan.max_model_len}")
         elif other.model.dtype != config.model.dtype:
             found.append(f"--dtype {other.model.dtype}")
+        elif other.cache.kv_cache_dtype != config.cache.kv_cache_dtype:
+            found.append(f"--kv-cache-dtype {other.cache.kv_cache_dtype}")
     return " or ".join(found)

@@ -1,4 +1,5 @@
-"""Looking at a running engine: its processes now, what its engine cores do over time, and all of it live."""
+"""The ways to look at a running engine: its processes now, what its engine cores do over time, and all of it
+live."""
 
 from __future__ import annotations
 
@@ -7,21 +8,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nbengine.client.base import EngineCoreClient
-from nbengine.client.connection import ConnectionInfo
 from nbengine.errors import NBEngineError
+from nbengine.metrics.stats import EngineStats
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.ownership import Owner
 from nbengine.widgets.processes.tree import ProcessTree, read_process_tree
-from nbengine.widgets.waves.recording import WaveRecording, record_for
-from nbengine.widgets.waves.timeline import WaveTimeline
+from nbengine.widgets.waves.recording import WaveRecording
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from nbengine.frontend.observability.stat_loggers import StatLogger, StatsFollower
     from nbengine.widgets.dashboard.widget import Dashboard
 
 
 class Inspection(ABC):
-    """What every frontend of an engine with processes of its own can show of it."""
+    """The views that every frontend offers of an engine whose processes are its own."""
 
     engine_core: EngineCoreClient
     _tokenizer: PreTrainedTokenizerFast
@@ -29,27 +31,24 @@ class Inspection(ABC):
     @property
     @abstractmethod
     def connection(self) -> ConnectionInfo:
-        """Where the engine lives.
+        """Return the engine's connection: the contents of its connection file.
 
         Raises:
-            NotSupportedError: in this process.
+            NotSupportedError: the engine is in this process.
         """
 
     def process_tree(self) -> ProcessTree:
-        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+        """Return the engine's processes as they are now, and what connects them; a notebook shows a picture
+        of them."""
         return read_process_tree(self.connection)
 
     def record_waves(self) -> WaveRecording:
-        """A context manager that records what each engine core does meanwhile; its `timeline` has it, a picture in a
-        notebook."""
+        """Return a context manager that records what each engine core does meanwhile; its `timeline` has the
+        recording, a picture in a notebook."""
         return WaveRecording(self.connection)
 
-    def wave_timeline(self, seconds: float = 5.0) -> WaveTimeline:
-        """Record for so long, while requests of other threads or clients run."""
-        return record_for(self.connection, seconds)
-
     def dashboard(self, *, height: int = 0) -> Dashboard:
-        """A live view of scheduler, KV cache, steps and requests, as a widget of the notebook.
+        """Make a live view of scheduler, KV cache, steps and requests, as a widget of the notebook.
 
         Args:
             height: in pixels; 0: as high as its content.
@@ -58,15 +57,36 @@ class Inspection(ABC):
 
         return Dashboard(self.connection, Owner(self), height=height)
 
+    def follow_stats(self, *stat_loggers: StatLogger) -> StatsFollower:
+        """Give the engine's statistics to stat loggers whenever they change, on a thread of its own, until the
+        result is closed or the engine has ended."""
+        from nbengine.frontend.observability.stat_loggers import StatsFollower
+
+        return StatsFollower(self.connection, stat_loggers)
+
     @property
     def client_index(self) -> int:
-        """By which the engine knows this client's requests; another one after a lease was lost."""
+        """Return the number under which the engine knows this client's requests; after a lost lease there is
+        another one."""
         return self.engine_core.client_index
 
     @property
     def death(self) -> NBEngineError | None:
-        """Why the engine has ended, as far as this client knows that it has."""
+        """Return the error that says why the engine has ended, None while this client does not know of an
+        end."""
         return self.engine_core.death
+
+    @property
+    def stall(self) -> str | None:
+        """Say in one line what makes no progress in the engine, as in "core 0: no progress for 42 s, in step
+        1,234"; None if this client has been told of nothing."""
+        return self.engine_core.stall
+
+    def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
+        """Return the state of those engine cores that tell it within `timeout` seconds, and the ranks of
+        those that do not."""
+        stats, missing = self.engine_core.call_within(timeout, "stats")
+        return stats or EngineStats(), missing
 
     @abstractmethod
     def abort_soon(self, request_id: str) -> None:
@@ -76,6 +96,14 @@ class Inspection(ABC):
             NotSupportedError: an `LLM` is asked; an interrupt ends what it waits for.
         """
 
+    @abstractmethod
+    def go_on_soon(self) -> None:
+        """Wake the engine if it sleeps and lift a pause, on any thread and without waiting.
+
+        Raises:
+            NotSupportedError: an `LLM` is asked, whose own code does that.
+        """
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included; on any thread."""
+        """Return the text of tokens, special ones included; safe on any thread."""
         return str(self._tokenizer.decode(list(token_ids)))

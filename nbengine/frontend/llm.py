@@ -1,26 +1,27 @@
-"""Offline inference: prompts in, finished outputs back."""
+"""Offline inference: prompts go in, finished outputs come back."""
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import msgspec
 
+from nbengine.client.base import EngineCoreClient
+from nbengine.client.link.ownership import Owned, is_forked_copy
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.frontend.chat import Message, is_conversation
+from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.frontend.control import Control
-from nbengine.frontend.input_processor import PromptType, prompt_list
 from nbengine.frontend.llm_engine import LLMEngine
+from nbengine.frontend.offline import Offline, TqdmChoice
 from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.parsing.formats import AUTO
 from nbengine.frontend.pooling import OfflinePooling
 from nbengine.frontend.progress_line import progress_line
-from nbengine.frontend.tools import Tool
-from nbengine.metrics.stats import EngineStats
+from nbengine.frontend.requests.input_processor import PromptType, prompt_list
+from nbengine.frontend.text.chat import Message, is_conversation
+from nbengine.frontend.text.tools import Tool
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 from nbengine.widgets.processes.tree import ProcessTree
@@ -31,16 +32,14 @@ if TYPE_CHECKING:
 
     from nbengine.widgets.dashboard.widget import Dashboard
 
-TqdmChoice = bool | Callable[..., Any]
-
 
 class LLM(Control, OfflinePooling):
     """A model for generating text from batches of prompts, or for making vectors and scores of them.
 
-    It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the engine
-    runs in processes of its own, which end with this one. `shutdown` (or leaving a `with` block) ends them earlier
-    and waits until they are gone. In a terminal a line on stderr shows how far the start is. An interrupt of
-    `generate` aborts its requests; the LLM stays usable.
+    It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the
+    engine runs in its own processes, which end with this one. `shutdown` (or leaving a `with` block) ends
+    them earlier and waits until they are gone. In a terminal a line on stderr shows how far the start is. An
+    interrupt of `generate` aborts its requests; the LLM stays usable.
 
     Args:
         model: a directory, a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
@@ -53,17 +52,18 @@ class LLM(Control, OfflinePooling):
         InvalidArgumentError, NotSupportedError: an argument; the message names it.
     """
 
+    llm_engine = Owned[LLMEngine]()
+
     @with_engine_options
     def __init__(
         self, model: str = "smollm2-135m", *, multiprocess: bool = True, **options: Unpack[EngineOptions]
     ) -> None:
-        engine_args = EngineArgs.from_kwargs({"model": model, **options})
+        engine_args = EngineArgs.from_kwargs({"model": model, **options}, "LLM", ("multiprocess",))
         with progress_line(f"starting {model}:") as progress:
             self.llm_engine = LLMEngine.from_engine_args(
                 engine_args, multiprocess=multiprocess, progress=progress
             )
-        self._request_counter = itertools.count()
-        self._busy = threading.Lock()
+        Offline.__init__(self)
 
     def generate(
         self,
@@ -77,8 +77,8 @@ class LLM(Control, OfflinePooling):
 
         Args:
             prompts: one prompt or several, each a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or
-                `{"prompt_embeds": tensor}`, the dicts with `cache_salt` if wanted; a list of integers is a prompt's
-                tokens.
+                `{"prompt_embeds": tensor}`, the dicts with `cache_salt` if wanted; a list of integers is a
+                prompt's tokens.
             sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params()`.
             use_tqdm: show a progress bar, or a callable that makes one.
             priority: of each prompt, lower goes first, with `scheduling_policy="priority"`.
@@ -92,14 +92,7 @@ class LLM(Control, OfflinePooling):
         params = self._params_for(sampling_params, len(sequence))
         if priority is not None and len(priority) != len(sequence):
             raise InvalidArgumentError("priority", priority, f"as long as prompts ({len(sequence)})")
-        priorities = [0] * len(sequence) if priority is None else list(priority)
-        with self._busy:
-            try:
-                positions = self._add_requests(sequence, params, priorities)
-                return self._run_engine(positions, use_tqdm, sum(own.n for own in params))
-            except BaseException:
-                self.llm_engine.abort_all()
-                raise
+        return self._run(RequestOutput, sequence, params, use_tqdm, list(priority or ()))
 
     def chat(
         self,
@@ -113,25 +106,35 @@ class LLM(Control, OfflinePooling):
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_parser: str = AUTO,
+        tool_parser: str = AUTO,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or of several.
 
+        The outputs have `reasoning`, `content` and `tool_calls` beside `text` where the model's way of
+        writing them is known.
+
         Args:
-            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. A content is a string or a
-                list of text parts; the arguments of `tool_calls` may be JSON.
-            tools: what the template tells the model of, each `{"type": "function", "function": {...}}` or a Python
-                function with type hints and a docstring in Google's style.
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. A content is a
+                string or a list of text parts; the arguments of `tool_calls` may be JSON.
+            tools: what the template tells the model of, each `{"type": "function", "function": {...}}` or a
+                Python function with type hints and a docstring in Google's style.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
             continue_final_message: end the prompt in the last message, for the model to go on with it; needs
                 `add_generation_prompt=False`.
-            chat_template: Jinja source in place of the model's own, or the name of one of its own.
-            chat_template_content_format: "string" joins text parts by newlines, "openai" makes a list of parts of
-                every content, "auto" leaves contents as they are if the template knows parts, else joins them.
+            chat_template: Jinja source in place of the engine's or the model's, or the name of a template that
+                the model has.
+            chat_template_content_format: "string" joins text parts by newlines, "openai" makes a list of
+                parts of every content, "auto" leaves contents as they are if the template knows parts, else
+                joins them.
             chat_template_kwargs: further variables for the template.
+            reasoning_parser: the name of the parser that finds reasoning, "none", or "auto": chosen by the
+                template.
+            tool_parser: the name of the parser that finds calls of `tools`, "none" or "auto".
 
         Raises:
-            InvalidArgumentError: a message or a tool is malformed, the template refuses them, or there is none; see
-                also `generate`.
+            InvalidArgumentError: a message or a tool is malformed, the template refuses them, there is none,
+                or there is no such parser; see also `generate`.
             NotSupportedError: a message has an image or another part that is no text.
         """
         conversations = [messages] if is_conversation(messages) else messages
@@ -144,42 +147,30 @@ class LLM(Control, OfflinePooling):
                 chat_template=chat_template,
                 chat_template_content_format=chat_template_content_format,
                 chat_template_kwargs=chat_template_kwargs,
+                reasoning_parser=reasoning_parser,
+                tool_parser=tool_parser,
+                truncated=_cuts_prompts(sampling_params),
             )
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters that the model's generation config recommends."""
+        """Return the sampling parameters that the model's generation config recommends."""
         return SamplingParams(**self.llm_engine.default_sampling_params())
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for: "generate", "embed", "score", "classify", "encode"."""
-        return self.llm_engine.get_supported_tasks()
-
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer, in a copy of the caller's own: what is set on it, such as truncation, stays there."""
+        """Return a copy of the model's tokenizer for the caller: what is set on it, such as truncation, stays
+        there."""
         return self.llm_engine.get_tokenizer()
 
-    def stats(self) -> EngineStats:
-        """The state of scheduler and KV cache now."""
-        return self.llm_engine.stats()
-
-    def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
-        """Have so many engine cores and return their number.
-
-        Raises:
-            NBEngineError: the engine cannot be scaled; the message says why.
-            TimeoutError: it has not been done within `timeout` seconds; it goes on.
-        """
-        return self.llm_engine.scale(data_parallel_size, timeout)
-
     def process_tree(self) -> ProcessTree:
-        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+        """Return the engine's processes as they are now, and what connects them; a notebook shows a picture
+        of them."""
         return self.llm_engine.process_tree()
 
     def dashboard(self, *, height: int = 0) -> Dashboard:
-        """A live view of scheduler, KV cache, steps and requests, as a widget of the notebook.
+        """Make a live view of scheduler, KV cache, steps and requests, as a widget of the notebook.
 
         Args:
             height: in pixels; 0: as high as its content.
@@ -190,18 +181,17 @@ class LLM(Control, OfflinePooling):
         return self.llm_engine.dashboard(height=height)
 
     def record_waves(self) -> WaveRecording:
-        """A context manager that records what each engine core does meanwhile; its `timeline` has it, a picture in a
-        notebook."""
+        """Return a context manager that records what each engine core does meanwhile; its `timeline` has the
+        recording, a picture in a notebook."""
         return self.llm_engine.record_waves()
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's configuration, its model resolved."""
+        """Return the engine's configuration, its model resolved."""
         return self.llm_engine.config
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call a method of the engine core by name and wait for its result."""
-        return self.llm_engine.call_utility(method, *args, timeout=timeout)
+    def _engine_client(self) -> EngineCoreClient:
+        return self.llm_engine.engine_core
 
     def shutdown(self) -> None:
         """End the engine and wait until all its processes are gone; calling it again does nothing."""
@@ -213,7 +203,9 @@ class LLM(Control, OfflinePooling):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
+        # A forked child that leaves the block too has nothing to end.
+        if not is_forked_copy(self, "llm_engine"):
+            self.shutdown()
 
     def _params_for(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -231,69 +223,13 @@ class LLM(Control, OfflinePooling):
                 raise InvalidTypeError("sampling_params", params, "SamplingParams or a list of them")
         return [_final_only(params) for params in sampling_params]
 
-    def _add_requests(
-        self, prompts: list[PromptType], params: list[SamplingParams], priorities: list[int]
-    ) -> dict[str, int]:
-        positions = {}
-        for position, (prompt, own_params, priority) in enumerate(
-            zip(prompts, params, priorities, strict=True)
-        ):
-            request_id = str(next(self._request_counter))
-            self.llm_engine.add_request(request_id, prompt, own_params, priority=priority)
-            positions[request_id] = position
-        return positions
-
-    def _run_engine(
-        self, positions: dict[str, int], use_tqdm: TqdmChoice, num_completions: int
-    ) -> list[RequestOutput]:
-        outputs: dict[int, RequestOutput] = {}
-        with _Bar(num_completions, use_tqdm) as bar:
-            while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
-                    position = positions.get(output.request_id)
-                    # The engine may have requests of its own, added without this class.
-                    if position is not None and isinstance(output, RequestOutput):
-                        outputs[position] = output
-                        bar.advance(output)
-        if len(outputs) < len(positions):
-            raise NBEngineError(f"{len(positions) - len(outputs)} requests ended without an output")
-        return [outputs[position] for position in range(len(positions))]
-
-
-class _Bar:
-    """Progress over the completions, with the rates of tokens in and out."""
-
-    def __init__(self, total: int, use_tqdm: TqdmChoice) -> None:
-        self._bar: Any = None
-        self._tokens_in = 0
-        self._tokens_out = 0
-        if use_tqdm and total:
-            from tqdm.auto import tqdm
-
-            make = use_tqdm if callable(use_tqdm) else tqdm
-            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self, output: RequestOutput) -> None:
-        """Count the completions of a finished prompt."""
-        if self._bar is None:
-            return
-        self._tokens_in += len(output.prompt_token_ids or ())
-        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = self._bar.format_dict["elapsed"]
-        if elapsed:
-            self._bar.set_postfix_str(
-                f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s",
-                refresh=False,
-            )
-        self._bar.update(len(output.outputs))
-
 
 def _final_only(params: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _cuts_prompts(sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> bool:
+    """Return whether a prompt may be longer than the model takes, because only the end of the prompt is
+    wanted."""
+    several = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
+    return any(getattr(params, "truncate_prompt_tokens", None) is not None for params in several)

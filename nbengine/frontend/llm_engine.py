@@ -1,31 +1,34 @@
-"""The synchronous engine: requests in, one step at a time, outputs out."""
+"""The synchronous engine: requests go in, outputs come out one step at a time."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, cast
 
 from nbengine.client.base import BlockingClient, EngineCoreClient
-from nbengine.client.connection import ConnectionInfo
+from nbengine.client.link.ownership import Owned, finalize
+from nbengine.client.making import make_client
+from nbengine.client.routing.core_table import check_rank
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import NotSupportedError, RequestError
 from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import Control
-from nbengine.frontend.input_processor import PromptType, prompt_text
 from nbengine.frontend.inspection import Inspection
-from nbengine.frontend.prompting import Prompting
-from nbengine.metrics.stats import EngineStats
-from nbengine.models.progress import ProgressCallback
+from nbengine.frontend.observability.request_watch import RequestObserver
+from nbengine.frontend.parsing.reading import answer_of
+from nbengine.frontend.requests.input_processor import PromptType, prompt_text
+from nbengine.frontend.requests.prompting import Prompting
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from nbengine.runtime.connection import ConnectionInfo
+from nbengine.runtime.progress import ProgressCallback
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.widgets.processes.tree import ProcessTree, read_own_process_tree
 
 
 class LLMEngine(Prompting, Control, Inspection):
-    """What `LLM` is built on: `add_request`, then `step` while there are unfinished requests. For one thread.
+    """The engine on which `LLM` is built, for one thread: `add_request`, then `step` while requests are
+    unfinished.
 
     With `n > 1` one request has n completions, which the outputs carry together.
 
@@ -33,6 +36,8 @@ class LLMEngine(Prompting, Control, Inspection):
         ModelNotFoundError, ModelLoadError: the model's files.
         EngineStartError: the engine did not start; the message has the reason and the end of its log.
     """
+
+    engine_core = Owned[BlockingClient]()
 
     def __init__(
         self,
@@ -42,11 +47,11 @@ class LLMEngine(Prompting, Control, Inspection):
         name: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        self.engine_core: BlockingClient = EngineCoreClient.make_client(
+        self.engine_core = make_client(
             resolve_files(config, progress), multiprocess=multiprocess, name=name, progress=progress
         )
         # Ends the engine when nobody refers to this object any more, and at the interpreter's exit.
-        self._finalizer = weakref.finalize(self, self.engine_core.release)
+        self._finalizer = finalize(self, self.engine_core.release)
         parts = assemble(self.engine_core, progress)
         self.ready = parts.ready
         self._tokenizer = parts.tokenizer
@@ -62,7 +67,7 @@ class LLMEngine(Prompting, Control, Inspection):
         multiprocess: bool = True,
         progress: ProgressCallback | None = None,
     ) -> LLMEngine:
-        """Build from the flat arguments; the engine ends with this process."""
+        """Build an engine from the flat arguments; the engine ends with this process."""
         return cls(engine_args.create_engine_config(bound=True), multiprocess=multiprocess, progress=progress)
 
     def add_request(
@@ -78,8 +83,8 @@ class LLMEngine(Prompting, Control, Inspection):
 
         Args:
             request_id: the caller's, which the outputs carry; it need not be unique.
-            prompt: a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or `{"prompt_embeds": tensor}`, the
-                dicts with `cache_salt` if wanted; a list of integers is a prompt's tokens.
+            prompt: a string, `{"prompt": str}`, `{"prompt_token_ids": [int]}` or `{"prompt_embeds": tensor}`,
+                the dicts with `cache_salt` if wanted; a list of integers is a prompt's tokens.
             arrival_time: seconds of `time.monotonic()`, now if None.
             priority: lower goes first, with `scheduling_policy="priority"`.
             data_parallel_rank: the engine core that is to have it; None leaves the choice to the client.
@@ -89,7 +94,8 @@ class LLMEngine(Prompting, Control, Inspection):
             EngineDeadError, LeaseExpiredError: the engine cannot be reached.
         """
         self.engine_core.check_alive()
-        self.engine_core.check_rank(data_parallel_rank)
+        check_rank(data_parallel_rank, self.engine_core.engine_ranks)
+        answer = answer_of(prompt)
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
@@ -99,7 +105,7 @@ class LLMEngine(Prompting, Control, Inspection):
             data_parallel_rank=data_parallel_rank,
         )
         self.input_processor.assign_request_id(request)
-        to_send = self.output_processor.add_request(request, prompt_text(prompt))
+        to_send = self.output_processor.add_request(request, prompt_text(prompt), answer=answer)
         try:
             for part in to_send:
                 self.engine_core.add_request(part)
@@ -108,12 +114,16 @@ class LLMEngine(Prompting, Control, Inspection):
             raise
         return request.request_id
 
+    def observe_requests(self, observer: RequestObserver) -> None:
+        """Tell an observer of every request that is added from now on, when it has ended."""
+        self.output_processor.watch.observers.append(observer)
+
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Wait for the next outputs of the engine core and return what they come to.
 
         Raises:
-            RequestError: the engine refused a request, or (`RequestLostError`) the engine core that had it has ended; the
-                others go on with the next `step`.
+            RequestError: the engine refused a request, or (`RequestLostError`) the engine core that had it
+                has ended; the others go on with the next `step`.
             EngineDeadError, LeaseExpiredError: all requests have failed.
         """
         if self._errors:
@@ -121,7 +131,8 @@ class LLMEngine(Prompting, Control, Inspection):
         outputs = self.engine_core.get_output()
         processed = self.output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         if processed.reqs_to_abort:
-            self.engine_core.abort_requests(processed.reqs_to_abort)
+            self.engine_core.abort_requests(processed.reqs_to_abort, stopped=processed.stopped)
+        # These have ended in the engine core without an output.
         if outputs.finished_requests:
             self.output_processor.abort_requests(outputs.finished_requests)
         self._errors.extend(processed.errors)
@@ -133,46 +144,47 @@ class LLMEngine(Prompting, Control, Inspection):
         self.engine_core.abort_requests(self.output_processor.abort_requests(ids))
 
     def abort_soon(self, request_id: str) -> None:
-        """`abort_request` is for the thread that steps, which another one cannot reach.
+        """Raise an error: `abort_request` is for the thread that steps, which another one cannot reach.
 
         Raises:
             NotSupportedError: always.
         """
         raise NotSupportedError(
-            f"request {request_id} is waited for by the code that runs: an interrupt ends it"
+            f"the code that runs waits for request {request_id}: interrupt it to end the request"
+        )
+
+    def go_on_soon(self) -> None:
+        """Raise an error: utilities are for the thread that steps, which another one cannot reach.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError(
+            "only the code that has the LLM can let it go on: call wake_up or resume_generation there"
         )
 
     def abort_all(self) -> None:
-        """Drop every unfinished request, and errors that nobody has been told of."""
+        """Drop every unfinished request, and the errors of which nobody has been told."""
         self._errors.clear()
         self.abort_request(self.output_processor.unfinished_ids())
 
+    def _engine_client(self) -> EngineCoreClient:
+        return self.engine_core
+
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to wait for."""
+        """Return whether `step` has something to wait for."""
         return bool(self._errors) or self.output_processor.get_num_unfinished_requests() > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not had their last output."""
+        """Count the requests that have not had their last output."""
         return self.output_processor.get_num_unfinished_requests()
-
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call a method of the engine core by name; see `EngineCoreClient.call_utility`."""
-        return self.engine_core.call_utility(method, *args, timeout=timeout)
-
-    def stats(self) -> EngineStats:
-        """The state of scheduler and KV cache now."""
-        return cast("EngineStats", self.call_utility("stats"))
-
-    def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
-        """Have so many engine cores and return their number; see `EngineCoreClient.scale`."""
-        return self.engine_core.scale(data_parallel_size, timeout)
 
     @property
     def connection(self) -> ConnectionInfo:
-        """Where the engine lives.
+        """Return the engine's connection: the contents of its connection file.
 
         Raises:
-            NotSupportedError: in this process.
+            NotSupportedError: the engine is in this process.
         """
         connection = self.engine_core.connection
         if connection is None:
@@ -182,7 +194,8 @@ class LLMEngine(Prompting, Control, Inspection):
         return connection
 
     def process_tree(self) -> ProcessTree:
-        """The engine's processes as they are now, and what connects them; a notebook shows a picture of them."""
+        """Return the engine's processes as they are now, and what connects them; a notebook shows a picture
+        of them."""
         if self.engine_core.connection is None:
             return read_own_process_tree(self.config, self.ready)
         return super().process_tree()

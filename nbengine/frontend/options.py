@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TypedDict, TypeVar
 
 from nbengine.config import EngineArgs
@@ -13,22 +12,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EngineOptions(TypedDict, total=False):
-    """Everything that `EngineArgs` takes but the model; the defaults are there."""
+    """The arguments that `EngineArgs` takes, but for the model; it has their defaults.
+
+    Type checkers and editors read names and types of a `TypedDict` where they are written, and derive none: so they stand
+    here once more. `tests/unit/parameters/test_every_parameter_is_read.py` compares both.
+    """
 
     tokenizer: str | None
+    tokenizer_mode: str
+    chat_template: str | None
+    generation_config: str
     dtype: str
     quantization: str | None
     load_format: str
+    model_impl: str
     device: str
     max_model_len: int | None
     seed: int
     hf_overrides: dict[str, Any] | None
-    trust_remote_code: bool
     revision: str | None
     block_size: int
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     num_gpu_blocks_override: int | None
+    kv_cache_dtype: str
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int | None
@@ -38,7 +45,6 @@ class EngineOptions(TypedDict, total=False):
     async_scheduling: bool | None
     stream_interval: int
     logits_processors: list[str] | tuple[str, ...] | None
-    enforce_eager: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
@@ -52,6 +58,8 @@ class EngineOptions(TypedDict, total=False):
     ray_cpus_per_worker: int
     data_parallel_backend: str
     keep_alive: float
+    step_timeout: float
+    metrics_port: int | None
     lease: float
     client_backlog_bytes: int
     profile_dir: str | None
@@ -59,8 +67,8 @@ class EngineOptions(TypedDict, total=False):
     enable_prompt_embeds: bool
     enable_sleep_mode: bool
     disable_log_stats: bool
-    tokenizer_mode: str
-    kv_cache_dtype: str
+    enforce_eager: bool
+    trust_remote_code: bool
 
 
 def with_engine_options(function: F) -> F:
@@ -68,9 +76,9 @@ def with_engine_options(function: F) -> F:
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
-        for f in fields(EngineArgs)
-        if f.name != "model"
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(EngineArgs.__init__).parameters.items()
+        if name not in ("self", "model")
     ]
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.frontend.input_processor import prompt_list
+from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.frontend.offline import Offline, TqdmChoice
+from nbengine.frontend.requests.input_processor import prompt_list
+from nbengine.frontend.requests.scoring import Pooled, plan_scores
 from nbengine.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
-    PoolingOutput,
     PoolingRequestOutput,
-    ScoringOutput,
     ScoringRequestOutput,
     as_classification,
     as_embedding,
-    as_score,
 )
 from nbengine.sampling_params import PoolingParams
 
 if TYPE_CHECKING:
-    from nbengine.frontend.input_processor import PromptType
-    from nbengine.frontend.llm_engine import LLMEngine
+    from nbengine.frontend.requests.input_processor import PromptType
 
-TqdmChoice = bool | Callable[..., Any]
 ParamsChoice = PoolingParams | Sequence[PoolingParams] | None
-Pooled = PoolingRequestOutput[PoolingOutput]
 
 
-class OfflinePooling:
-    """The pooling methods of `LLM`, which owns the attributes.
+class OfflinePooling(Offline):
+    """The pooling methods of `LLM`.
 
-    All of them return one output a prompt, in the order of the prompts, and raise as `LLM.generate` does; also
-    `InvalidArgumentError` where the model cannot do what is asked.
+    All of them return one output per prompt, in the order of the prompts, and raise as `LLM.generate` does;
+    also `InvalidArgumentError` where the model cannot do what is asked. Like `LLM.generate` they wait for an
+    engine that another client has paused; one that pauses or sleeps with `mode="abort"` ends them with a
+    `RequestError`, because half a vector is of no use.
     """
-
-    llm_engine: LLMEngine
-    _request_counter: itertools.count[int]
-    _busy: threading.Lock
 
     def embed(
         self,
@@ -75,7 +66,7 @@ class OfflinePooling:
         use_tqdm: TqdmChoice = True,
         pooling_task: str | None = None,
     ) -> list[Pooled]:
-        """Give the outcome of any pooling task as arrays; other arguments as of `embed`.
+        """Give the outcome of any pooling task as arrays; the other arguments are those of `embed`.
 
         Args:
             pooling_task: "encode" for the hidden state of every token, or one of the other tasks; None means
@@ -91,7 +82,7 @@ class OfflinePooling:
         use_tqdm: TqdmChoice = True,
         pooling_params: ParamsChoice = None,
     ) -> list[ClassificationRequestOutput]:
-        """Give the probability of each of the model's labels; arguments as of `embed`."""
+        """Give the probability of each of the model's labels; the arguments are those of `embed`."""
         return [
             as_classification(output)
             for output in self._pool("classify", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
@@ -106,38 +97,17 @@ class OfflinePooling:
         use_tqdm: TqdmChoice = True,
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Say how well texts fit together: each of `text_1` with its counterpart, or one with all of `text_2`.
+        """Say how well texts fit together: each of `text_1` with its counterpart, or one with all of
+        `text_2`.
 
-        A model with a head of one label judges the two texts together (cross-encoder); of any other model it is the
-        cosine of the texts' embeddings. Other arguments as of `embed`.
+        A model with a head of one label judges the two texts together (cross-encoder); of any other model the
+        score is the cosine of the texts' embeddings. The other arguments are those of `embed`.
         """
-        first, second = prompt_list(text_1, "text_1"), prompt_list(text_2, "text_2")
-        if not second or len(first) not in (1, len(second)):
-            counts = f"{len(first)} and {len(second)}"
-            raise InvalidArgumentError("text_1 and text_2", counts, "1 and 1, 1 and N, or N and N texts")
         inputs = self.llm_engine.input_processor.pooling
-        inputs.check_task("score")
-        if not inputs.has_head:
-            return self._score_by_cosine(first, second, pooling_params, truncate_prompt_tokens, use_tqdm)
-        params = _with_task(pooling_params or PoolingParams(), "score", truncate_prompt_tokens)
-        pairs = [
-            inputs.paired(_text(one), _text(other), params)
-            for one, other in zip(first * (len(second) // len(first)), second, strict=True)
-        ]
-        outputs = self._run_pooling([prompt for prompt, _ in pairs], [own for _, own in pairs], use_tqdm)
-        return [as_score(output) for output in outputs]
-
-    def _score_by_cosine(
-        self,
-        first: list[PromptType],
-        second: list[PromptType],
-        params: PoolingParams | None,
-        truncate_prompt_tokens: int | None,
-        use_tqdm: TqdmChoice,
-    ) -> list[ScoringRequestOutput]:
-        outputs = self._pool("embed", [*first, *second], params, truncate_prompt_tokens, use_tqdm)
-        ones = outputs[: len(first)] * (len(second) // len(first))
-        return [_cosine(one, other) for one, other in zip(ones, outputs[len(first) :], strict=True)]
+        own = pooling_params or PoolingParams()
+        task = "score" if inputs.has_head else "embed"
+        plan = plan_scores(inputs, text_1, text_2, _with_task(own, task, truncate_prompt_tokens))
+        return plan.scores(self._run(PoolingRequestOutput, plan.prompts, plan.params, use_tqdm))
 
     def _pool(
         self,
@@ -153,36 +123,7 @@ class OfflinePooling:
             _with_task(own, task or own.task or default_task, truncate_prompt_tokens)
             for own in _params_for(pooling_params, len(sequence))
         ]
-        return self._run_pooling(sequence, params, use_tqdm)
-
-    def _run_pooling(
-        self, prompts: Sequence[PromptType], params: Sequence[PoolingParams], use_tqdm: TqdmChoice
-    ) -> list[Pooled]:
-        engine = self.llm_engine
-        with self._busy:
-            try:
-                positions = {}
-                for position, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-                    request_id = str(next(self._request_counter))
-                    engine.add_request(request_id, prompt, own)
-                    positions[request_id] = position
-                return self._collect(positions, use_tqdm)
-            except BaseException:
-                engine.abort_all()
-                raise
-
-    def _collect(self, positions: dict[str, int], use_tqdm: TqdmChoice) -> list[Pooled]:
-        outputs: dict[int, Pooled] = {}
-        with _progress_bar(len(positions), use_tqdm) as advance:
-            while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
-                    position = positions.get(output.request_id)
-                    if position is not None and isinstance(output, PoolingRequestOutput):
-                        outputs[position] = output
-                        advance()
-        if len(outputs) < len(positions):
-            raise NBEngineError(f"{len(positions) - len(outputs)} requests ended without an output")
-        return [outputs[position] for position in range(len(positions))]
+        return self._run(PoolingRequestOutput, sequence, params, use_tqdm)
 
 
 def _params_for(pooling_params: ParamsChoice, count: int) -> list[PoolingParams]:
@@ -209,35 +150,3 @@ def _with_task(params: PoolingParams, task: str | None, truncate_prompt_tokens: 
     if truncate_prompt_tokens is not None:
         params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
     return params
-
-
-def _cosine(one: Pooled, other: Pooled) -> ScoringRequestOutput:
-    import numpy as np
-
-    first, second = one.outputs.data, other.outputs.data
-    norms = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
-    return ScoringRequestOutput(
-        f"{one.request_id}_{other.request_id}",
-        ScoringOutput(float(first @ second) / norms if norms else 0.0),
-        one.prompt_token_ids + other.prompt_token_ids,
-        num_cached_tokens=one.num_cached_tokens + other.num_cached_tokens,
-    )
-
-
-def _text(prompt: PromptType) -> str:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    if not isinstance(text, str):
-        raise InvalidTypeError("text", prompt, "a string: this model judges two texts together")
-    return text
-
-
-@contextlib.contextmanager
-def _progress_bar(total: int, use_tqdm: TqdmChoice) -> Iterator[Callable[[], object]]:
-    if not use_tqdm or not total:
-        yield lambda: None
-        return
-    from tqdm.auto import tqdm
-
-    make = use_tqdm if callable(use_tqdm) else tqdm
-    with contextlib.closing(make(total=total, desc="Processed prompts", dynamic_ncols=True)) as bar:
-        yield lambda: bar.update(1)

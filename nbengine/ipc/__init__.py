@@ -1,1 +1,1 @@
-"""What travels between processes, and how."""
+"""The messages between processes, and the ways that they take."""

@@ -1,19 +1,21 @@
-"""Whether the connection that a socket makes over a network stands.
+"""A watch over the connection that a socket makes over a network.
 
-What was on its way when one breaks may be lost, and nobody is told which messages those were: who needs all of them
-starts anew.
+Messages that are on their way when it breaks may be lost, and nobody is told which: a process that needs all
+of them starts again.
 """
 
 from __future__ import annotations
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+
+from nbengine.ipc.monitor_events import receive_event
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
 class ConnectionWatch:
-    """Follows a socket that connects to one address; not for one that listens, to which strangers connect, too.
+    """A watch on a socket that connects to one address;
+    it is not for one that listens, where strangers connect.
 
     The watched socket may belong to another thread, which calls `announce` and, before it closes the socket,
     `withdraw`. Only then may the watch be closed: ZeroMQ's own thread waits for a reader of its news.
@@ -21,27 +23,28 @@ class ConnectionWatch:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> None:
         self.socket = context.socket(zmq.PAIR)
-        """Readable when `read` has something new."""
+        """A socket that is readable when `read` has something new."""
         self.socket.linger = 0
         self.socket.connect(_address(name))
         self.ended = False
-        """Nothing more will come."""
+        """The watch has ended: nothing more will come."""
 
     @staticmethod
     def announce(watched: zmq.Socket[bytes], name: str) -> None:
-        """Have what happens to `watched` told to the watch called `name`, which is there already."""
+        """Have the events of `watched` sent to the watch called `name`, which exists already."""
         watched.monitor(_address(name), _EVENTS)
 
     @staticmethod
     def withdraw(watched: zmq.Socket[bytes]) -> None:
-        """Have nothing told any more; of no effect on a socket that was not announced."""
+        """Stop sending events; this has no effect on a socket that was not announced."""
         watched.disable_monitor()
 
     def read(self) -> list[bool]:
-        """What has happened since the last call, in order: a connection was made (True) or broke (False)."""
+        """Return what has happened since the last call, in order:
+        a connection was made (True) or broke (False)."""
         news = []
         while self.socket.poll(0):
-            event = recv_monitor_message(self.socket)["event"]
+            event = receive_event(self.socket).event
             if event == zmq.EVENT_MONITOR_STOPPED:
                 self.ended = True
             else:

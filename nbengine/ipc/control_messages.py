@@ -1,13 +1,19 @@
-"""Every control message: what clients, host and engine cores tell each other beside requests and outputs.
+"""The control messages: all that clients, host and engine cores tell each other beside requests and outputs.
 
 They are tagged structs, one frame each; `nbengine.ipc.handshake` encodes and decodes them.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
-from nbengine.ipc.messages import EventTopic
+from nbengine.ipc.liveness import ProcessIdentity, ProcessState
+from nbengine.ipc.messages import MAX_SECRET_BYTES, EventTopic
+from nbengine.ipc.protocol import UNNAMED
+
+Secret = Annotated[bytes, msgspec.Meta(max_length=MAX_SECRET_BYTES)]
 
 # Client and host: DEALER to ROUTER on `host.sock` of the run directory.
 
@@ -17,13 +23,17 @@ class Attach(msgspec.Struct, tag="attach"):
     a new attachment of a session ends the older one."""
 
     session: str
-    pid: int
-    """0 on another machine than the host's: its heartbeats alone say whether the client lives."""
-    create_time: float
+    process: ProcessIdentity
+    """The client's process; its pid is 0 on another machine than the host's:
+    then heartbeats alone say whether it lives."""
     input_address: str
     output_address: str
     replaces: int = 0
-    """Index of this client's lease before, if it has lost one; that ends, too."""
+    """The index of this client's lease before, if it has lost one; that lease ends, too."""
+    protocol: int = UNNAMED
+    """The protocol that the client speaks; see `nbengine.ipc.protocol`, also below."""
+    secret: Secret = b""
+    """The secret in the engine cores' identities at this client's input; see `engine_identity`."""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
@@ -31,11 +41,11 @@ class Heartbeat(msgspec.Struct, tag="heartbeat"):
 
 
 class Detach(msgspec.Struct, tag="detach"):
-    """Client to host: end the lease, abort what is unfinished."""
+    """Client to host: end the lease, abort the client's unfinished requests."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """Client to host: end everything, at once or (`drain`) when what runs has finished."""
+    """Client to host: end the engine, at once or (`drain`) when its requests have finished."""
 
     drain: bool = False
 
@@ -47,10 +57,10 @@ class ScaleElasticEP(msgspec.Struct, tag="SCALE_ELASTIC_EP"):
 
 
 class Scaled(msgspec.Struct, tag="scaled"):
-    """Host to client, answer to `ScaleElasticEP`, when it is done or has failed (`error`)."""
+    """Host to client, answer to `ScaleElasticEP`: it is done or has failed (`error`)."""
 
     data_parallel_size: int
-    """How many engine cores there are now."""
+    """The number of engine cores now."""
     error: str | None = None
 
 
@@ -61,10 +71,10 @@ class RanksChanged(msgspec.Struct, tag="ranks_changed"):
 
 
 class EngineLost(msgspec.Struct, tag="engine_lost"):
-    """Host to client: one engine core among independent ones has ended, and with it what it was doing.
+    """Host to client: one engine core among independent ones has ended, and its requests with it.
 
-    A `RanksChanged` without it comes first. If it is started again (`restarting`), an `EngineReady` and a `RanksChanged`
-    with it follow.
+    A `RanksChanged` without it comes first. If it is started again (`restarting`), an `EngineReady` and a
+    `RanksChanged` with it follow.
     """
 
     rank: int
@@ -74,14 +84,42 @@ class EngineLost(msgspec.Struct, tag="engine_lost"):
     restarting: bool = True
 
 
+class Stalled(msgspec.Struct, tag="stalled"):
+    """Host to client: an engine core makes no progress, and is ended if that goes on.
+
+    `Recovered` follows otherwise.
+    """
+
+    rank: int
+    seconds: float
+    """Seconds without progress when this was sent."""
+    doing: str
+    """The work that it is in, and the cause as far as it is known:
+    "in step 1,234; worker 1 is stopped (SIGSTOP?)"."""
+
+
+class Recovered(msgspec.Struct, tag="recovered"):
+    """Host to client: an engine core that was `Stalled` makes progress again."""
+
+    rank: int
+
+
 class Attached(msgspec.Struct, tag="attached"):
-    """Host to client, answer to `Attach`: the client's epoch and the engines that will connect to it."""
+    """Host to client, answer to `Attach`: the client's epoch and the engine cores that will connect to it."""
 
     client_index: int
     engine_ranks: list[int]
     tensor_dir: str = ""
-    """Where this client may leave large tensors for the engines (`ShmTensorSender`), if it is on this machine;
-    empty: nowhere."""
+    """The directory in which this client may leave large tensors for the engine cores (`ShmTensorSender`), if
+    it is on the host's machine; empty: none."""
+    protocol: int = UNNAMED
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """Host to client, answer to an `Attach` of another protocol:
+    it gets no lease, and `reason` is for its user."""
+
+    reason: str
 
 
 class HeartbeatAck(msgspec.Struct, tag="heartbeat_ack"):
@@ -89,7 +127,7 @@ class HeartbeatAck(msgspec.Struct, tag="heartbeat_ack"):
 
 
 class LeaseLost(msgspec.Struct, tag="lease_lost"):
-    """Host to client: no lease is held any more; whatever it had asked for was aborted."""
+    """Host to client: its lease has ended, and all its requests were aborted."""
 
     reason: str
 
@@ -101,11 +139,11 @@ class Progress(msgspec.Struct, tag="progress"):
     detail: str = ""
     fraction: float | None = None
     seconds: float = 0.0
-    """Since the start of the stage."""
+    """Seconds since the start of the stage."""
     rank: int | None = None
-    """Of the engine core; None: of none, but of whoever starts them."""
+    """The rank of the engine core that reports; None: the process that starts them reports."""
     worker: int | None = None
-    """Rank of the worker that reports, where there are several."""
+    """The rank of the worker that reports, if the engine core has several."""
 
 
 class WorkerInfo(msgspec.Struct, array_like=True):
@@ -121,15 +159,19 @@ class WorkerInfo(msgspec.Struct, array_like=True):
     first_layer: int
     num_layers: int
     communicator: str = ""
-    """Class of its end of the tensor-parallel group, if there are others in it."""
+    """The class of its end of the tensor-parallel group, if that has other workers."""
     link: str = ""
-    """Class of its ends of the lines between stages, if there are any."""
+    """The class of its ends of the lines between pipeline stages, if it has any."""
+    kernels: str = ""
+    """The kernels that compute on its device, and the instructions of products with quantised weights."""
+    implementation: str = ""
+    """The class of another library whose layers run, and that library; empty where the layers are nbengine's."""
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
     """Engine core to host (READY of the handshake), host to client: the engine takes requests.
 
-    `kv_cache_bytes` and `weights_bytes` are those of all its workers together; `device` is that of the first.
+    `kv_cache_bytes` and `weights_bytes` are sums over all its workers; `device` is the first worker's.
     """
 
     rank: int
@@ -143,11 +185,13 @@ class EngineReady(msgspec.Struct, tag="ready"):
     supported_tasks: list[str]
     pid: int
     workers: list[WorkerInfo] = []
-    """By rank."""
+    """The workers, by rank."""
     incarnation: int = 0
-    """See `EngineCoreOutputs`."""
+    """The number of this start of the rank; see `EngineCoreOutputs`."""
     machine: str = ""
-    """`machine_id` of where the pids mean something."""
+    """The `machine_id` of the machine where the pids mean something."""
+    started: int = 0
+    """The start in its `ProcessIdentity`."""
 
 
 class EngineDead(msgspec.Struct, tag="dead"):
@@ -163,7 +207,7 @@ class EngineDead(msgspec.Struct, tag="dead"):
     """The end was asked for."""
 
 
-# Host and engine core: DEALER (identity: 2-byte little-endian rank) to ROUTER on `core.sock`.
+# Host and engine core: DEALER (`engine_identity`) to ROUTER on `core.sock`.
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -171,54 +215,89 @@ class Hello(msgspec.Struct, tag="hello"):
 
     rank: int
     pid: int
+    protocol: int = UNNAMED
 
 
 class EngineHandshakeMetadata(msgspec.Struct, tag="handshake"):
     """Host to engine core, answer to `Hello`: the coordinator's sockets."""
 
     coordinator_input: str
-    """XPUB of the coordinator, which engine cores subscribe to."""
+    """The address of the coordinator's XPUB, which engine cores subscribe to."""
     coordinator_output: str
-    """PULL of the coordinator, which engine cores push their stats to."""
+    """The address of the coordinator's PULL, which engine cores push their stats to."""
     tensor_dir: str = ""
-    """Where clients leave large tensors (`ShmTensorReceiver`); empty: nowhere."""
+    """The directory in which clients leave large tensors (`ShmTensorReceiver`); empty: none."""
     incarnation: int = 0
-    """See `EngineCoreOutputs`."""
+    """The number of this start of the rank; see `EngineCoreOutputs`."""
     data_parallel_size: int = 1
-    """How many engine cores there are now, this one included."""
+    """The number of engine cores now, this one included."""
     joins_later: bool = False
     """The others are in lock step already: this one joins them with a `ChangeGroup`."""
+    protocol: int = UNNAMED
 
 
 class AttachClient(msgspec.Struct, tag="attach_client"):
-    """Host to engine core: connect to a client's sockets and announce yourself on its input."""
+    """Host to engine core: connect to a client's sockets and announce yourself on its input,
+    for this very lease."""
 
     client_index: int
     input_address: str
     output_address: str
+    secret: Secret = b""
+    """The client's secret; see `Attach`."""
 
 
 class DetachClient(msgspec.Struct, tag="detach_client"):
-    """Host to engine core: abort what the client asked for and close its sockets."""
+    """Host to engine core: abort the client's requests and close the sockets to it."""
 
     client_index: int
 
 
 class ClientLost(msgspec.Struct, tag="client_lost"):
-    """Engine core to host: a connection to a client broke, and with it what was on its way. Its lease has to end."""
+    """Engine core to host: a connection to a client broke, and messages may be lost.
+
+    The client's lease has to end.
+    """
 
     client_index: int
 
 
 class WantEvents(msgspec.Struct, tag="want_events"):
-    """Host to engine core: someone follows what is published under a topic and needs a snapshot, or nobody does any more."""
+    """Host to engine core: a subscriber of a topic has come and needs a snapshot,
+    or the last one has gone."""
 
     topic: EventTopic
     wanted: bool
 
 
+class WorkerPulse(msgspec.Struct, array_like=True):
+    """A worker in a `Pulse`."""
+
+    rank: int
+    ticks: int
+    """A count that grows while the worker computes; 0 where nothing is counted."""
+    waits: bool = False
+    """The worker waits for other workers."""
+    state: ProcessState = ProcessState.RUNNING
+    """The state of its process, where the engine core looks at that."""
+
+
+class Pulse(msgspec.Struct, tag="pulse"):
+    """Engine core to host: its counts, sent several times in the shortest stall that is reported.
+
+    A change is progress.
+    """
+
+    incarnation: int
+    turns: int
+    doing: Literal["load", "step", "call", "idle"]
+    detail: str
+    """`doing` in words, as in "in step 1,234"."""
+    workers: list[WorkerPulse] = []
+
+
 class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
-    """Host to engine core: end, at once or (`drain`) when what runs has finished.
+    """Host to engine core: end, at once or (`drain`) when its requests have finished.
 
     With `requeue` requests that have not begun, and those that still come, are handed back
     (`EngineCoreOutputs.returned`) instead: the engine goes on without this core.
@@ -231,8 +310,9 @@ class ShutdownEngine(msgspec.Struct, tag="shutdown_engine"):
 class ChangeGroup(msgspec.Struct, tag="change_group"):
     """Host to engine cores in lock step: `after` of them are to step together instead of `before`.
 
-    All of them get it, those that come and those that leave too. They make the change between two waves when the last one
-    knows of it and those that leave have no requests any more. `init_method` is where their workers meet then.
+    All of them get it, including those that come and those that leave. They make the change between two
+    waves, once all know of it and those that leave have no requests any more. `init_method` is where their
+    workers meet then.
     """
 
     before: int
@@ -241,7 +321,10 @@ class ChangeGroup(msgspec.Struct, tag="change_group"):
 
 
 class GroupChanged(msgspec.Struct, tag="group_changed"):
-    """Engine core to host: it is one of `after` now. A core that leaves says nothing, and ends once it is told to."""
+    """Engine core to host: it is one of `after` cores now.
+
+    A core that leaves sends nothing, and ends once it is told to.
+    """
 
     rank: int
     after: int
@@ -250,6 +333,7 @@ class GroupChanged(msgspec.Struct, tag="group_changed"):
 ClientToHost = Attach | Heartbeat | Detach | Shutdown | ScaleElasticEP
 HostToClient = (
     Attached
+    | Refused
     | HeartbeatAck
     | LeaseLost
     | Progress
@@ -257,7 +341,9 @@ HostToClient = (
     | EngineLost
     | RanksChanged
     | Scaled
+    | Stalled
+    | Recovered
     | EngineDead
 )
-CoreToHost = Hello | Progress | EngineReady | ClientLost | EngineDead | GroupChanged
+CoreToHost = Hello | Progress | Pulse | EngineReady | ClientLost | EngineDead | GroupChanged
 HostToCore = EngineHandshakeMetadata | AttachClient | DetachClient | WantEvents | ShutdownEngine | ChangeGroup

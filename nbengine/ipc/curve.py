@@ -1,8 +1,8 @@
 """The keys with which an engine's connections over a network are encrypted and both ends authenticated.
 
-CurveZMQ (RFC 26): each end has a pair of keys; who connects must know the public key of who listens, and shows its
-own. All servers of an engine have one pair and all its clients another, so that nobody but who was given them can
-listen or connect.
+CurveZMQ (RFC 26): each end has a pair of keys; the end that connects must know the public key of the end that
+listens, and shows its own. All servers of an engine have one pair and all its clients another, so that only
+processes that were given them can listen or connect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zmq
 from nbengine.errors import NBEngineError
 
 SocketOptions = dict[int, int | bytes]
-"""Values of `zmq.SocketOption`s."""
+"""The values of socket options, by `zmq.SocketOption`."""
 
 ZAP_DOMAIN = b"nbengine"
 
@@ -23,7 +23,7 @@ ZAP_DOMAIN = b"nbengine"
 class CurveKeys(msgspec.Struct, frozen=True):
     """Keys as Z85 text (RFC 32). They are shown nowhere: not in a log, not by `repr`.
 
-    Who has no `server_secret` cannot listen, only connect.
+    A process without `server_secret` cannot listen, only connect.
     """
 
     server_public: str
@@ -35,11 +35,11 @@ class CurveKeys(msgspec.Struct, frozen=True):
         return "CurveKeys(...)"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        # That of `msgspec.Struct` has every field.
+        # The one of `msgspec.Struct` shows every field.
         return []
 
     def for_clients(self) -> CurveKeys:
-        """The keys without what only who listens needs."""
+        """Return the keys without the one that only a listening process needs."""
         return msgspec.structs.replace(self, server_secret="")
 
 
@@ -57,7 +57,7 @@ def make_curve_keys() -> CurveKeys:
 
 
 def server_options(keys: CurveKeys) -> SocketOptions:
-    """Options of a socket that listens.
+    """Return the options of a socket that listens.
 
     Without a `Gatekeeper` in its context it lets nobody in.
     """
@@ -70,7 +70,7 @@ def server_options(keys: CurveKeys) -> SocketOptions:
 
 
 def client_options(keys: CurveKeys) -> SocketOptions:
-    """Options of a socket that connects."""
+    """Return the options of a socket that connects."""
     return {
         zmq.CURVE_SERVERKEY: keys.server_public.encode(),
         zmq.CURVE_PUBLICKEY: keys.client_public.encode(),

@@ -1,4 +1,4 @@
-"""What is asked and answered about engines that have not been started: whether they fit on this machine."""
+"""Questions whether engines that have not been started would fit on this machine, and their answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nbengine.config import EngineConfig
 
 
 class FitQuestion(msgspec.Struct):
-    """How would engines with these configurations, all of one model, come out here?"""
+    """The question how engines with these configurations, all of one model, would come out here."""
 
     configs: list[EngineConfig]
 
@@ -22,7 +22,8 @@ class MemoryPlace(msgspec.Struct, frozen=True):
 
 
 class SizePlan(msgspec.Struct):
-    """How an engine would come out; sizes in bytes, of all workers of an engine core together as in `EngineReady`."""
+    """The sizes that an engine would have, in bytes,
+    of all workers of an engine core together as in `EngineReady`."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -30,11 +31,16 @@ class SizePlan(msgspec.Struct):
     dtype: str = ""
     weights_bytes: int = 0
     page_bytes: int = 0
-    """Of a block of the KV cache."""
+    """Bytes of a block of the KV cache."""
     num_blocks: int = 0
     max_model_len: int = 0
+    rules: list[tuple[str, int]] = []
+    """The kind and size of each layer's `LayerRule`, which says what the layer keeps of a request."""
+    slot_bytes: int = 0
+    """Bytes of one request's recurrent state."""
+    num_state_slots: int = 0
     problem: str = ""
-    """Why it would not start; empty if it would."""
+    """The reason why the engine would not start; empty if it would."""
 
 
 class FitAnswer(msgspec.Struct):

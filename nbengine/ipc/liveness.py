@@ -1,89 +1,251 @@
-"""Whether another process still runs."""
+"""The identity of other processes, and whether they run, by what the kernel noted at their start.
+
+A pid alone names the process that has it at the moment, and the time of day at which a process started
+changes whenever somebody sets the clock. On Linux a process is told from a later one with its pid by the
+clock ticks between boot and its start; elsewhere by what psutil makes of the kernel's record.
+
+Looking at a process needs a file descriptor, of which none may be left. A failure to look is no death: then
+it counts whether the pid is taken.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import os
 import platform
 import select
+import signal
+import sys
 import uuid
+from typing import NamedTuple
 
+import msgspec
 import psutil
 
-START_TIME_TOLERANCE = 1.0
-"""Seconds by which two readings of one process's start may differ: it is computed from the time of boot."""
+_LARGEST_PID = 2**31 - 1
+
+
+class ProcessState(enum.Enum):
+    """The state of a process, as far as others can rely on it."""
+
+    RUNNING = "running"
+    """The process runs, sleeps or waits for a device: it goes on by itself."""
+    STOPPED = "stopped"
+    """SIGSTOP, SIGTSTP or the like has stopped it, until somebody continues it."""
+    TRACED = "traced"
+    """A debugger holds it."""
+    GONE = "gone"
+    """It has ended; a zombie has, too."""
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
+    """One process of this machine, and none that gets its pid later."""
+
+    pid: int
+    """The process's id; 0 or less: no process."""
+    started: int
+    """Clock ticks between boot and its start on Linux; 0: not known, so that the pid alone counts. It means
+    something only where `machine_id` is the same."""
 
 
 @functools.cache
 def machine_id() -> str:
-    """Something that two processes have in common if and only if a pid means the same to both."""
+    """Return a text that is the same for two processes if and only if a `ProcessIdentity` is."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-        # Of the process's pid namespace: a container's are its own.
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+        # The process's pid namespace: a container has its own pids.
+        spaces = [os.stat("/proc/self/ns/pid").st_ino]
     except OSError:
         return f"{platform.node()}:{uuid.getnode():x}"
+    # Its time namespace, which old kernels do not have: boot may have another time there.
+    with contextlib.suppress(FileNotFoundError):
+        spaces.append(os.stat("/proc/self/ns/time").st_ino)
+    return ":".join([boot, *map(str, spaces)])
 
 
-def start_time() -> float:
-    """When this process started, in seconds since the epoch."""
-    created: float = psutil.Process().create_time()
-    return created
+def identity_of(pid: int) -> ProcessIdentity | None:
+    """Find the process that has a pid now; None if no process has it, or only a zombie."""
+    if not 0 < pid <= _LARGEST_PID:
+        return None
+    seen = _look(pid)
+    if seen is None:
+        return ProcessIdentity(pid, 0) if _is_taken(pid) else None
+    return None if seen.state is ProcessState.GONE else ProcessIdentity(pid, seen.started)
+
+
+def this_process() -> ProcessIdentity:
+    """Return the identity of this process."""
+    pid = os.getpid()
+    return identity_of(pid) or ProcessIdentity(pid, 0)
+
+
+def state_of(process: ProcessIdentity) -> ProcessState:
+    """Return the state of a process; a later process with its pid does not count."""
+    if not 0 < process.pid <= _LARGEST_PID:
+        # A peer may have sent any number as its pid.
+        return ProcessState.GONE
+    seen = _look(process.pid)
+    if seen is None:
+        return ProcessState.RUNNING if _is_taken(process.pid) else ProcessState.GONE
+    is_another = process.started not in (0, seen.started)
+    return ProcessState.GONE if is_another else seen.state
+
+
+def is_alive(process: ProcessIdentity) -> bool:
+    """Return whether a process runs or is stopped, which is to say has not ended."""
+    return state_of(process) is not ProcessState.GONE
+
+
+def send_signal(process: ProcessIdentity, number: int) -> bool:
+    """Send a signal to exactly this process; return False if it is gone.
+
+    Raises:
+        PermissionError: the process is another user's.
+    """
+    descriptor = _open(process.pid)
+    try:
+        # Checked after the descriptor is open: it stands for the process that has the pid now.
+        if not is_alive(process):
+            return False
+        if descriptor is None:
+            os.kill(process.pid, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    return True
 
 
 class ProcessWatch:
-    """Watches the process that has `pid` and started at `created`; a later one with its pid is not it.
+    """A watch on one process; a later process with its pid does not count.
 
     Where the kernel gives out descriptors of processes (`pidfd_open(2)`), asking costs a microsecond.
     """
 
-    def __init__(self, pid: int, created: float) -> None:
-        self.pid = pid
-        self._fd: int | None = None
-        self._gone = pid <= 0
-        self._process: psutil.Process | None = None
-        if pid == os.getpid() or self._gone:
+    def __init__(self, process: ProcessIdentity) -> None:
+        self.process = process
+        self._descriptor: int | None = None
+        self._poll: select.poll | None = None
+        self._is_own = process.pid == os.getpid()
+        self._gone = process.pid <= 0
+        if self._is_own or self._gone:
             return
-        self._fd = _open(pid)
-        try:
-            # After the descriptor: what has the pid now is what the descriptor stands for.
-            self._process = psutil.Process(pid)
-            self._gone = abs(self._process.create_time() - created) >= START_TIME_TOLERANCE
-        except psutil.NoSuchProcess:
-            self._gone = True
-        self._poll = select.poll() if self._fd is not None else None
-        if self._poll is not None and self._fd is not None:
-            self._poll.register(self._fd, select.POLLIN)
+        self._descriptor = _open(process.pid)
+        # Checked after the descriptor is open: it stands for the process that has the pid now.
+        self._gone = not is_alive(process)
+        if self._descriptor is not None:
+            self._poll = select.poll()
+            self._poll.register(self._descriptor, select.POLLIN)
+
+    @property
+    def pid(self) -> int:
+        """Return the process's id."""
+        return self.process.pid
 
     def gone(self) -> bool:
-        """Whether the process has ended; a zombie has."""
-        if self._gone or self._process is None:
+        """Return whether the process has ended; a zombie has."""
+        if self._gone or self._is_own:
             return self._gone
-        if self._poll is not None:
-            self._gone = bool(self._poll.poll(0))
-        else:
-            self._gone = not _runs(self._process)
+        self._gone = bool(self._poll.poll(0)) if self._poll is not None else not is_alive(self.process)
         return self._gone
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, never to a later one with its pid;
+        this has no effect when it has ended."""
+        if self._descriptor is None:
+            send_signal(self.process, number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
     def close(self) -> None:
-        """Give the descriptor back; again does nothing."""
-        if self._fd is not None:
+        """Give the descriptor back; another call does nothing."""
+        if self._descriptor is not None:
             self._poll = None
-            os.close(self._fd)
-            self._fd = None
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class _Seen(NamedTuple):
+    """The kernel's record of the process that has a pid now."""
+
+    state: ProcessState
+    started: int
+
+
+_LINUX_STATES = {
+    "T": ProcessState.STOPPED,
+    "t": ProcessState.TRACED,
+    "Z": ProcessState.GONE,
+    "X": ProcessState.GONE,
+    "x": ProcessState.GONE,
+}
+_OTHER_STATES = {
+    psutil.STATUS_STOPPED: ProcessState.STOPPED,
+    psutil.STATUS_TRACING_STOP: ProcessState.TRACED,
+    psutil.STATUS_ZOMBIE: ProcessState.GONE,
+    psutil.STATUS_DEAD: ProcessState.GONE,
+}
+_STATE, _STARTED = 0, 19
+"""Places of fields 3 and 22 of /proc/PID/stat among the fields behind the command."""
+
+
+def _look(pid: int) -> _Seen | None:
+    """Look at the process that has a pid; return None if that fails, as when no process has it."""
+    if sys.platform != "linux":
+        return _look_elsewhere(pid)
+    if not _proc_is_ours():
+        return None
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            content = file.read()
+    except OSError:
+        return None
+    # The command stands in parentheses and may hold anything, further ones included.
+    fields = content[content.rindex(b")") + 1 :].decode("ascii").split()
+    return _Seen(_LINUX_STATES.get(fields[_STATE], ProcessState.RUNNING), int(fields[_STARTED]))
+
+
+def _look_elsewhere(pid: int) -> _Seen | None:
+    try:
+        process = psutil.Process(pid)
+        # Its hash is of the pid and of what the kernel recorded: where `create_time` follows the clock, this
+        # does not.
+        return _Seen(_OTHER_STATES.get(process.status(), ProcessState.RUNNING), hash(process))
+    except (psutil.Error, OSError):
+        return None
+
+
+@functools.cache
+def _proc_is_ours() -> bool:
+    """Return whether /proc exists and shows the pids of this process's namespace,
+    not those of a container's host."""
+    try:
+        return int(os.readlink("/proc/self")) == os.getpid()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_taken(pid: int) -> bool:
+    """Return whether some process has a pid; this needs no file descriptor."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _open(pid: int) -> int | None:
-    if hasattr(os, "pidfd_open"):
-        # Refused by old kernels and by some sandboxes.
-        with contextlib.suppress(OSError):
+    if pid > 0 and hasattr(os, "pidfd_open"):
+        # Old kernels and some sandboxes refuse it.
+        with contextlib.suppress(OSError, OverflowError):
             return os.pidfd_open(pid)
     return None
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False

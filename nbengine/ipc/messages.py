@@ -1,4 +1,5 @@
-"""Requests and outputs: what frontend and engine core exchange as `(identity, request type, msgpack, *aux frames)`.
+"""Requests and outputs, which frontend and engine core exchange as
+`(identity, request type, msgpack, *aux frames)`.
 
 See `EngineCoreRequestType` and the structs below it. Control messages are in `nbengine.ipc.control_messages`.
 """
@@ -6,11 +7,14 @@ See `EngineCoreRequestType` and the structs below it. Control messages are in `n
 from __future__ import annotations
 
 import enum
+import hmac
+import secrets
 from typing import Any, Literal
 
 import msgspec
 
 from nbengine.errors import WireError
+from nbengine.ipc.reasoning import ReasoningTokens
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
@@ -22,13 +26,14 @@ TRACE_TOPIC = b"trace"
 """First frame on `stats.sock`; the second is a msgpack `TraceBatch` or `TraceSnapshot`."""
 EventTopic = Literal["kv", "trace"]
 EVENT_TOPICS: dict[bytes, EventTopic] = {KV_TOPIC: "kv", TRACE_TOPIC: "trace"}
-"""Topics under which engine cores publish only while someone is subscribed."""
+"""The topics under which engine cores publish only while someone is subscribed."""
 FIRST_REQ = b"FIRST_REQ"
-"""First frame of what a client writes to `stats.sock` when it has sent a request to an engine core that it believes to
-be paused; the second is a msgpack `(rank, wave)`, the rank being that of the core that has the request."""
+"""First frame of the message that a client writes to `stats.sock` when it has sent a request to an engine
+core that it believes to be paused; the second is a msgpack `(rank, wave)` with the rank of the core that has
+the request."""
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-"""First frame of the last message of an engine core on every output socket; its identity and its
-`encode_incarnation` follow."""
+"""First frame of the last message of an engine core on every output socket;
+its identity and its `encode_incarnation` follow."""
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -36,14 +41,15 @@ class EngineCoreRequestType(enum.Enum):
 
     ADD = b"\x00"
     ABORT = b"\x01"
+    """The ids of requests; a second frame may have the ids of those among them that stop strings have ended."""
     START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     WAKEUP = b"\x04"
-    """Local to the engine core: ends the busy loop's wait, never sent."""
+    """A type that is local to the engine core and never sent: it ends the busy loop's wait."""
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended."""
+    """The reason for which a request ended."""
 
     STOP = 0
     LENGTH = 1
@@ -70,14 +76,15 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
 
 
 class TranscriptMark(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """On a request whose output the engine core is to keep until it has been read; see `nbengine.ipc.transcripts`."""
+    """The mark of a request whose output the engine core keeps until it has been read;
+    see `nbengine.ipc.transcripts`."""
 
     session: str
-    """Name of the client across restarts of its process, under which it finds the output again."""
+    """The name of the client across restarts of its process, under which it finds the output again."""
     prompt: str
-    """For a reader: what was asked, perhaps only its beginning."""
+    """The text that was asked, perhaps only its beginning, for a reader."""
     group: str
-    """Engine request id of the whole request, common to its completions."""
+    """The engine request id of the whole request, common to its completions."""
     submitted: float
     """`time.time()` of the frontend."""
     index: int = 0
@@ -106,25 +113,28 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     current_wave: int = 0
     external_req_id: str | None = None
     transcript: TranscriptMark | None = None
-    """Whether the output is to be kept, and what for."""
+    """The mark of a request whose output is kept; None: it is not kept."""
+    reasoning: ReasoningTokens | None = None
+    """The bounds of its reasoning, for a request with a grammar or a `thinking_budget`."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
     """Log probabilities at N positions of one request, natural logarithms of the model's own distribution.
 
     Row i has the token at position i first, then the K most likely tokens in descending order, so that the
-    token may occur twice; `sampled_token_ranks[i]` is how many tokens are at least as likely as it (1: none other).
+    token may occur twice; `sampled_token_ranks[i]` is the number of tokens that are at least as likely (1:
+    only itself).
     """
 
     logprob_token_ids: list[list[int]]
-    """N rows of K + 1."""
+    """Token ids: N rows of K + 1."""
     logprobs: list[list[float]]
-    """N rows of K + 1."""
+    """Log probabilities of `logprob_token_ids`: N rows of K + 1."""
     sampled_token_ranks: list[int]
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step brought to one request."""
+    """The result of one step for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -133,19 +143,22 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     events: list[EngineCoreEvent] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    """With `FinishReason.ERROR`: why the request was refused, for its caller alone."""
+    """With `FinishReason.ERROR`, the reason why the request was refused, for its caller alone. With
+    `FinishReason.ABORT`, the reason why the engine ended it."""
     new_logprobs: LogprobsLists | None = None
-    """Of `new_token_ids`."""
+    """The log probabilities of `new_token_ids`."""
     new_prompt_logprobs: LogprobsLists | None = None
-    """Of all prompt tokens but the first; comes once, when the prompt has been computed."""
+    """The log probabilities of all prompt tokens but the first;
+    they come once, when the prompt has been computed."""
     pooling_output: Any = None
-    """Of a pooling request: a float32 array, which comes with its end."""
+    """The result of a pooling request: a float32 array, which comes with its end."""
     lost_rank: int | None = None
-    """With an error of the client's own making: the engine core that had the request and has ended."""
+    """The rank of the engine core that had the request and has ended,
+    in an error that the client made itself."""
 
     @property
     def finished(self) -> bool:
-        """Whether the request has left the engine core."""
+        """Tell whether the request has left the engine core."""
         return self.finish_reason is not None
 
 
@@ -158,7 +171,7 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step brought to one client; `timestamp` is `time.monotonic()` of the engine core."""
+    """The results of one step for one client; `timestamp` is `time.monotonic()` of the engine core."""
 
     engine_index: int = 0
     outputs: list[EngineCoreOutput] = []
@@ -166,17 +179,19 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     timestamp: float = 0.0
     utility_output: UtilityOutput | None = None
     finished_requests: list[str] | None = None
-    """Requests of this client that ended without an output of their own."""
+    """Requests of this client that ended without an output that says so."""
     wave_complete: int | None = None
     start_wave: int | None = None
     incarnation: int = 0
-    """Which start of this rank they come from: a core that took the place of a dead one has the next number."""
+    """The number of the start of this rank that they come from:
+    a core that replaces a dead one has the next number."""
     returned: list[str] | None = None
-    """Requests of this client that the core has not begun and will not, because it leaves: for another rank."""
+    """Requests of this client that the core, which leaves, has not begun and will not:
+    another rank takes them."""
 
 
 class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
-    """Call of an engine core method by name."""
+    """A call of an engine core's method by name."""
 
     client_index: int
     call_id: int
@@ -184,22 +199,83 @@ class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
     args: list[Any]
 
 
-def engine_identity(rank: int) -> bytes:
-    """ZMQ identity of an engine core: its rank, 2 bytes little-endian."""
-    return rank.to_bytes(2, "little")
+SECRET_BYTES = 16
+"""Bytes of the secrets in engine cores' identities; see `engine_identity`."""
+MAX_SECRET_BYTES = 64
+"""The most bytes of a secret that a client chooses."""
+
+
+def new_secret() -> bytes:
+    """Make a secret that nobody can guess."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def engine_identity(rank: int, secret: bytes = b"") -> bytes:
+    """Return the ZMQ identity of an engine core: its rank, 2 bytes little-endian, and a secret.
+
+    Only the two ends of the connection know the secret, so that nobody else can take the core's place. For
+    the host it is the one that the core has got at its start; for a client it is the one in its `Attach`,
+    which may be empty.
+    """
+    return rank.to_bytes(2, "little") + secret
+
+
+def rank_of_identity(identity: bytes, secret: bytes = b"") -> int:
+    """Return the rank of an engine core that knows the secret.
+
+    Raises:
+        WireError: this is no identity of such a core.
+    """
+    if len(identity) < 2 or not hmac.compare_digest(identity[2:], secret):
+        raise WireError("no engine core has this identity")
+    return int.from_bytes(identity[:2], "little")
+
+
+def pulse_identity(rank: int, incarnation: int, secret: bytes = b"") -> bytes:
+    """Return the ZMQ identity of the socket that sends an engine core's pulses:
+    the core's identity and incarnation."""
+    return engine_identity(rank, secret) + encode_incarnation(incarnation)
+
+
+def rank_of_peer(identity: bytes, secret: bytes = b"") -> int:
+    """Return the rank of an engine core that speaks to its host as `engine_identity` or `pulse_identity`.
+
+    Raises:
+        WireError: the core does not know the secret.
+    """
+    is_pulse = len(identity) == len(engine_identity(0, secret)) + len(encode_incarnation(0))
+    return rank_of_identity(identity[:-4] if is_pulse else identity, secret)
 
 
 def encode_incarnation(incarnation: int) -> bytes:
-    """A core's incarnation, 4 bytes little-endian: its first message to a client, and the end of its last one."""
+    """Encode a core's incarnation, 4 bytes little-endian:
+    the end of its first and its last message to a client."""
     return incarnation.to_bytes(4, "little")
 
 
-def decode_home(identity: bytes, incarnation: bytes) -> tuple[int, int]:
-    """Rank and incarnation of a core from the two frames that name it.
+def decode_home(identity: bytes, incarnation: bytes, secret: bytes = b"") -> tuple[int, int]:
+    """Decode a core's rank and incarnation from the two frames that name it.
 
     Raises:
-        WireError: they do not.
+        WireError: they name no core, or their sender does not know the secret.
     """
-    if len(identity) != 2 or len(incarnation) != 4:
-        raise WireError(f"{identity!r}, {incarnation!r} is no rank and incarnation of an engine core")
-    return int.from_bytes(identity, "little"), int.from_bytes(incarnation, "little")
+    rank = rank_of_identity(identity, secret)
+    if len(incarnation) != 4:
+        raise WireError(f"{incarnation!r} is not an incarnation of an engine core")
+    return rank, int.from_bytes(incarnation, "little")
+
+
+def encode_announcement(client_index: int, incarnation: int) -> bytes:
+    """Encode a core's first message on a connection to a client: the lease that the connection is for, 8
+    bytes little-endian, and the core's incarnation."""
+    return client_index.to_bytes(8, "little") + encode_incarnation(incarnation)
+
+
+def decode_announcement(identity: bytes, announcement: bytes, secret: bytes = b"") -> tuple[int, int, int]:
+    """Decode client index, rank and incarnation from a core's first message.
+
+    Raises:
+        WireError: it is no such message, or its sender does not know the secret.
+    """
+    rank, incarnation = decode_home(identity, announcement[8:], secret)
+    return int.from_bytes(announcement[:8], "little"), rank, incarnation

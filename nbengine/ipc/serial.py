@@ -1,7 +1,7 @@
-"""Msgpack with tensors and arrays, without pickle.
+"""The encoding of messages: msgpack with tensors and arrays, without pickle.
 
 A tensor or array is one msgpack extension `[dtype, shape, data]`, recognisable wherever it stands, also in a
-field of type `Any`. `data` says which of three ways its bytes take:
+field of type `Any`. `data` has one of three types, for three ways that the bytes take:
 
 - bytes: inline, below `size_threshold`;
 - a map: out of band, where an `oob_tensor_consumer` took the tensor;
@@ -31,13 +31,13 @@ EXT_TENSOR = 1
 EXT_ARRAY = 2
 
 DEFAULT_SIZE_THRESHOLD = 256
-"""Bytes from which on a tensor travels in a frame of its own."""
+"""Bytes from which on a tensor travels in its own frame."""
 
 INTEGER_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64"))
 FLOAT_DTYPES = frozenset(("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"))
 TORCH_DTYPES = INTEGER_DTYPES | FLOAT_DTYPES
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
-"""`numpy.dtype.str` of plain numbers; object arrays would need pickle."""
+"""The form of `numpy.dtype.str` for plain numbers; object arrays would need pickle."""
 
 _ENCODING_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
 _DECODING_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, RecursionError, MemoryError)
@@ -46,23 +46,24 @@ T = TypeVar("T")
 
 
 class OOBTensorConsumer(Protocol):
-    """Takes the bytes of tensors and arrays out of band, for example into shared memory."""
+    """A consumer that takes the bytes of tensors and arrays out of band, for example into shared memory."""
 
     def __call__(self, data: memoryview) -> dict[str, Any] | None:
-        """Take `data` and return what the provider needs to find it, or None to leave it in the message."""
+        """Take `data` and return the handle with which the provider finds it,
+        or None to leave it in the message."""
 
     def discard(self, handle: dict[str, Any]) -> None:
-        """Give up what was taken: the message with this handle is not going to be sent."""
+        """Give up the bytes that a handle stands for: its message is not going to be sent."""
 
 
 class OOBTensorProvider(Protocol):
     """The other end of an `OOBTensorConsumer`."""
 
     def __call__(self, num_bytes: int, handle: dict[str, Any]) -> bytearray:
-        """Hand over the `num_bytes` bytes that `handle` stands for; raise `WireError` if there are none."""
+        """Return the `num_bytes` bytes that `handle` stands for; raise `WireError` if it stands for none."""
 
     def discard(self, handle: dict[str, Any]) -> None:
-        """Give up what `handle` stands for, if it stands for anything: its message cannot be decoded."""
+        """Give up the bytes that `handle` stands for, if any: its message cannot be decoded."""
 
 
 class _ArrayHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -72,7 +73,10 @@ class _ArrayHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class MsgpackEncoder:
-    """Encodes a message into frames: the msgpack, then the auxiliary frames. For one thread at a time."""
+    """An encoder of messages into frames: the msgpack, then the auxiliary frames.
+
+    It is for one thread at a time.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class MsgpackEncoder:
         self.size_threshold = size_threshold
         self.oob_tensor_consumer = oob_tensor_consumer
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._enc_hook)
-        # Into memory that is there already: without it a long prompt makes the output grow many times.
+        # Reused memory: in a new buffer, a long prompt would make the output grow many times.
         self._scratch = bytearray()
         self._frames: list[Buffer] = []
         self._placed: list[dict[str, Any]] = []
@@ -97,7 +101,7 @@ class MsgpackEncoder:
         return self._encode(obj, None)
 
     def encode_into(self, obj: Any, buffer: bytearray) -> list[Buffer]:
-        """Like `encode`, with `buffer` (overwritten and resized) as the first frame."""
+        """Encode like `encode`, with `buffer` (overwritten and resized) as the first frame."""
         return self._encode(obj, buffer)
 
     def _encode(self, obj: Any, buffer: bytearray | None) -> list[Buffer]:
@@ -156,7 +160,7 @@ class MsgpackEncoder:
 
 
 class MsgpackDecoder(Generic[T]):
-    """Decodes the frames of a message as `type` (anything, if not given). For one thread at a time.
+    """A decoder of a message's frames as `type` (anything, if not given). It is for one thread at a time.
 
     Tensors own their memory. Arrays are read-only views of the frame, or of the memory, they came in.
     """
@@ -185,12 +189,12 @@ class MsgpackDecoder(Generic[T]):
             self._frames = ()
 
     def decode_without_tensors(self, frames: Sequence[Buffer]) -> Any:
-        """Decode what a message says besides its tensors and arrays, of any type, with None in their places.
+        """Decode a message of any type without its tensors and arrays, with None in their places.
 
-        What they hold out of band is given up.
+        Their out-of-band bytes are given up.
 
         Raises:
-            WireError: there is no frame, or the first is not msgpack.
+            WireError: the message has no frame, or the first is not msgpack.
         """
         if not frames:
             raise WireError("a message without frames cannot be decoded")

@@ -1,9 +1,10 @@
-"""Large tensors past the sockets: through a file in shared memory, where a message names the place of each.
+"""The way of large tensors past the sockets: through a file in shared memory;
+a message names each one's place.
 
-A sender has one file, its *arena*, in the engine's *tensor directory* (0700, in `/dev/shm` where there is one). It
-copies a tensor into the next free slot, and the receiver copies it out and marks the slot free. Nothing is removed
-and made anew for each tensor: fresh pages would cost more than a socket does. An arena takes up to
-`ARENA_BYTES`; what does not fit goes through the socket.
+A sender has one file, its *arena*, in the engine's *tensor directory* (0700, in `/dev/shm` where there is
+one). It copies a tensor into the next free slot, and the receiver copies it out and marks the slot free. The
+file is kept for all tensors, since new pages would cost more than a socket does. An arena takes up to
+`ARENA_BYTES`; a tensor that does not fit goes through the socket.
 
 Names begin with the sender's client index, so that the arena of a client that is gone can be told from others
 (`remove_abandoned`), and go on with 128 random bits. The receiver trusts nothing: a handle names a file, no
@@ -29,14 +30,13 @@ from typing import Any, NoReturn
 import msgspec
 
 from nbengine.errors import WireError
-from nbengine.ipc.private import check_private, opened
+from nbengine.ipc.private import check_private, opened, opened_directory
 
 logger = logging.getLogger(__name__)
 
 OOB_SIZE_THRESHOLD = 256 << 10
 """Bytes from which on a slot costs less than a frame; measured by `benchmarks/bench_serial.py`."""
 ARENA_BYTES = 64 << 20
-SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
 _HEADER_BYTES = 64
 """A slot's header: its ticket (8 bytes, little-endian), 0 when the slot is free."""
@@ -45,7 +45,8 @@ _NAME = re.compile(r"([0-9]{1,19})-[0-9a-f]{32}")
 
 
 class TensorHandle(msgspec.Struct, forbid_unknown_fields=True):
-    """What a message says of a tensor in an arena: the file, the slot, and the ticket that is good once."""
+    """The place of a tensor in an arena, as a message names it:
+    the file, the slot, and the ticket that is good once."""
 
     name: str
     offset: int
@@ -53,39 +54,24 @@ class TensorHandle(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def mark(self) -> bytes:
-        """What the slot's header begins with."""
+        """Return the bytes with which the slot's header begins."""
         return self.ticket.to_bytes(8, "little")
 
 
-def new_tensor_dir(run_dir: Path) -> Path:
-    """Create the tensor directory of the engine that lives in `run_dir`.
-
-    It lies in `SHARED_MEMORY`, called after the run directory and its parent; where that cannot be had, in `run_dir`.
-    """
-    shared = SHARED_MEMORY / f"nbengine-{run_dir.parent.name}-{run_dir.name}"
-    try:
-        shared.mkdir(mode=0o700)
-    except OSError:
-        inside = run_dir / "tensors"
-        inside.mkdir(mode=0o700)
-        return inside
-    return shared
-
-
 def remove_abandoned(directory: str | Path, live: Collection[int]) -> None:
-    """Remove the arenas of all clients but those with an index in `live`."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            name = _NAME.fullmatch(entry.name)
-            if name is not None and int(name[1]) not in live:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+    """Remove the arenas of all clients but those with an index in `live`; what cannot be removed stays."""
+    with contextlib.suppress(OSError), opened_directory(directory) as descriptor:
+        for name in os.listdir(descriptor):
+            match = _NAME.fullmatch(name)
+            if match is not None and int(match[1]) not in live:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=descriptor)
 
 
 class ShmTensorSender:
-    """The sending end (an `OOBTensorConsumer`): takes what has `threshold` bytes or more, as long as there is room.
+    """The sending end (an `OOBTensorConsumer`): it takes tensors from `threshold` bytes up, if they fit.
 
-    Safe on any thread.
+    It is safe on any thread.
 
     Raises:
         NBEngineError: `directory` is not a directory that is this user's alone.
@@ -106,6 +92,7 @@ class ShmTensorSender:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._closed = False
+        self._has_room = True
         self._arena: _Arena | None = None
 
     def __call__(self, data: memoryview) -> dict[str, Any] | None:
@@ -120,8 +107,11 @@ class ShmTensorSender:
                     self._arena = _Arena(self._path, self._capacity)
                 place = self._arena.place(data)
             except OSError as error:
-                logger.debug("%d bytes go through the socket, not shared memory: %s", data.nbytes, error)
+                if self._has_room:
+                    logger.warning("large tensors go through the socket, not shared memory: %s", error)
+                self._has_room = False
                 return None
+            self._has_room = True
         return None if place is None else {"name": self._name, "offset": place[0], "ticket": place[1]}
 
     def discard(self, handle: dict[str, Any]) -> None:
@@ -131,7 +121,7 @@ class ShmTensorSender:
                 self._arena.free(handle["offset"])
 
     def close(self) -> None:
-        """Take nothing more, and remove what has not been received; again does nothing."""
+        """Take nothing more, and remove what has not been received; another call does nothing."""
         with self._lock:
             self._closed = True
             if self._arena is not None:
@@ -149,13 +139,13 @@ class ShmTensorReceiver:
         """Read the slot that `handle` stands for, and free it.
 
         Raises:
-            WireError: there is no such slot, or it is not what the message says.
+            WireError: the slot does not exist, or does not hold what the message says.
         """
         place = _checked(handle)
         try:
             with self._opened(place, num_bytes) as descriptor:
                 header, data = bytearray(_HEADER_BYTES), bytearray(num_bytes)
-                # Of a file that is cut short now, too little is read.
+                # If the file is cut short now, too little is read.
                 count = os.preadv(descriptor, [header, data], place.offset)
                 if count != _HEADER_BYTES + num_bytes or header[:8] != place.mark:
                     _refuse(place, "its ticket is not good (any more)")
@@ -165,7 +155,7 @@ class ShmTensorReceiver:
             _refuse(place, str(error))
 
     def discard(self, handle: dict[str, Any]) -> None:
-        """Free the slot that `handle` stands for, if it stands for one."""
+        """Free the slot that `handle` stands for, if any."""
         with contextlib.suppress(WireError, OSError):
             place = _checked(handle)
             with self._opened(place, 1) as descriptor:
@@ -174,7 +164,8 @@ class ShmTensorReceiver:
 
     @contextlib.contextmanager
     def _opened(self, place: TensorHandle, num_bytes: int) -> Iterator[int]:
-        """Open the arena, which must be a plain file of this user's, with no other name, that has the slot."""
+        """Open the arena, which must be a plain file of this user's, with no other name,
+        that has the slot."""
         # Without O_NONBLOCK, opening a FIFO would wait for the other end.
         with opened(os.path.join(self._directory, place.name), os.O_NONBLOCK) as descriptor:
             status = os.fstat(descriptor)
@@ -185,7 +176,8 @@ class ShmTensorReceiver:
 
 
 class _Arena:
-    """A file of `capacity` bytes, used as a ring of slots: freed in any order, taken again in that of their use.
+    """A file of `capacity` bytes, used as a ring of slots:
+    they are freed in any order, and taken again in ring order.
 
     Its pages are allocated when they are first needed, and kept.
     """
@@ -206,7 +198,7 @@ class _Arena:
                 raise
 
     def place(self, data: memoryview) -> tuple[int, int] | None:
-        """Copy `data` into a slot and return its offset and its ticket, None if there is none large enough.
+        """Copy `data` into a slot and return its offset and its ticket, None if no free slot is large enough.
 
         Raises:
             OSError: there is no memory for it.
@@ -258,10 +250,10 @@ def _checked(handle: dict[str, Any]) -> TensorHandle:
     try:
         place = msgspec.convert(handle, TensorHandle)
     except msgspec.ValidationError as error:
-        raise WireError(f"no handle of an out-of-band tensor: {error}") from None
+        raise WireError(f"not a handle of an out-of-band tensor: {error}") from None
     aligned = place.offset >= 0 and place.offset % _ALIGNMENT == 0
     if not _NAME.fullmatch(place.name) or not aligned or not 0 < place.ticket < 2**63:
-        raise WireError(f"no handle of an out-of-band tensor: {place}")
+        raise WireError(f"not a handle of an out-of-band tensor: {place}")
     return place
 
 

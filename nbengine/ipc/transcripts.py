@@ -1,7 +1,9 @@
-"""What an engine core keeps of requests that are marked with a `TranscriptMark`, and how it travels.
+"""Transcripts: the records that an engine core keeps of requests with a `TranscriptMark`,
+and how they travel.
 
-The utility `transcripts(session)` lists records, `read_transcripts(session, groups)` says that somebody has seen them,
-`forget_transcripts(session, groups)` drops them (all where `groups` is None), and `transcript_sessions()` counts them.
+The utility `transcripts(session)` lists records, `read_transcripts(session, groups)` marks them as seen,
+`forget_transcripts(session, groups)` drops them (all where `groups` is None), and `transcript_sessions()`
+counts them.
 """
 
 from __future__ import annotations
@@ -19,38 +21,39 @@ from nbengine.sampling_params import SamplingParams
 
 _TOKEN_BYTES = 4
 MAX_PROMPT_CHARACTERS = 4000
-"""Of a prompt's text, what is kept beside its answer."""
+"""Characters of a prompt's text that are kept beside its answer."""
 
 
 class TranscriptRecord(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One completion: what was asked and what has been written, without its text, which a frontend makes."""
+    """The record of one completion: the prompt and the tokens of the answer, whose text a frontend makes."""
 
     mark: TranscriptMark
     tokens: bytes
-    """Token ids of the answer, 4 bytes each, little-endian (`pack_tokens`): `mark.num_written`, then the output's."""
+    """Token ids of the answer, 4 bytes each, little-endian (`pack_tokens`):
+    `mark.num_written`, then the output's."""
     num_prompt_tokens: int
     decoding: SamplingParams
-    """What of the request's parameters decides how tokens become text (`decoding_params`)."""
+    """The part of the request's parameters that decides how tokens become text (`decoding_params`)."""
     finish_reason: FinishReason | None = None
-    """None: it is still being written."""
+    """The reason of its end; None: it is still being written."""
     stop_reason: int | str | None = None
     cause: str = ""
-    """Why it ended, where neither model nor client had ended it."""
+    """The cause of its end, where neither model nor client has ended it."""
     ended: float | None = None
-    """`time.time()` of the engine core."""
+    """The time of its end, by `time.time()` of the engine core."""
     was_read: bool = False
     rank: int = 0
 
 
 def shortened(prompt: str) -> str:
-    """The beginning of a prompt, which says so if it is not all."""
+    """Cut a prompt to its beginning, which says so if it is not all."""
     if len(prompt) <= MAX_PROMPT_CHARACTERS:
         return prompt
     return f"{prompt[:MAX_PROMPT_CHARACTERS]} … ({len(prompt):,} characters)"
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as bytes, 4 each, little-endian."""
+    """Pack token ids into bytes, 4 each, little-endian."""
     packed = array.array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -58,7 +61,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """The opposite of `pack_tokens`.
+    """Unpack the bytes that `pack_tokens` has made.
 
     Raises:
         WireError: the bytes are no whole number of tokens.
@@ -72,7 +75,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def decoding_params(params: SamplingParams) -> SamplingParams:
-    """The part of a request's parameters that decides how its tokens become text."""
+    """Return the part of a request's parameters that decides how its tokens become text."""
     return SamplingParams(
         max_tokens=None,
         min_tokens=params.min_tokens,
@@ -85,10 +88,10 @@ def decoding_params(params: SamplingParams) -> SamplingParams:
 
 
 def records_of(answer: Any) -> list[TranscriptRecord]:
-    """The records of one engine core's answer to `transcripts`.
+    """Return the records of one engine core's answer to `transcripts`.
 
     Raises:
-        msgspec.ValidationError: it is none.
+        msgspec.ValidationError: it is no such answer.
     """
     return [
         item if isinstance(item, TranscriptRecord) else msgspec.convert(item, TranscriptRecord)

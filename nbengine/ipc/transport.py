@@ -1,6 +1,7 @@
-"""Where an engine's sockets are: files of one machine, or TCP ports with CURVE that other machines can reach.
+"""The two kinds of an engine's sockets: files of one machine,
+and TCP ports with CURVE that other machines can reach.
 
-`make_socket` (`nbengine/ipc/sockets.py`) makes both kinds; which one an address says.
+`make_socket` (`nbengine/ipc/sockets.py`) makes both kinds; the address says which.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from nbengine.ipc.gatekeeper import Gatekeeper
 
 TCP_PREFIX = "tcp://"
 DEFAULT_PATIENCE = 30.0
-"""Seconds for which a peer may be out of reach."""
+"""Seconds for which a peer may be out of reach, by default."""
 HEARTBEATS_PER_PATIENCE = 6
 """A connection ends when half of them are missed; the other half of the time is for making another."""
 SHORTEST_HEARTBEAT_MS = 100
 HANDSHAKE_MS = 5000
-"""How long somebody may be connected before having shown a key."""
+"""Milliseconds for which a peer may be connected before it shows a key."""
 CONNECT_MS = 5000
-"""How long an attempt to connect may take before the next one."""
+"""Milliseconds that an attempt to connect may take before the next one."""
 BACKLOG = 1024
-"""Connections that may wait to be accepted, so that those of strangers do not keep others waiting for seconds."""
+"""Connections that may wait to be accepted: with fewer, strangers would keep others waiting for seconds."""
 LONGEST_RECONNECT_MS = 2000
 _FAR_AWAY = "192.0.2.1"
-"""An address of nobody (RFC 5737), to ask the kernel which way leads out of here."""
+"""An address that no machine has (RFC 5737), to ask the kernel which way leads out of this machine."""
 _ANY_PORT = 9
+"""The discard port: nothing is sent, but the kernel wants a port to choose a route."""
 
 _TCP_OPTIONS: SocketOptions = {
     zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
@@ -43,35 +45,41 @@ _TCP_OPTIONS: SocketOptions = {
 class EngineContext(zmq.Context[zmq.Socket[bytes]]):
     """A context whose TCP sockets have the engine's keys; without keys it makes none.
 
-    Who connects to one that listens is asked for the engine's client key, on a thread that starts with the first
-    such socket.
+    A peer that connects to a listening socket is asked for the engine's client key, on a thread that starts
+    with the first such socket.
     """
 
-    # pyzmq takes other attributes for options of sockets.
+    # Declared here: pyzmq takes attributes that the class does not have for options of sockets.
     _keys: CurveKeys | None = None
     _gatekeeper: Gatekeeper | None = None
     _heartbeat_ms: int = 0
 
     @classmethod
     def with_keys(cls, keys: CurveKeys | None, patience: float = DEFAULT_PATIENCE) -> EngineContext:
-        """A new context; `keys` is None for an engine of one machine.
+        """Make a new context; `keys` is None for an engine of one machine.
 
         A connection over a network that is silent for half of `patience` seconds ends.
+
+        Raises:
+            NBEngineError: no descriptors are left for it.
         """
-        context = cls()
+        try:
+            context = cls()
+        except zmq.ZMQError as error:
+            raise NBEngineError(f"no sockets can be made: {error}") from error
         context._keys = keys
         context._heartbeat_ms = max(SHORTEST_HEARTBEAT_MS, int(patience * 1000 / HEARTBEATS_PER_PATIENCE))
         return context
 
     def tcp_options(self, address: str, *, bind: bool) -> SocketOptions:
-        """Options of a socket that is about to listen (`bind`) on a TCP address or to connect to it.
+        """Return the options of a socket that is to listen (`bind`) on a TCP address or to connect to it.
 
         Raises:
-            NBEngineError: there is no key for it.
+            NBEngineError: this context has no key for it.
         """
         keys = self._keys
         if keys is None or (bind and not keys.server_secret):
-            raise NBEngineError("a socket on a network needs the engine's keys, and there are none here")
+            raise NBEngineError("a socket on a network needs the engine's keys, and this process has none")
         silence = HEARTBEATS_PER_PATIENCE // 2 * self._heartbeat_ms
         options = _TCP_OPTIONS | {
             zmq.IPV6: int("[" in address),
@@ -85,6 +93,12 @@ class EngineContext(zmq.Context[zmq.Socket[bytes]]):
             self._gatekeeper.start()
         return options | {zmq.BACKLOG: BACKLOG} | server_options(keys)
 
+    def bind(self, socket: zmq.Socket[bytes], address: str) -> None:
+        """Bind a socket that has `tcp_options` to its address."""
+        if self._gatekeeper is None:
+            raise NBEngineError("a socket that listens on a network needs a gatekeeper")
+        self._gatekeeper.bind(socket, address)
+
     def term(self) -> None:
         """Close the context; all its sockets must be closed."""
         super().term()
@@ -94,12 +108,13 @@ class EngineContext(zmq.Context[zmq.Socket[bytes]]):
 
 
 def is_tcp(address: str) -> bool:
-    """Whether a ZMQ address is one on a network."""
+    """Return whether a ZMQ address is on a network."""
     return address.startswith(TCP_PREFIX)
 
 
 def any_port(host: str) -> str:
-    """The ZMQ address to bind for a port of the kernel's choice; `host` is a name or an address of this machine.
+    """Return the ZMQ address to bind for a port that the kernel chooses;
+    `host` is a name or an address of this machine.
 
     Raises:
         NBEngineError: the name means nothing.
@@ -113,25 +128,27 @@ def any_port(host: str) -> str:
 
 
 def bound_address(bound: zmq.Socket[bytes]) -> str:
-    """The address that others connect to, with the port that was chosen."""
+    """Return the address that others connect to, with the port that was chosen."""
     return bound.get_string(zmq.LAST_ENDPOINT)
 
 
 def host_of(address: str) -> str:
-    """The host in a `tcp://` address."""
+    """Return the host in a `tcp://` address."""
     return address.removeprefix(TCP_PREFIX).rpartition(":")[0].strip("[]")
 
 
 def port_of(address: str) -> int:
-    """The port in a `tcp://` address."""
+    """Return the port in a `tcp://` address."""
     return int(address.rpartition(":")[2])
 
 
 def own_address(towards: str | None = None) -> str:
-    """This machine's address on the way to `towards`, another's or its own, or on the way out (None). Sends nothing.
+    """Find this machine's address on the way to the machine `towards`, or on the way out (None).
+
+    Nothing is sent.
 
     Raises:
-        NBEngineError: there is none.
+        NBEngineError: this machine has none.
     """
     try:
         kind, _, _, _, place = socket.getaddrinfo(towards or _FAR_AWAY, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
@@ -142,12 +159,12 @@ def own_address(towards: str | None = None) -> str:
     except OSError as error:
         if towards is None:
             return _some_address()
-        raise NBEngineError(f"this machine has no way to {towards!r}: {error}") from error
+        raise NBEngineError(f"this machine has no route to {towards!r}: {error}") from error
     return found
 
 
 def _some_address() -> str:
-    """An address of an interface that is up, for a machine without a way out."""
+    """Return an address of an interface that is up, for a machine without a way out."""
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         if name not in states or not states[name].isup:

@@ -1,30 +1,30 @@
-"""What the utilities of an engine core take and give, beside plain values."""
+"""Arguments and results of an engine core's utilities, beside plain values."""
 
 from __future__ import annotations
 
 import msgspec
 
 PAUSE_MODES = ("abort", "wait", "keep")
-"""What becomes of unfinished requests: they are aborted; those that have begun go on to their end; or they are held
-back and go on later."""
+"""The ways to treat unfinished requests: abort them; let those that have begun go on to their end; or hold
+them back, to go on later."""
 SLEEP_LEVELS = (1, 2)
 SLEEP_TAGS = ("weights", "kv_cache")
-"""What a sleeping engine has given back, in the order in which it is restored."""
+"""The parts that a sleeping engine has given back, in the order in which they are restored."""
 DEFAULT_PROFILE_STEPS = 200
 
 
 class ProfileReport(msgspec.Struct):
-    """What `stop_profile` has recorded."""
+    """A report of what the profiler recorded until `stop_profile`."""
 
     paths: list[str]
-    """A Chrome trace (gzipped JSON, for Perfetto or chrome://tracing) a worker."""
+    """One Chrome trace (gzipped JSON, for Perfetto or chrome://tracing) for each worker."""
     num_steps: int
     summary: str
-    """The operations that took the most time of the first worker, as a table."""
+    """A table of the operations that took the most time of the first worker."""
 
     @property
     def path(self) -> str:
-        """The trace of the first worker."""
+        """Return the path of the first worker's trace."""
         return self.paths[0]
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""Blocks of the KV cache: who holds them, which are shared, which can be found again. Pure Python."""
+"""The blocks of the KV cache: their holders, sharing, and the index that finds them. Pure Python."""

@@ -1,24 +1,31 @@
-"""What the prefix cache tells those who follow it."""
+"""The protocol with which the prefix cache tells its followers of changes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from nbengine.scheduler.request import Request
+    from nbengine.kv_cache.holder import BlockHolder
 
 
 class CacheObserver(Protocol):
-    """Hears what happens to the prefix cache's index, at once and in order; it must not change anything."""
+    """An observer that hears of every change of the prefix cache's index, at once and in order.
 
-    def stored(self, request: Request, start: int, end: int) -> None:
-        """The blocks `start` to `end - 1` of a request's table can be found from now on."""
+    It must not change the index or the blocks.
+    """
+
+    def stored(self, request: BlockHolder, start: int, end: int) -> None:
+        """Hear that the blocks `start` to `end - 1` of each of a request's tables can be found from now on."""
+
+    def given_back(self, request: BlockHolder, places: Sequence[int]) -> None:
+        """Hear that a running request no longer holds the blocks at these places of its tables."""
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """A block cannot be found any more, because its place is needed."""
+        """Hear that a block cannot be found any more, because its place is needed."""
 
     def replaced(self, block_id: int) -> None:
-        """A block cannot be found any more: one that is stored next has the same contents."""
+        """Hear that a block cannot be found any more, because the next stored one has the same contents."""
 
     def cleared(self) -> None:
-        """Nothing can be found any more."""
+        """Hear that nothing can be found any more."""

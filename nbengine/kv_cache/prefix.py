@@ -1,4 +1,4 @@
-"""Chained hashes of full KV blocks: how a request finds blocks that hold the start of its own tokens."""
+"""Chained hashes of full KV blocks, with which a request finds blocks that hold its own first tokens."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from hashlib import sha256
 from nbengine.errors import RequestError
 
 ExtraKeys = tuple[tuple[str, str | int | bytes], ...]
-"""What the keys and values depend on besides the token ids, as (kind, value): a cache salt, an adapter, an image."""
+"""Things on which the keys and values depend besides the token ids, as (kind, value): a cache salt, an
+adapter, an image."""
 
 _TOKEN_TYPE = "I"
 _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
 class BlockHasher:
-    """Hashes blocks of `block_size` token ids.
+    """A hasher of blocks of `block_size` token ids.
 
     A block's hash is SHA-256 over its token ids and the hash of the block before it; the chain starts from a
     hash of the extra keys. Equal hashes therefore mean an equal prefix, from the first token to the block's
     last, under equal extra keys.
 
-    Where tokens stand for something else, such as an embedding, the digest of that is hashed as well: it makes
-    what is hashed longer, so that no such block has the hash of a block of plain tokens.
+    Where tokens stand for something else, such as an embedding, the digest of that is hashed as well. It
+    makes the hashed text longer, so that no such block has the hash of a block of plain tokens.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
     def digests(self, rows: memoryview, num_rows: int) -> list[bytes]:
-        """SHA-256 of what `num_rows` tokens stand for, block by block, the last one perhaps not full.
+        """Return the SHA-256 of what `num_rows` tokens stand for, block by block; the last may not be full.
 
-        `rows` is flat bytes, as many for each token.
+        `rows` is flat bytes, the same number for each token.
         """
         if not num_rows:
             return []
@@ -46,7 +47,7 @@ class BlockHasher:
         extra_keys: ExtraKeys = (),
         content: Sequence[bytes] = (),
     ) -> None:
-        """Append to `hashes` those of the full blocks of `token_ids` that it does not hold yet.
+        """Append to `hashes` the hashes of the full blocks of `token_ids` that it does not have yet.
 
         `content` has the `digests` of the first blocks, where their tokens stand for something else.
 
@@ -75,3 +76,9 @@ class BlockHasher:
 def _root(extra_keys: ExtraKeys) -> bytes:
     # repr() of nested tuples of str, int and bytes is injective: quoting keeps neighbours apart.
     return sha256(repr(extra_keys).encode()).digest()
+
+
+def group_key(block_hash: bytes, group: int) -> bytes:
+    """Return the key with which the index finds the block of a group of layers: the hash itself for the first
+    group, else the hash and the group's number, which makes it longer than any hash."""
+    return block_hash + group.to_bytes(2, "big") if group else block_hash

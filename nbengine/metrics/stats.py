@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import msgspec
 
+from nbengine.metrics.requests import RequestStats
+
 
 class WorkerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One worker of an engine core."""
 
     rank: int = 0
     memory_bytes: int = 0
-    """What the worker holds: on a GPU what torch has allocated there, on a CPU the resident set of its process. As of
-    its latest step, or a second before; and of the latest sleep or wake-up."""
+    """Memory that the worker holds: on a GPU what torch has allocated there, on a CPU the resident set of its
+    process. It was measured at the latest step or up to a second before, or at the latest sleep or
+    wake-up."""
     num_steps: int = 0
     """Steps with tokens since the start."""
     step_seconds: float = 0.0
-    """Time that its part of the latest step took, waiting for other workers included."""
+    """Time that the worker's part of the latest step took, waiting for other workers included."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """State of one engine's scheduler and KV cache after a step; counters never go down, except where it says so."""
+    """State of one engine's scheduler and KV cache after a step; counters never go down, except where a field
+    says otherwise."""
 
     engine_index: int = 0
     num_running_reqs: int = 0
@@ -38,24 +42,40 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Steps since the start; in lock step, turns since the wave began."""
     current_wave: int = 0
     engines_running: bool = False
-    """In lock step: whether this rank steps, with work of its own or without."""
+    """In lock step: True while this rank steps, even if it has no requests itself."""
     num_dummy_steps: int = 0
-    """In lock step: steps without work of its own, since the start."""
+    """In lock step: steps since the start in which this rank had no requests itself."""
     is_paused: bool = False
     """New requests wait until the engine is resumed."""
     sleep_level: int = 0
     """0: awake; 1: without KV cache, weights in host memory; 2: without either."""
     workers: list[WorkerStats] = []
-    """By rank."""
+    """The engine core's workers, by rank."""
+    is_kept_asleep: bool = False
+    """While it sleeps, requests are refused instead of waiting."""
+    num_state_slots: int = 0
+    """Slots for the states of recurrent layers; 0 for a model without such layers."""
+    num_free_state_slots: int = 0
+    """Slots that no request holds, checkpoints included; equals `num_state_slots` when idle."""
+    num_checkpoints: int = 0
+    """States of recurrent layers that can be found by the tokens before them."""
+    num_prompt_tokens: int = 0
+    """Tokens of the prompts of requests that have a token or a result, found in the cache or not, since the
+    start."""
+    num_generation_tokens: int = 0
+    """Tokens sampled, since the start."""
+    requests: RequestStats | None = None
+    """Times and sizes of requests. In a report of an engine core, None if they are those of its report before; a
+    trace never has them."""
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the engine has given memory back; requests wait until it wakes up."""
+        """Tell whether the engine has given memory back; requests wait until it wakes up."""
         return self.sleep_level > 0
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
+        """Return the share of the blocks in use, from 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 

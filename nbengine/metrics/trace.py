@@ -1,8 +1,9 @@
-"""What a scheduler does, step by step, as a stream that others can follow: the wire format.
+"""The wire format of the trace: what a scheduler does, step by step, as a stream that others can follow.
 
-An engine core records it only while someone is subscribed to it. `nbengine.client.trace_mirror` rebuilds the state from it.
-Requests are called by *numbers*, which one engine core gives out from 0 in the order in which they come. All times are
-seconds of `time.time()` on the engine's machine.
+An engine core records the trace only while someone is subscribed to it.
+`nbengine.client.observe.trace_mirror` rebuilds the state from it. Requests are called by *numbers*, which one
+engine core gives out from 0 in the order in which they come. All times are seconds of `time.time()` on the
+engine's machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import msgspec
 from nbengine.metrics.stats import SchedulerStats
 
 PROMPT_PREVIEW_TOKENS = 64
-"""How many of a prompt's first tokens are published with a request."""
+"""Number of a prompt's first tokens that are published with a request."""
 
 
 class RequestAdded(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -20,14 +21,14 @@ class RequestAdded(msgspec.Struct, array_like=True, tag=True, gc=False):
 
     number: int
     request_id: str
-    """As the engine core knows it (`RequestOutputCollector.engine_request_id`)."""
+    """The id that the engine core knows (`RequestOutputCollector.engine_request_id`)."""
     client_index: int
     time: float
     num_prompt_tokens: int
     max_total_tokens: int
-    """Prompt and output together, at most."""
+    """Most tokens of prompt and output together."""
     prompt_token_ids: list[int]
-    """The first `PROMPT_PREVIEW_TOKENS` at most."""
+    """The prompt's first tokens, `PROMPT_PREVIEW_TOKENS` at most."""
     priority: int = 0
     is_pooling: bool = False
 
@@ -35,25 +36,26 @@ class RequestAdded(msgspec.Struct, array_like=True, tag=True, gc=False):
 class StepPlanned(msgspec.Struct, array_like=True, tag=True, gc=False):
     """A step was planned; the lists are parallel, in the plan's order.
 
-    What was preempted, evicted and stored for it comes before it.
+    The events of the preemptions that it caused, and of the blocks evicted and stored for it, come before it.
     """
 
     step: int
     time: float
     numbers: list[int]
     num_tokens: list[int]
-    """Computed in this step."""
+    """Tokens computed in this step."""
     num_computed: list[int]
-    """Computed before it; of a request that is admitted, its hit in the prefix cache."""
+    """Tokens computed before this step; for a request that is admitted, its hit in the prefix cache."""
     admitted: list[int]
     """Numbers of requests that waited until now, after a preemption or for the first time."""
     new_blocks: list[tuple[int, list[int]]]
-    """(number, blocks appended to its table, those of a prefix hit included)."""
+    """(number, blocks appended to its tables, those of a prefix hit included; -1: no block)."""
 
 
 class StepContinued(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """A step was planned in which the requests of the one planned before go on where it leaves them, in its order and with
-    one token each; nobody was admitted. Never the first step after a snapshot."""
+    """A step was planned in which the requests of the step planned before it go on where that leaves them, in
+    the same order and with one token each, and no request was admitted. It is never the first step after a
+    snapshot."""
 
     step: int
     time: float
@@ -62,17 +64,27 @@ class StepContinued(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class StepDone(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, gc=False):
-    """The outcome of a step was taken in; what it has ended follows."""
+    """The outcome of a step was taken in; the events of requests that it has ended follow."""
 
     step: int
     time: float
     num_sampled: list[int] | None = None
-    """New tokens by position in the step's numbers; None: one each, except for pooling requests and those of which known
-    tokens were still to be computed when it was planned, which got none. What came for a request that had ended counts 0."""
+    """New tokens by position in the step's numbers. None means one each, except for pooling requests and for
+    requests that still had known tokens to compute when the step was planned: these got none. Tokens that
+    came for a request that had ended count 0."""
     numbers: list[int] | None = None
-    """Those of the step, if it was planned before the latest snapshot; `num_sampled` is given, too."""
+    """The step's numbers, if it was planned before the latest snapshot; `num_sampled` is then given, too."""
     rejected: list[tuple[int, int]] = []
-    """(number, tokens): of what the request had computed so much counts for nothing, because drafts were rejected."""
+    """(number, tokens): this many of the request's computed tokens do not count, because drafts were
+    rejected."""
+
+
+class BlocksGivenBack(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """A running request no longer holds some blocks: those of a window that it has passed."""
+
+    number: int
+    places: list[int]
+    """The blocks' places in its tables, where -1 stands from now on."""
 
 
 class RequestPreempted(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -82,7 +94,7 @@ class RequestPreempted(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class RequestFinished(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """A request has left; its blocks are let go, the last one first."""
+    """A request has ended; its blocks are released, the last one first."""
 
     number: int
     time: float
@@ -95,7 +107,7 @@ class BlocksCached(msgspec.Struct, array_like=True, tag=True, gc=False):
 
     block_ids: list[int]
     token_ids: list[int]
-    """`block_size` a block; -1 for a token that was given as an embedding."""
+    """`block_size` ids per block; -1 for a token that was given as an embedding."""
 
 
 class BlocksUncached(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -105,7 +117,7 @@ class BlocksUncached(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class CacheCleared(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """Nothing can be found any more."""
+    """The prefix cache was reset: nothing can be found any more."""
 
 
 TraceEvent = (
@@ -113,6 +125,7 @@ TraceEvent = (
     | StepPlanned
     | StepContinued
     | StepDone
+    | BlocksGivenBack
     | RequestPreempted
     | RequestFinished
     | BlocksCached
@@ -129,16 +142,17 @@ class RequestTrace(msgspec.Struct, array_like=True, gc=False):
     num_computed_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    """Its hit in the prefix cache at the first admission; -1 before it."""
+    """Tokens found in the prefix cache at the first admission; -1 before it."""
     num_preemptions: int
     block_ids: list[int]
+    """Its block tables, one for each group of the model's layers, column by column; -1: no block."""
 
 
 class TraceBatch(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """What has happened since the batch before, in order. `stats` is the state after the last event.
+    """The events since the batch before, in order. `stats` is the state after the last event.
 
-    `seq` grows by 1 from batch to batch of an engine core: a gap is a loss. One that was started again (the next
-    `incarnation`) counts anew.
+    `seq` grows by 1 from batch to batch of an engine core: a gap is a loss. An engine core that was started
+    again (the next `incarnation`) counts from the beginning.
     """
 
     engine_index: int
@@ -160,9 +174,12 @@ class TraceSnapshot(msgspec.Struct, array_like=True, tag=True, gc=False):
     max_num_seqs: int
     requests: list[RequestTrace]
     cached: BlocksCached
-    """Everything that can be found; the tokens are those of the first blocks alone, where those of the others are unknown."""
+    """All blocks that can be found. Those whose tokens are known come first; `token_ids` has the tokens of
+    these."""
     stats: SchedulerStats
     incarnation: int = 0
+    num_tables: int = 1
+    """Block tables of a request: groups of layers."""
 
 
 TraceMessage = TraceBatch | TraceSnapshot

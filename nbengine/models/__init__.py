@@ -1,1 +1,1 @@
-"""Finding, reading and building models. Modules say whether they import torch."""
+"""This package finds, reads and builds models. Modules say whether they import torch."""

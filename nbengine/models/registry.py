@@ -1,155 +1,155 @@
-"""From a resolved `ModelConfig` to a model on a device: device, dtype and architecture."""
+"""The registry: which family computes the models of which architecture. A family's module is imported when a model
+needs it, and imports no torch before it builds one."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
 from typing import Any
 
-import torch
+from nbengine.errors import ModelLoadError
+from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.configs.encoder_config import EncoderConfig, any_encoder_config, is_encoder
+from nbengine.models.configs.hf_config import FAMILIES_KEY, MODEL_IMPL_KEY
+from nbengine.models.configs.transformers_config import missing_feature, transformers_config
+from nbengine.models.configs.unsupported import why_unsupported
+from nbengine.models.family import Family
 
-from nbengine.config import ModelConfig
-from nbengine.distributed.communicator import SINGLE, ParallelState
-from nbengine.distributed.layout import ALONE, RankLayout
-from nbengine.errors import InvalidArgumentError, ModelLoadError
-from nbengine.models.bert import BertModel
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_classifier import make_decoder
-from nbengine.models.decoder_config import decoder_config
-from nbengine.models.encoder_config import encoder_config, is_encoder
-from nbengine.models.hf_config import load_hf_config
-from nbengine.models.loader import load_decoder, load_encoder
-from nbengine.models.progress import ProgressCallback, Reporter
+_FAMILIES = "nbengine.models.families"
+_CAUSAL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_INFO = Path("/proc/cpuinfo")
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-
-
-def resolve_device(config: ModelConfig) -> torch.device:
-    """The device that `config.device` means here; "auto" is CUDA where there is one.
-
-    Raises:
-        InvalidArgumentError: CUDA is asked for but not available.
-    """
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise InvalidArgumentError("device", config.device, "'auto' or 'cpu' (no CUDA device is available)")
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def resolve_dtype(config: ModelConfig, hf_config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV cache.
-
-    "auto" is the checkpoint's own type for safetensors, and for GGUF files, whose blocks have none, the
-    16-bit type that the device computes fast, else float32. A type that the device has no fast products for
-    gives way: bfloat16 to float16 on older GPUs, float16 to float32 (exactly) on the CPU.
-
-    Raises:
-        ModelLoadError: config.json states a type that is not a floating-point type we know.
-    """
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    if any(path.lower().endswith(".gguf") for path in config.weights):
-        return _fast_dtype(device)
-    stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    dtype = _DTYPES.get(str(stated).removeprefix("torch."))
-    if dtype is None:
-        raise ModelLoadError(f"config.json: dtype must be one of {', '.join(_DTYPES)}, got {stated!r}")
-    if device.type == "cpu" and dtype is torch.float16:
-        return torch.float32
-    if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-        return torch.float16
-    return dtype
+DECODERS: Mapping[str, str] = {
+    "LlamaForCausalLM": f"{_FAMILIES}.llama:Llama",
+    "MistralForCausalLM": f"{_FAMILIES}.llama:Mistral",
+    "Qwen2ForCausalLM": f"{_FAMILIES}.qwen:Qwen2",
+    "Qwen3ForCausalLM": f"{_FAMILIES}.qwen:Qwen3",
+    "MixtralForCausalLM": f"{_FAMILIES}.mixtral:Mixtral",
+    "Qwen2MoeForCausalLM": f"{_FAMILIES}.qwen:Qwen2Moe",
+    "Qwen3MoeForCausalLM": f"{_FAMILIES}.qwen:Qwen3Moe",
+    "Qwen3NextForCausalLM": f"{_FAMILIES}.qwen_hybrid:Qwen3Next",
+    "Qwen3_5ForCausalLM": f"{_FAMILIES}.qwen_hybrid:Qwen35",
+    "Qwen3_5ForConditionalGeneration": f"{_FAMILIES}.qwen_hybrid:Qwen35",
+    "Qwen3_5MoeForCausalLM": f"{_FAMILIES}.qwen_hybrid:Qwen35Moe",
+    "Qwen3_5MoeForConditionalGeneration": f"{_FAMILIES}.qwen_hybrid:Qwen35Moe",
+    "GemmaForCausalLM": f"{_FAMILIES}.gemma:Gemma",
+    "Gemma2ForCausalLM": f"{_FAMILIES}.gemma:Gemma2",
+    "Gemma3ForCausalLM": f"{_FAMILIES}.gemma:Gemma3",
+    "Gemma3ForConditionalGeneration": f"{_FAMILIES}.gemma:Gemma3",
+    "Phi3ForCausalLM": f"{_FAMILIES}.phi:Phi3",
+    "OlmoForCausalLM": f"{_FAMILIES}.olmo:Olmo",
+    "Olmo2ForCausalLM": f"{_FAMILIES}.olmo:Olmo2",
+    "Olmo3ForCausalLM": f"{_FAMILIES}.olmo:Olmo3",
+    "GraniteForCausalLM": f"{_FAMILIES}.granite:Granite",
+    "GraniteMoeForCausalLM": f"{_FAMILIES}.granite:GraniteMoe",
+    "GraniteMoeHybridForCausalLM": f"{_FAMILIES}.granite_hybrid:GraniteMoeHybrid",
+    "BambaForCausalLM": f"{_FAMILIES}.mamba:Bamba",
+    "Mamba2ForCausalLM": f"{_FAMILIES}.mamba:Mamba2",
+    "Lfm2ForCausalLM": f"{_FAMILIES}.lfm2:Lfm2",
+    "Lfm2MoeForCausalLM": f"{_FAMILIES}.lfm2:Lfm2Moe",
+    "SmolLM3ForCausalLM": f"{_FAMILIES}.smollm3:SmolLM3",
+    "GptOssForCausalLM": f"{_FAMILIES}.gpt_oss:GptOss",
+    "GlmForCausalLM": f"{_FAMILIES}.glm:Glm",
+    "Glm4ForCausalLM": f"{_FAMILIES}.glm:Glm4",
+    "DeepseekV2ForCausalLM": f"{_FAMILIES}.deepseek:DeepseekV2",
+    "DeepseekV3ForCausalLM": f"{_FAMILIES}.deepseek:DeepseekV3",
+    "Glm4MoeLiteForCausalLM": f"{_FAMILIES}.deepseek:Glm4MoeLite",
+}
+"""The family of each class of decoders; a class with a classification head has that of the decoder."""
+TRANSFORMERS = f"{_FAMILIES}.transformers_backend:TransformersFamily"
+"""The family of decoders that have none of their own, where transformers has a class for them."""
 
 
-def load_model(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: ProgressCallback | None = None,
-    parallel: ParallelState = SINGLE,
-) -> DecoderForCausalLM:
-    """Load a rank's weights of a resolved decoder; `progress` gets messages of the stage "load".
-
-    Raises:
-        ModelLoadError: the architecture is not supported, or the files are corrupt or do not fit together.
-    """
-    return load_decoder(
-        decoder_config(load_hf_config(config)),
-        tuple(map(Path, config.weights)),
-        dtype=dtype,
-        device=device,
-        max_positions=config.max_model_len,
-        report=Reporter(progress, "load"),
-        parallel=parallel,
-    )
+def reference_of(hf: Mapping[str, Any]) -> str | None:
+    """Return the family, as "module:Class", of the decoder that a Hugging Face configuration describes: unless
+    `model_impl` says otherwise, the one for its architecture, else the transformers backend. None: there is
+    none."""
+    implementation = hf.get(MODEL_IMPL_KEY, "auto")
+    if implementation == "transformers":
+        return TRANSFORMERS
+    registered = hf.get(FAMILIES_KEY) or {}
+    for name in map(str, hf.get("architectures") or ()):
+        base = name.removesuffix(_CLASSIFIER) + _CAUSAL if name.endswith(_CLASSIFIER) else name
+        found = registered.get(name) or registered.get(base) or DECODERS.get(base)
+        if found is not None:
+            return str(found)
+    return TRANSFORMERS if implementation == "auto" and missing_feature(hf) is None else None
 
 
-def make_model(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: ProgressCallback | None = None,
-    parallel: ParallelState = SINGLE,
-) -> DecoderForCausalLM:
-    """A resolved decoder like that of `load_model` whose weights are all 0 as yet.
+def family_of(hf: Mapping[str, Any]) -> Family:
+    """Return the family of the decoder that a Hugging Face configuration describes.
 
     Raises:
-        ModelLoadError: the architecture is not supported.
+        ModelLoadError: there is none; the message says what is missing, and what would run.
     """
-    Reporter(progress, "load")("making room for the weights")
-    hf_config = decoder_config(load_hf_config(config))
-    model = make_decoder(
-        hf_config, dtype=dtype, device=device, max_positions=config.max_model_len, parallel=parallel
-    )
-    with torch.inference_mode():
-        for weight in model.parameters():
-            weight.zero_()
-    return model
+    reference = reference_of(hf)
+    if reference is None:
+        implementation, feature = hf.get(MODEL_IMPL_KEY, "auto"), missing_feature(hf)
+        otherwise = f"through transformers it cannot run: it has {feature}"
+        if feature is None:
+            otherwise = "model_impl='auto' tries its class of transformers"
+        elif implementation == "nbengine":
+            otherwise = ""
+        raise ModelLoadError("; ".join(filter(None, (why_unsupported(hf, DECODERS), otherwise))))
+    return load_family(reference)
 
 
-def load_encoder_model(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: ProgressCallback | None = None,
-) -> BertModel:
-    """Load the weights of a resolved encoder; raises as `load_model` does."""
-    return load_encoder(
-        encoder_config(load_hf_config(config)),
-        tuple(map(Path, config.weights)),
-        dtype=dtype,
-        device=device,
-        report=Reporter(progress, "load"),
-    )
-
-
-def weights_bytes_of(hf_config: Mapping[str, Any], dtype: torch.dtype, layout: RankLayout = ALONE) -> int:
-    """Bytes that a rank's weights will take; nothing is loaded for it.
+def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """Map a Hugging Face configuration to the decoder's.
 
     Raises:
-        ModelLoadError: the architecture is not supported.
+        ModelLoadError: the architecture or one of its variants is not supported, or a value is missing or
+            wrong.
     """
-    nowhere = torch.device("meta")
-    if is_encoder(hf_config):
-        return BertModel(encoder_config(hf_config), dtype=dtype, device=nowhere).weights_bytes
-    config = decoder_config(hf_config)
-    parallel = ParallelState(layout)
-    return make_decoder(config, dtype=dtype, device=nowhere, max_positions=1, parallel=parallel).weights_bytes
+    config = family_of(hf).config(hf)
+    reference = reference_of(hf)
+    assert reference is not None
+    return replace(config, family=reference)
 
 
-def _fast_dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if cpu_has_bf16_products() else torch.float32
+@cache
+def load_family(reference: str) -> Family:
+    """Import the family `"module:Class"`.
 
-
-def cpu_has_bf16_products() -> bool:
-    """Whether the CPU is known to multiply bfloat16 in hardware (AVX-512 BF16, AMX, Arm's BF16)."""
+    Raises:
+        ModelLoadError: the class cannot be imported, or cannot be made without arguments.
+    """
+    module, _, name = reference.partition(":")
     try:
-        with _CPU_INFO.open() as lines:
-            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return False
-    return not _BF16_FLAGS.isdisjoint(flags.split())
+        made: Family = getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise ModelLoadError(
+            f"cannot import the model family {reference!r}: {error}; it must be importable in the engine's processes "
+            "(PYTHONPATH, or an installed package)"
+        ) from error
+    return made
+
+
+def is_registered(hf: Mapping[str, Any]) -> bool:
+    """Return whether a configuration's family is one that somebody has registered."""
+    reference = reference_of(hf)
+    return reference is not None and reference not in (*DECODERS.values(), TRANSFORMERS)
+
+
+def has_experts(hf: Mapping[str, Any]) -> bool:
+    """Return whether the engine cores of a model compute its experts together; those of models that somebody has
+    registered do not, and nothing is imported to find out."""
+    reference = reference_of(hf)
+    return reference in DECODERS.values() and load_family(str(reference)).shares_experts(hf)
+
+
+def implementation_of(hf: Mapping[str, Any]) -> str:
+    """Name the class whose layers run, with the library that has it; empty where they are nbengine's own, or those
+    of a registered family."""
+    if is_encoder(hf):
+        encoder = any_encoder_config(hf)
+        if isinstance(encoder, EncoderConfig):
+            return ""
+        name = encoder.architecture
+    elif reference_of(hf) == TRANSFORMERS:
+        name = transformers_config(hf).architecture
+    else:
+        return ""
+    return f"{name} of transformers {metadata.version('transformers')}"

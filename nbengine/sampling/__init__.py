@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""The way from logits to tokens."""

@@ -1,6 +1,7 @@
-"""Drawing tokens: one uniform number a row, inverted through the row's cumulative distribution.
+"""This module draws tokens: one uniform number a row, inverted through the row's cumulative distribution.
 
-Whatever the path, a row's result depends on its own logits, parameters and uniform number alone.
+Whatever the path, a row's result depends on its own logits, parameters and uniform number alone. A row that
+has NaN or infinity, or minus infinity alone, gives some token, and beside it a number that is not finite.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _WINDOW = 1024
 _BELOW_ONE = 1 - 2.0**-52
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from softmax(logits), walking the vocabulary in order.
 
     The cumulative sum is taken over chunks first and then inside the chunk that is hit, which reads the
@@ -27,7 +28,8 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
         uniform: float64 [R], in [0, 1).
 
     Returns:
-        int64 [R]
+        The tokens, int64 [R], and the sum of each row's probabilities, float64 [R], which is NaN where there
+        are none.
     """
     probs = logits.softmax(-1)
     rows, vocab = probs.shape
@@ -36,7 +38,8 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     if whole < vocab:
         masses = torch.cat([masses, probs[:, whole:].sum(-1, keepdim=True)], -1)
     cumulative = masses.cumsum(-1, dtype=torch.float64)
-    target = uniform[:, None] * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    target = uniform[:, None] * total
     chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=masses.shape[1] - 1)
     mass = masses.gather(1, chunk)
     fraction = (target - cumulative.gather(1, chunk) + mass) / mass
@@ -46,10 +49,11 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     cumulative = inside.cumsum(-1, dtype=torch.float64)
     target = fraction.clamp_(0, _BELOW_ONE) * cumulative[:, -1:]
     offset = torch.searchsorted(cumulative, target, right=True)
-    return (chunk * _CHUNK + offset).clamp_(max=vocab - 1).squeeze(1)
+    tokens = (chunk * _CHUNK + offset).clamp_(max=vocab - 1).squeeze(1)
+    return tokens, total[:, 0]
 
 
-def draw_filtered(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
+def draw_filtered(logits: Tensor, uniform: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
     """Draw after min-p and top-k/top-p, walking the kept tokens from the most to the least likely.
 
     Each filter alone is that of transformers' logits warpers: min-p keeps tokens at least `min_p` times as
@@ -62,25 +66,27 @@ def draw_filtered(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
         filters: parameters of these rows.
 
     Returns:
-        int64 [F]
+        The tokens, int64 [F], and the largest logit of each row, float32 [F], where NaN counts as larger than
+        any number.
     """
     if logits.device.type == "cpu":
         return _draw_from_window(logits, uniform, filters)
     return _draw_from_sorted(logits, uniform, filters)
 
 
-def _draw_from_sorted(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
+def _draw_from_sorted(logits: Tensor, uniform: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
     """Sort everything: on a GPU that costs less than a synchronisation to see whether a window is enough."""
     values, ids = torch.sort(logits, stable=True, dim=-1, descending=True)
     rank, _ = _draw_rank(values, _full_mass(logits, filters), uniform, filters)
-    return ids.gather(1, rank).squeeze(1)
+    return ids.gather(1, rank).squeeze(1), values[:, 0]
 
 
-def _draw_from_window(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
+def _draw_from_window(logits: Tensor, uniform: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
     """Sort a window of the largest logits, and everything for the rows that keep more (CPU)."""
     vocab = logits.shape[1]
     window = min(vocab, max(_WINDOW, 2 * filters.max_top_k))
     values = _largest(logits, window)
+    peak = values[:, 0]
     mass = _full_mass(logits, filters)
     rank, too_few = _draw_rank(values, mass, uniform, filters)
     tokens = _token_of_rank(logits, values, rank)
@@ -90,7 +96,7 @@ def _draw_from_window(logits: Tensor, uniform: Tensor, filters: Filters) -> Tens
         mass = None if mass is None else mass[redo]
         rank, _ = _draw_rank(values, mass, uniform[redo], filters.select(redo))
         tokens[redo] = _token_of_rank(logits[redo], values, rank)
-    return tokens
+    return tokens, peak
 
 
 def _draw_rank(
@@ -121,7 +127,7 @@ def _draw_rank(
 
 
 def _threshold(values: Tensor, filters: Filters) -> Tensor:
-    """The smallest logit that min-p and top-k keep, [F, 1]; minus infinity where both are off."""
+    """Return the smallest logit that min-p and top-k keep, [F, 1]; minus infinity where both are off."""
     peak = values[:, :1]
     threshold = torch.full_like(peak, -torch.inf) if filters.log_min_p is None else peak + filters.log_min_p
     if filters.top_k is not None:
@@ -132,7 +138,8 @@ def _threshold(values: Tensor, filters: Filters) -> Tensor:
 
 
 def _full_mass(logits: Tensor, filters: Filters) -> Tensor | None:
-    """Sum of exp(logit - largest logit) over the vocabulary, [F, 1] float64, where top-p needs it."""
+    """Return the sum of exp(logit - largest logit) over the vocabulary, [F, 1] float64, where top-p needs
+    it."""
     if not filters.needs_full_mass:
         return None
     return logits.softmax(-1).amax(-1, keepdim=True).double().reciprocal_()
@@ -147,7 +154,8 @@ def _largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _token_of_rank(logits: Tensor, values: Tensor, rank: Tensor) -> Tensor:
-    """Return the token ids (int64 [F]) at `rank` in the descending `values`, lower ids first among ties (CPU)."""
+    """Return the token ids (int64 [F]) at `rank` in the descending `values`, lower ids first among ties
+    (CPU)."""
     value = values.gather(1, rank)
     matches = (logits == value).numpy()
     nth = (rank - (values > value).sum(-1, keepdim=True)).numpy()[:, 0]

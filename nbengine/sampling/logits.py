@@ -14,7 +14,7 @@ from nbengine.sampling.rows import Rows, add_to_rows, pieces, take_rows
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Which tokens R rows may get."""
+    """The tokens that R rows may get."""
 
     rows: Rows
     bitmask: Tensor
@@ -23,7 +23,7 @@ class TokenMask:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """What is added to single logits."""
+    """The numbers that are added to single logits."""
 
     index: Tensor
     """int64 [E], into the flattened logits; all different."""
@@ -34,12 +34,12 @@ class LogitBias:
 def apply_mask(logits: Tensor, mask: TokenMask) -> None:
     """Set the logits of tokens that the mask leaves out to minus infinity.
 
-    Bytes of the bitmask are looked up in a table of 8 addends (0 or minus infinity) each, which on a CPU costs a
-    tenth of a masked fill.
+    Bytes of the bitmask are looked up in a table of 8 addends (0 or minus infinity) each, which on a CPU
+    costs a tenth of a masked fill.
 
     Args:
         logits: float32 [N, V], without plus infinity in the rows of the mask.
-        mask: of some of the rows.
+        mask: the mask of some of the rows.
     """
     vocab = logits.shape[1]
     table = _addends(logits.device)
@@ -55,12 +55,12 @@ def ban(logits: Tensor, index: Tensor) -> None:
 
 
 def add_bias(logits: Tensor, bias: LogitBias) -> None:
-    """Add to single logits of [N, V]."""
+    """Add numbers to single logits of [N, V]."""
     logits.view(-1).index_add_(0, bias.index, bias.bias)
 
 
 def float_copy(logits: Tensor, rows: Rows) -> Tensor:
-    """Return rows of the logits as float32, in memory of their own."""
+    """Copy rows of the logits to float32, in new memory."""
     taken = take_rows(logits, rows).float()
     return taken.clone() if taken.data_ptr() == logits.data_ptr() else taken
 

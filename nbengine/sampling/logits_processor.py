@@ -1,8 +1,10 @@
-"""Logits processors of one's own: classes that an engine loads by name and applies to every batch.
+"""Custom logits processors: classes that an engine loads by name and applies to every batch.
 
-A processor is named `"module:Class"` in the engine argument `logits_processors`, and its module must be importable
-in the engine's process (`PYTHONPATH`, or an installed package). Requests hand it parameters in
+A processor is named `"module:Class"` in the engine argument `logits_processors`, and its module must be
+importable in the engine's process (`PYTHONPATH`, or an installed package). Requests hand it parameters in
 `SamplingParams.extra_args`. It runs inside the engine: what `apply` and `update_state` raise ends the engine.
+Only if `apply` finds too little memory, the rows are sampled one by one, and only requests for which there is
+too little alone end.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ class RowAdded:
     params: SamplingParams
     prompt_token_ids: NDArray[np.int32]
     output_token_ids: NDArray[np.int32]
-    """What it had generated before a preemption; else empty."""
+    """The tokens that the request had generated before a preemption; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowMoved:
-    """A request now has another row; whatever had that row has left."""
+    """A request now has another row; the request that had that row before has left it."""
 
     source: int
     target: int
@@ -53,29 +55,30 @@ class RowRemoved:
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """What happened between two steps: first tokens were sampled, then rows changed, in the order given."""
+    """The events between two steps: first tokens were sampled, then rows changed, in the order given."""
 
     sampled_rows: NDArray[np.int64]
     sampled_token_ids: NDArray[np.int64]
-    """One for each of `sampled_rows`."""
+    """One token for each of `sampled_rows`."""
     changes: tuple[RowAdded | RowMoved | RowRemoved, ...]
 
 
 class LogitsProcessor(ABC):
-    """Changes the logits of a whole batch at once, before everything else but a structured output's mask.
+    """A processor changes the logits of a whole batch at once, before everything else but a structured
+    output's mask.
 
-    An instance keeps its state by row: `update_state` comes before each `apply` and tells what happened to the
-    rows since the one before.
+    An instance keeps its state by row: `update_state` comes before each `apply` and tells what happened to
+    the rows since the one before.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:  # noqa: B027  # may stay as it is
-        """Called once, when the engine starts; `device` is where the logits will be."""
+        """Prepare for `config`; called once, when the engine starts. `device` is where the logits will be."""
 
     @classmethod  # noqa: B027  # most processors refuse nothing
     def validate_params(cls, params: SamplingParams) -> None:
         """Raise an exception to refuse a request; its message reaches the caller, and no other request.
 
-        May be called from any thread.
+        It may be called from any thread.
         """
 
     @abstractmethod
@@ -87,9 +90,10 @@ class LogitsProcessor(ABC):
         """Return the changed logits, finite or minus infinity; changing them in place is allowed.
 
         Args:
-            logits: float32 [N, V], on the device.
-            rows: int64 [N], the row of the batch that each belongs to. A row whose prompt is still being
-                computed is left out.
+            logits: float32 [N, V], on the device. The next step may overwrite them: what is to be kept has to
+                be copied.
+            rows: int64 [N], the row of the batch to which each row of logits belongs. A row whose prompt is
+                still being computed is left out.
         """
 
 
@@ -97,7 +101,7 @@ def load_logits_processors(names: Iterable[str]) -> tuple[type[LogitsProcessor],
     """Import the classes named `"module:Class"`.
 
     Raises:
-        EngineStartError: one cannot be imported or is no `LogitsProcessor`; the message names it.
+        EngineStartError: a class cannot be imported or is no `LogitsProcessor`; the message names it.
     """
     return tuple(_load(name) for name in names)
 
@@ -106,7 +110,7 @@ def check_params(processors: Iterable[type[LogitsProcessor]], params: SamplingPa
     """Ask each processor whether it takes the parameters.
 
     Raises:
-        RequestError: one refuses them; the message has its name and its reason.
+        RequestError: a processor refuses them; the message has its name and its reason.
     """
     for processor in processors:
         try:
@@ -119,7 +123,7 @@ def create_logits_processors(config: EngineConfig, device: torch.device) -> tupl
     """Make an instance of each processor that the engine was given.
 
     Raises:
-        EngineStartError: one cannot be loaded or made; the message names it.
+        EngineStartError: a processor cannot be loaded or made; the message names it.
     """
     names = config.model.logits_processors
     instances = []

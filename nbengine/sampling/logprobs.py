@@ -14,14 +14,14 @@ from nbengine.sampling.rows import ALL_ROWS, Rows, pieces
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Rows whose log probabilities are wanted."""
+    """The rows for which log probabilities are wanted."""
 
     rows: Rows
-    """R rows of the batch."""
+    """The indices of R rows of the batch."""
     positions: list[int]
-    """The same, for the host."""
+    """The same rows, on the host."""
     counts: list[int]
-    """How many of the most likely tokens each row wants."""
+    """The number of most likely tokens that each row wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class LogprobsTensors:
     logprobs: Tensor
     """float32 [R, K + 1]"""
     ranks: Tensor
-    """int64 [R], how many tokens are at least as likely as the token itself."""
+    """int64 [R], the number of tokens that are at least as likely as the token itself."""
 
     def to_lists(self, counts: Sequence[int]) -> list[LogprobsLists]:
-        """One message a position, with `counts[i]` of the most likely tokens."""
+        """Make one message a position, with `counts[i]` of the most likely tokens."""
         token_ids, logprobs, ranks = (part.tolist() for part in (self.token_ids, self.logprobs, self.ranks))
         return [
             LogprobsLists([token_ids[i][: k + 1]], [logprobs[i][: k + 1]], [ranks[i]])
@@ -65,7 +65,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprob
 
 def _of_piece(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     peak = logits.amax(-1, keepdim=True)
-    # The log-sum-exp, by way of the largest probability: softmax reads the logits faster than logsumexp.
+    # This is the log-sum-exp, computed from the largest probability: softmax reads the logits faster than logsumexp.
     log_mass = peak - logits.softmax(-1).amax(-1, keepdim=True).log()
     own = logits.gather(1, token_ids)
     ranks = (logits >= own).sum(-1)
@@ -77,7 +77,7 @@ def _of_piece(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, 
 
 
 def _top_tokens(logits: Tensor, count: int) -> Tensor:
-    """Ids of the largest logits, [R, count], descending; lower ids first among ties."""
+    """Return the ids of the largest logits, [R, count], descending; lower ids come first among ties."""
     if logits.device.type != "cpu":
         return _top_by_key(logits, count)
     values, ids = logits.topk(min(count + 1, logits.shape[1]))
@@ -89,7 +89,8 @@ def _top_tokens(logits: Tensor, count: int) -> Tensor:
 
 
 def _top_by_key(logits: Tensor, count: int) -> Tensor:
-    """As `_top_tokens`, by integers that order as (logit, descending id) do and are never equal."""
+    """Do what `_top_tokens` does, with integers that are never equal and order as (logit, descending id)
+    do."""
     last = logits.shape[1] - 1
     bits = (logits + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,4 +1,4 @@
-"""What the sampler needs to know about the rows of a batch, as tensors."""
+"""The parameters of a batch's rows as the sampler needs them: tensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nbengine.kernels.transfer import upload
 from nbengine.sampling.logits import LogitBias, TokenMask
 from nbengine.sampling.logprobs import LogprobRows
 from nbengine.sampling.penalties import PenaltyRows
-from nbengine.sampling.rows import ALL_ROWS, Rows, rows_of, upload
+from nbengine.sampling.rows import ALL_ROWS, Rows, rows_of
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Filters of F rows, each of which has at least one; a switched-off filter keeps everything."""
+    """The filters of F rows, each of which has at least one; a switched-off filter keeps everything."""
 
     top_k: Tensor | None
     """int64 [F, 1]; more than the vocabulary where off, None when off in all rows."""
@@ -26,9 +27,10 @@ class Filters:
     log_min_p: Tensor | None
     """float32 [F, 1]; minus infinity where off, None when off in all rows."""
     max_top_k: int
-    """Largest `top_k` that is on, 0 when none is."""
+    """The largest `top_k` that is on, 0 when none is."""
     needs_full_mass: bool
-    """Some row has top-p as its only filter: the probability mass of the whole vocabulary counts."""
+    """True when some row has top-p as its only filter: the probability mass of the whole vocabulary
+    counts."""
 
     def select(self, rows: Rows) -> Filters:
         """Return the filters of some of the rows."""
@@ -43,10 +45,10 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """Rows that are drawn at random, either all through filters or all without."""
+    """The rows that are drawn at random, either all through filters or all without."""
 
     rows: Rows
-    """R rows of the batch."""
+    """The indices of R rows of the batch."""
     temperature: Tensor
     """float32 [R, 1]"""
     filters: Filters | None
@@ -54,21 +56,21 @@ class RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Parameters of a batch's rows, grouped by what has to be computed; empty groups are left out."""
+    """The parameters of a batch's rows, grouped by what has to be computed; empty groups are left out."""
 
     greedy_rows: Rows | None
     random: tuple[RandomRows, ...]
     allowed: TokenMask | None = None
-    """Rows with `allowed_token_ids`."""
+    """The mask of the rows with `allowed_token_ids`."""
     banned: Tensor | None = None
-    """int64, into the flattened logits: bad words of a single token."""
+    """int64, the places in the flattened logits of bad words of a single token."""
     bias: LogitBias | None = None
     penalties: PenaltyRows | None = None
     logprobs: LogprobRows | None = None
 
     @property
     def changes_logits(self) -> bool:
-        """Whether some row's logits are changed before it is sampled."""
+        """Return whether some row's logits are changed before it is sampled."""
         parts = (self.allowed, self.banned, self.bias, self.penalties)
         return any(part is not None for part in parts)
 
@@ -83,9 +85,10 @@ class SamplingMetadata:
         vocab_size: int,
         device: torch.device,
     ) -> SamplingMetadata:
-        """Build from parameter columns, one entry a row.
+        """Build the groups from parameter columns, one entry a row.
 
-        Temperature 0 marks a greedy row. Filters are off at top_k 0 or at least `vocab_size`, top_p 1, min_p 0.
+        Temperature 0 marks a greedy row. Filters are off at top_k 0 or at least `vocab_size`, top_p 1, min_p
+        0.
         """
         greedy = temperature == 0
         if greedy.all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,29 +12,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.kernels.dispatch import select_penalties
-from nbengine.sampling.rows import Rows, rows_of, take_rows, upload
+from nbengine.kernels.transfer import upload
+from nbengine.sampling.rows import Rows, rows_of, take_rows
 from nbengine.sampling_params import SamplingParams
 
 _GRAIN = 16
-"""Columns are brought into use by so many at once."""
+"""Columns are brought into use this many at a time."""
+_ENTRY_BYTES = 8 + 3 * 4
+_PIECE_BYTES = 64 << 20
+"""On a device a step works on this many bytes of the longest column at once, which bounds its temporaries."""
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """Rows of a batch that have penalties: R of them."""
+    """The rows of a batch that have penalties: R of them."""
 
     table: PenaltyTable
     host_rows: NDArray[np.int64]
-    """Their rows in the table."""
+    """The rows' indices in the table."""
     rows: Rows
-    """The same, on the device."""
+    """The same indices, on the device."""
     index: Tensor
-    """The same, as int64 [R]."""
+    """The same indices, as int64 [R]."""
     positions: Rows
-    """Their rows in the logits."""
+    """The rows' indices in the logits."""
     shift: Tensor
-    """int64 [R, 1], how far a row's logits are from where they would be if the table's rows were those of the
-    logits."""
+    """int64 [R, 1], the distance from where a row's logits would be, if the table's rows were those of the
+    logits, to where they are."""
 
     @classmethod
     def build(
@@ -44,7 +49,7 @@ class PenaltyRows:
         num_positions: int,
         device: torch.device,
     ) -> PenaltyRows:
-        """Build for rows of the table, whose logits are at `positions` of `num_positions`."""
+        """Build the object for rows of the table, whose logits are at `positions` of `num_positions`."""
         count = len(host_rows)
         index = upload(host_rows, device)
         in_order = bool((host_rows == np.arange(count)).all())
@@ -59,25 +64,35 @@ class PenaltyRows:
         )
 
 
+def table_bytes(max_num_rows: int, vocab_size: int, max_num_tokens: int) -> int:
+    """Return the bytes of a `PenaltyTable` that has all columns that it may need."""
+    return max_num_rows * _max_width(vocab_size, max_num_tokens) * _ENTRY_BYTES
+
+
 class PenaltyTable:
     """For each row, a list of the different tokens that occurred, and how each one's logit is to be changed.
 
     A step then reads and writes some hundred logits a row. Everything lies on the device and follows the
     sampled tokens there, without waiting for them.
 
-    On a CPU compiled kernels do a step's work. Elsewhere torch does it on all columns in use, whatever the lists'
-    lengths. For that the lists are padded with copies of their first entry, so that it does not matter which of
-    them is written last; an empty list is padded with token 0 and no change. Only the first `_width` columns are
-    in use; the last of them is padding in every row, from which more columns can be made.
+    On a CPU compiled kernels do a step's work. Elsewhere torch does it on all columns in use, whatever the
+    lists' lengths. For that the lists are padded with copies of their first entry, so that it does not matter
+    which of them is written last; an empty list is padded with token 0 and no change. Only the first `_width`
+    columns are in use; the last of them is padding in every row, from which more columns can be made.
     """
 
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_rows: int, vocab_size: int, device: torch.device, max_num_tokens: int | None = None
+    ) -> None:
+        """Make an empty table; `max_num_tokens` is the most tokens of a row, None if that is not known."""
         self.vocab_size = vocab_size
+        self._max_width = _max_width(vocab_size, vocab_size if max_num_tokens is None else max_num_tokens)
         self._device = device
         self._width = 1
         self._rows: set[int] = set()
         self._num_entries = np.zeros(max_num_rows, np.int64)
-        """An upper bound: the device alone knows whether a sampled token was in the list already."""
+        """An upper bound of each list's length: only the device knows whether a sampled token was in the list
+        already."""
         self._parameters = torch.zeros(max_num_rows, 3, device=device)
         """Repetition, frequency and presence penalty."""
         self._lengths = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
@@ -85,15 +100,20 @@ class PenaltyTable:
         self._index = self._starts[:, None].clone()
         """Each token's place in the flattened logits."""
         self._counts = torch.zeros(max_num_rows, 1, device=device)
-        """How often it was generated."""
+        """The number of times that each token was generated."""
         self._factors = torch.ones(max_num_rows, 1, device=device)
-        """What a negative logit is multiplied by, and a positive one divided by."""
+        """The factors that multiply negative logits and divide positive ones."""
         self._deductions = torch.zeros(max_num_rows, 1, device=device)
-        """What is then subtracted."""
+        """The numbers that are then subtracted."""
 
     def __len__(self) -> int:
-        """Number of rows that have been added and not removed."""
+        """Count the rows that have been added and not removed."""
         return len(self._rows)
+
+    @property
+    def longest_row(self) -> int:
+        """Return the row that has the longest list, as far as is known without waiting for the device."""
+        return int(self._num_entries.argmax())
 
     def add(
         self,
@@ -102,7 +122,11 @@ class PenaltyTable:
         prompt_token_ids: NDArray[np.int32],
         output_token_ids: NDArray[np.int32],
     ) -> None:
-        """Fill a row; `prompt_token_ids` is empty where the prompt's tokens are not known."""
+        """Fill a row; `prompt_token_ids` is empty where the prompt's tokens are not known.
+
+        Raises:
+            RuntimeError: there is not enough memory; the row is not there then.
+        """
         penalised = output_token_ids
         if params.repetition_penalty != 1:
             penalised = np.concatenate([prompt_token_ids, output_token_ids])
@@ -112,10 +136,15 @@ class PenaltyTable:
         counts[np.searchsorted(token_ids, generated)] = times
         self._rows.add(row)
         self._num_entries[row] = len(token_ids)
-        self._fit_width()
-        parameters = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self._parameters[row] = torch.tensor(parameters, device=self._device)
-        self._fill(row, token_ids, counts)
+        try:
+            self._fit_width()
+            parameters = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+            self._parameters[row] = torch.tensor(parameters, device=self._device)
+            self._fill(row, token_ids, counts)
+        except (MemoryError, RuntimeError):
+            self._rows.remove(row)
+            self._num_entries[row] = 0
+            raise
 
     def remove(self, row: int) -> None:
         """Forget a row, if it is there."""
@@ -125,7 +154,7 @@ class PenaltyTable:
             self._fit_width()
 
     def move(self, source: int, target: int) -> None:
-        """Let row `target`, which is not there, take over from `source`, if that is there."""
+        """Let row `target`, which is not in the table, take over from `source`, if that is there."""
         if source not in self._rows:
             return
         self._rows.add(target)
@@ -138,50 +167,75 @@ class PenaltyTable:
     def apply(self, logits: Tensor, rows: PenaltyRows) -> None:
         """Penalise the logits (float32 [N, V]) in place.
 
-        With c the number of times that a token was generated, a logit x becomes x / r where it is positive and
-        x * r where not, if the token is in prompt or output (r: `repetition_penalty`, Keskar et al., CTRL: A
-        Conditional Transformer Language Model for Controllable Generation, 2019), and then
-        x - c * `frequency_penalty` - (c > 0) * `presence_penalty` (OpenAI's definition).
+        With c the number of times that a token was generated, a logit x becomes x / r where it is positive
+        and x * r where not, if the token is in prompt or output (r: `repetition_penalty`, Keskar et al.,
+        CTRL: A Conditional Transformer Language Model for Controllable Generation, 2019), and then x - c *
+        `frequency_penalty` - (c > 0) * `presence_penalty` (OpenAI's definition).
         """
         flat = logits.view(-1)
         if (compiled := select_penalties(self._device)) is not None:
             compiled.apply(**self._arguments(rows), logits=flat.data_ptr())
             return
-        index, _, factors, deductions = (
-            take_rows(part[:, : self._width], rows.rows) for part in self._lists()
-        )
-        index = index + rows.shift
-        x = flat.take(index)
-        changed = x.clamp(min=0).div_(factors)
-        changed.add_(x.clamp_(max=0).mul_(factors)).sub_(deductions)
-        flat.put_(index, changed)
+        for some, members in self._pieces(rows):
+            index, _, factors, deductions = (
+                take_rows(part[:, : self._width], some) for part in self._lists()
+            )
+            index = index + rows.shift[members]
+            x = flat.take(index)
+            changed = x.clamp(min=0).div_(factors)
+            changed.add_(x.clamp_(max=0).mul_(factors)).sub_(deductions)
+            flat.put_(index, changed)
 
-    def append(self, rows: PenaltyRows, token_ids: Tensor) -> None:
-        """Take in the tokens that were sampled for `rows`: int64 [R], on the device."""
+    def make_room(self, rows: PenaltyRows) -> None:
+        """Make room for one more token in each of `rows`; to be called before each `append`.
+
+        Raises:
+            RuntimeError: there is not enough memory; the table still has room for what is in it.
+        """
         self._num_entries[rows.host_rows] += 1
         if self._num_entries[rows.host_rows].max() >= self._width:
             self._tighten(rows)
             self._fit_width()
+
+    def append(self, rows: PenaltyRows, token_ids: Tensor) -> None:
+        """Take in the tokens that were sampled for `rows`: int64 [R], on the device. There must be room for
+        them."""
         lengths, starts = take_rows(self._lengths, rows.rows), take_rows(self._starts, rows.rows)
         place = token_ids + starts
         if (compiled := select_penalties(self._device)) is not None:
             compiled.append(**self._arguments(rows), places=place.data_ptr())
             return
-        matches = take_rows(self._index[:, : self._width], rows.rows) == place[:, None]
+        for some, members in self._pieces(rows):
+            self._append_some(some, rows.index[members], place[members], lengths[members])
+
+    def _append_some(self, rows: Rows, index: Tensor, place: Tensor, lengths: Tensor) -> None:
+        """Do what `append` does without a compiled kernel, for some of the rows; each argument has their
+        part."""
+        matches = take_rows(self._index[:, : self._width], rows) == place[:, None]
         column = matches.view(torch.uint8).argmax(-1)
         # A match in the padding is the first one only where the list is empty.
-        is_new = (self._index[rows.index, column] != place).logical_or_(column >= lengths)
+        is_new = (self._index[index, column] != place).logical_or_(column >= lengths)
         column = torch.where(is_new, lengths, column)
-        where = rows.index, column
+        where = index, column
         counts = self._counts[where].masked_fill_(is_new, 0).add_(1)
-        repetition, frequency, presence = take_rows(self._parameters, rows.rows).unbind(1)
+        repetition, frequency, presence = take_rows(self._parameters, rows).unbind(1)
         self._index[where] = place
         self._counts[where] = counts
         self._factors[where] = repetition
         self._deductions[where] = (counts * frequency).add_(presence)
-        self._lengths[rows.index] = lengths + is_new
-        # To find out whether any list's first entry has changed would mean to wait for the device.
-        self._pad(rows.index)
+        self._lengths[index] = lengths + is_new
+        # All lists are padded: finding those whose first entry has changed would mean waiting for the device.
+        self._pad(index)
+
+    def _pieces(self, rows: PenaltyRows) -> Iterator[tuple[Rows, slice]]:
+        """Yield the rows of the table in pieces, each with its place among `rows`."""
+        count, size = len(rows.host_rows), max(1, _PIECE_BYTES // (8 * self._width))
+        if count <= size:
+            yield rows.rows, slice(0, count)
+            return
+        for start in range(0, count, size):
+            members = slice(start, start + size)
+            yield rows.index[members], members
 
     def _arguments(self, rows: PenaltyRows) -> dict[str, int]:
         return {
@@ -228,10 +282,16 @@ class PenaltyTable:
 
     def _fit_width(self) -> None:
         """Bring as many columns into use as the longest list needs now and for some tokens more."""
-        width = (int(self._num_entries.max()) // _GRAIN + 2) * _GRAIN
-        capacity = self._index.shape[1]
-        if width > capacity:
-            extra = max(width, capacity * 5 // 4) - capacity
+        longest, capacity = int(self._num_entries.max()), self._index.shape[1]
+        width = min(_width_for(longest), self._max_width)
+        if width > capacity > longest:
+            width = capacity
+        elif width > capacity:
+            # A CPU's table grows with its lists. On a device, whose memory was divided at the start, it gets
+            # its full width at once: to grow it would need the old and the new table at the same time.
+            wanted = max(width, capacity * 5 // 4) if self._device.type == "cpu" else self._max_width
+            extra = min(wanted, self._max_width) - capacity
+            # All of them are replaced or none: should memory run out, the lists stay as they are.
             self._index, self._counts, self._factors, self._deductions = (
                 F.pad(part, (0, extra)) for part in self._lists()
             )
@@ -239,3 +299,13 @@ class PenaltyTable:
             for part in self._lists():
                 part[:, self._width : width] = part[:, self._width - 1 : self._width]
         self._width = width
+
+
+def _max_width(vocab_size: int, max_num_tokens: int) -> int:
+    return _width_for(min(vocab_size, max_num_tokens) + 1)
+
+
+def _width_for(num_entries: int) -> int:
+    """Return the number of columns for lists of up to `num_entries`, with some for tokens to come and the
+    padding."""
+    return (num_entries // _GRAIN + 2) * _GRAIN

@@ -28,10 +28,10 @@ def seeded_stream(seed: int) -> int:
 
 
 class UnseededStreams:
-    """Streams of requests without a seed of their own, one after another.
+    """The streams of requests without their own seed, one after another.
 
-    The engine's seed and the number of such requests before decide: a script that is run again gives the same
-    answers, and all workers of an engine draw alike.
+    The engine's seed and the number of such requests before it decide about a stream: a script that is run
+    again gives the same answers, and all workers of an engine draw alike.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Some of the rows of a matrix, and how to walk them in pieces."""
+"""Rows of a matrix, and the pieces in which they are walked."""
 
 from __future__ import annotations
 
@@ -9,30 +9,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nbengine.kernels.transfer import upload
+
 Rows = Tensor | slice
 """Some of the rows of a matrix: their indices (int64) or a range."""
 
 ALL_ROWS = slice(None)
 
 _CPU_PIECE_BYTES = 4 << 20
-"""On a CPU rows are sampled in pieces of this size: then temporaries stay in cache, and the allocator gives them
-memory that it has instead of new pages (a vocabulary of 150,000 takes a sixth of the time)."""
+"""On a CPU rows are sampled in pieces of this size: then temporaries stay in cache, and the allocator gives
+them memory that it has instead of new pages (a vocabulary of 150,000 takes a sixth of the time)."""
 _DEVICE_PIECE_BYTES = 64 << 20
 """Elsewhere pieces only bound the memory of temporaries."""
 
 
 def rows_of(positions: NDArray[np.int64], count: int, device: torch.device) -> Rows:
-    """Return `positions` among `count` rows as an index on the device, or a range where they are all of them."""
+    """Return `positions` among `count` rows as an index on the device, or a range where they are all of
+    them."""
     if len(positions) == count and (positions == np.arange(count)).all():
         return ALL_ROWS
     return upload(positions, device)
-
-
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Return an array as a tensor on the device, without waiting for the device's earlier work."""
-    tensor = torch.from_numpy(array)
-    # torch keeps pinned memory until the copies out of it have ended.
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def take_rows(matrix: Tensor, rows: Rows) -> Tensor:
@@ -41,7 +37,7 @@ def take_rows(matrix: Tensor, rows: Rows) -> Tensor:
 
 
 def add_to_rows(matrix: Tensor, rows: Rows, values: Tensor) -> None:
-    """Add to rows of a matrix, all different, in place."""
+    """Add values to rows of a matrix, all different, in place."""
     if isinstance(rows, slice):
         matrix[rows] += values
     else:
@@ -49,7 +45,7 @@ def add_to_rows(matrix: Tensor, rows: Rows, values: Tensor) -> None:
 
 
 def pieces(rows: Rows, logits: Tensor, *, bounded: bool = False) -> Iterator[tuple[Rows, slice]]:
-    """Cut rows of `logits` into pieces; each with its place among `rows`.
+    """Cut rows of `logits` into pieces; each comes with its place among `rows`.
 
     On a GPU a piece is everything, unless `bounded` asks for a limit to the memory of temporaries.
     """

@@ -1,8 +1,8 @@
-"""The sampler: a batch of logits in, one token a row out."""
+"""The sampler: a batch of logits goes in, one token a row comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,32 +16,36 @@ from nbengine.sampling.logits import TokenMask, add_bias, apply_mask, ban, float
 from nbengine.sampling.logits_processor import LogitsProcessor
 from nbengine.sampling.logprobs import LogprobsTensors, compute_logprobs
 from nbengine.sampling.metadata import RandomRows, SamplingMetadata
-from nbengine.sampling.rows import pieces, take_rows
+from nbengine.sampling.rows import ALL_ROWS, Rows, pieces, take_rows
 
 
 @dataclass(frozen=True, slots=True)
 class StepConstraints:
-    """What holds for one step alone; the rest is in `SamplingMetadata` until the batch changes."""
+    """The constraints of one step alone; the others are in `SamplingMetadata` until the batch changes."""
 
     grammar: TokenMask | None = None
     banned: Tensor | None = None
-    """int64, into the flattened logits: ends of multi-token bad words, and ends of text before `min_tokens`."""
+    """int64, places in the flattened logits: ends of multi-token bad words, and ends of text before
+    `min_tokens`."""
     rows: NDArray[np.int64] | None = None
-    """int64 [N], the rows of the persistent batch; needed by logits processors alone."""
+    """int64 [N], the rows of the persistent batch; only logits processors need them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What came of a batch of N rows, on the device."""
+    """The outcome of a batch of N rows, on the device."""
 
     token_ids: Tensor
-    """int64 [N]"""
+    """int64 [N], a token id in every row, also where there was nothing to sample from."""
+    masses: Tensor
+    """float32 or float64 [N], a number that sampling a row comes across anyway: it is finite exactly where
+    the row's largest logit is. Minus infinity says that every token was forbidden; NaN can mean that too."""
     logprobs: LogprobsTensors | None = None
-    """Of the rows that asked for them, in the order of `SamplingMetadata.logprobs`."""
+    """The log probabilities of the rows that asked for them, in the order of `SamplingMetadata.logprobs`."""
 
 
 class Sampler:
-    """Samples every row of a batch, each with its own parameters.
+    """A sampler draws a token for every row of a batch, each with its own parameters.
 
     The order is: float32 logits, structured output's mask, logits processors, allowed tokens, bad words,
     `min_tokens` and logit bias, penalties; then for random rows temperature, min-p, top-k/top-p and the draw.
@@ -58,18 +62,20 @@ class Sampler:
         metadata: SamplingMetadata,
         uniform: Tensor | None = None,
         step: StepConstraints | None = None,
+        largest: tuple[Tensor, Tensor] | None = None,
     ) -> SamplerOutput:
         """Sample one token a row.
 
         Args:
             logits: [N, V], any floating dtype; may be overwritten.
             metadata: parameters of the N rows.
-            uniform: float64 [N] in [0, 1); only random rows' entries count, None when there are no such rows.
-            step: what else holds in this step.
+            uniform: float64 [N] in [0, 1); only random rows' entries count; None when there are no such rows.
+            step: the constraints of this step alone.
+            largest: the place of each row's largest logit, int64 [N], and that logit, where they are known.
 
         Returns:
-            The tokens. A greedy row gives the lowest id among equally likely tokens; a row for which every
-            token is forbidden gives any.
+            The tokens. A greedy row gives the lowest id among equally likely tokens. A row that has NaN or
+            infinity, or whose every token is forbidden, gives any, and a mass that is not finite.
 
         Raises:
             NBEngineError: a logits processor gave logits of another shape or dtype.
@@ -82,11 +88,13 @@ class Sampler:
             raw = float_copy(logits, wanted.rows) if changes else take_rows(logits, wanted.rows)
         if changes:
             logits = self._changed(logits.float(), metadata, step)
-        token_ids = _sampled(logits, metadata, uniform)
+        if largest is None or changes or metadata.greedy_rows is not ALL_ROWS:
+            largest = _sampled(logits, metadata, uniform)
+        token_ids, masses = largest
         logprobs = None
         if wanted is not None and raw is not None:
             logprobs = compute_logprobs(raw, take_rows(token_ids, wanted.rows), max(wanted.counts))
-        return SamplerOutput(token_ids, logprobs)
+        return SamplerOutput(token_ids, masses, logprobs)
 
     def _changed(self, logits: Tensor, metadata: SamplingMetadata, step: StepConstraints) -> Tensor:
         """Apply everything that changes which token is the most likely one."""
@@ -120,27 +128,46 @@ class Sampler:
 _NO_CONSTRAINTS = StepConstraints()
 
 
-def _sampled(logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None) -> Tensor:
+def _sampled(logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `SamplerOutput.token_ids` and `SamplerOutput.masses`."""
+    parts = list(_parts(logits, metadata, uniform))
+    if len(parts) == 1:
+        # The parts together are all rows, so a single part has all of them.
+        _, tokens, masses = parts[0]
+        return tokens, masses
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    masses = torch.empty(logits.shape[0], dtype=torch.float64, device=logits.device)
+    for rows, some_tokens, some_masses in parts:
+        tokens[rows], masses[rows] = some_tokens, some_masses.double()
+    return tokens, masses
+
+
+def _parts(
+    logits: Tensor, metadata: SamplingMetadata, uniform: Tensor | None
+) -> Iterator[tuple[Rows, Tensor, Tensor]]:
+    """Sample all rows, some of them at a time."""
     if metadata.greedy_rows is not None:
         for rows, _ in pieces(metadata.greedy_rows, logits):
-            tokens[rows] = _argmax(logits[rows].float())
+            yield rows, *_largest(logits[rows].float())
     if uniform is not None:
         for group in metadata.random:
             for rows, members in pieces(group.rows, logits):
-                tokens[rows] = _drawn(logits[rows].float(), uniform[rows], group, members)
-    return tokens
+                yield rows, *_drawn(logits[rows].float(), uniform[rows], group, members)
 
 
-def _drawn(logits: Tensor, uniform: Tensor, group: RandomRows, members: slice) -> Tensor:
+def _drawn(logits: Tensor, uniform: Tensor, group: RandomRows, members: slice) -> tuple[Tensor, Tensor]:
     scaled = logits / group.temperature[members]
     if group.filters is None:
         return draw(scaled, uniform)
     return draw_filtered(scaled, uniform, group.filters.select(members))
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the largest logit of each row is, and its value; NaN counts as larger than any number."""
     if logits.device.type == "cpu":
-        # The same result as torch.argmax, the first of equal maxima, at a sixth of its time.
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
+        # The same result as torch's, the first of equals, at a sixth of its time.
+        array = logits.numpy()
+        columns = array.argmax(-1)
+        return torch.from_numpy(columns), torch.from_numpy(array[np.arange(len(array)), columns])
+    ids = logits.argmax(-1)
+    return ids, logits.gather(1, ids[:, None])[:, 0]

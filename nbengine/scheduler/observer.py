@@ -1,4 +1,4 @@
-"""What a scheduler tells whoever follows it."""
+"""The protocol with which a scheduler tells its followers what it does."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
 
 
 class SchedulerObserver(Protocol):
-    """Hears what a scheduler does, at once and in order; it must not change anything."""
+    """An observer that hears what a scheduler does, at once and in order; it must not change anything."""
 
     def added(self, request: Request) -> None:
-        """A request waits from now on."""
+        """Hear that a request waits from now on."""
 
     def preempted(self, request: Request) -> None:
-        """A request has lost its blocks, and waits."""
+        """Hear that a request has lost its blocks, and waits again."""
 
     def finished(self, request: Request) -> None:
-        """A request has ended and has lost its blocks."""
+        """Hear that a request has ended and has lost its blocks."""
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """A step was planned."""
+        """Hear that a step was planned."""
 
     def answered(self, plan: SchedulerOutput) -> None:
-        """The outcome of a step has come, and is about to be taken in."""
+        """Hear that the outcome of a step has come and is about to be taken in."""
 
     def settled(self) -> None:
-        """What came with the latest `answered` has been taken in."""
+        """Hear that the outcome of the latest `answered` has been taken in."""

@@ -1,4 +1,4 @@
-"""What a paused scheduler still does."""
+"""The states of a scheduler that can be paused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class PauseState(enum.Enum):
-    """How much of its work the scheduler does. Requests are taken and can be aborted in every state."""
+    """The part of its work that the scheduler does. Requests are taken and can be aborted in every state."""
 
     UNPAUSED = enum.auto()
     PAUSED_NEW = enum.auto()

@@ -1,4 +1,4 @@
-"""Requests in scheduling order."""
+"""The queue of the requests that run, in scheduling order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _order = attrgetter("order")
 
 
 class RequestQueue:
-    """Requests sorted by `request.order`, which is unique: the policy is nothing but that key.
+    """Requests sorted by `request.order`, which is unique.
 
     Appending in order and taking the last are cheap; any other insertion or removal moves one
     pointer for each request behind it.
@@ -26,7 +26,8 @@ class RequestQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in order; `pop_last` is allowed meanwhile."""
+        """Iterate in order; `pop_last` is allowed during the iteration."""
+        # A list's iterator goes by the index, so a list that gets shorter only ends it earlier.
         return iter(self._requests)
 
     def add(self, request: Request) -> None:

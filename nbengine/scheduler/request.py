@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +17,18 @@ from nbengine.ipc.messages import (
     TranscriptMark,
 )
 from nbengine.kv_cache.prefix import BlockHasher, ExtraKeys
+from nbengine.kv_cache.state_pool import NO_SLOT
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.grammar import Grammar
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands."""
+    """The status of a request."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
-    """Waiting again, after it lost its blocks."""
+    """The request waits again, after it lost its blocks."""
     FINISHED_STOPPED = enum.auto()
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
@@ -39,7 +41,12 @@ FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
 }
-"""The finished statuses and what the client is told."""
+"""The finished statuses, and the reason that the client is told for each."""
+
+
+Order = tuple[int, int, float, int]
+"""Priority, turn (of a request that has been admitted: see `WaitingQueue`), arrival time, number: lower goes
+first."""
 
 
 class Request:
@@ -47,8 +54,9 @@ class Request:
 
     A pooling request has `pooling_params` and no `sampling_params`, and ends when its prompt is computed.
     `num_computed_tokens` counts the tokens whose keys and values are computed or planned; it catches up with
-    `num_tokens`, which grows by what is sampled, and passes it while sampled tokens are in flight. The scheduler fills in `number`, `queued_at`, `order` and
-    `max_total_tokens` when it takes the request; the KV cache manager owns the fields from `block_ids` on.
+    `num_tokens`, which grows by what is sampled, and passes it while sampled tokens are in flight. The
+    scheduler fills in `number`, `queued_at`, `order` and `max_total_tokens` when it takes the request; the KV
+    cache manager owns the fields from `block_ids` on.
     """
 
     __slots__ = (
@@ -63,8 +71,12 @@ class Request:
         "events",
         "extra_keys",
         "first_step",
+        "first_token_at",
+        "fork",
         "grammar",
+        "has_stop_string",
         "last_step",
+        "made_states",
         "max_total_tokens",
         "min_total_tokens",
         "next_cache_point",
@@ -72,6 +84,7 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
@@ -83,10 +96,14 @@ class Request:
         "prompt_embeds",
         "prompt_token_ids",
         "queued_at",
+        "received_at",
         "request_id",
         "sampling_params",
+        "scheduled_at",
         "skip_reading_prefix_cache",
         "spec_token_ids",
+        "state_slot",
+        "state_source",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -108,24 +125,32 @@ class Request:
         prompt_embeds: Any = None,
         content_digests: Sequence[bytes] = (),
         transcript: TranscriptMark | None = None,
+        received_at: float = math.nan,
     ) -> None:
         self.request_id = request_id
         self.client_index = client_index
         self.priority = priority
         self.arrival_time = arrival_time
-        self.order = (0, 0.0, 0)
+        self.order: Order = (0, 0, 0.0, 0)
         self.number = -1
-        """In the order in which the scheduler has taken its requests, from 0."""
-        self.queued_at = 0.0
-        """On the scheduler's clock."""
+        """Position in the order in which the scheduler has taken its requests, from 0."""
+        self.received_at = received_at
+        """Time on the scheduler's clock when the request was read; nan until the scheduler takes one of which that
+        is not known."""
+        self.queued_at = self.scheduled_at = self.first_token_at = 0.0
+        """Times on the scheduler's clock; `scheduled_at` is that of the first admission."""
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.has_stop_string = False
+        """True if its client has found a stop string in the output, and ends it for that."""
         self.events: list[EngineCoreEvent] | None = None
         self.transcript = transcript
-        """Whoever keeps transcripts finds it in `SchedulerState.ended_for_transcripts` when it has ended."""
+        """The mark of a request whose transcript is kept: such a request goes to
+        `SchedulerState.ended_for_transcripts` when it has ended."""
 
         self.prompt_embeds = prompt_embeds
-        """Of a prompt given as embeddings, whose `prompt_token_ids` are zeros; for the workers."""
+        """The embeddings, for the workers, of a prompt that was given as such; its `prompt_token_ids` are
+        zeros."""
         self.prompt_token_ids = prompt_token_ids
         self.all_token_ids = prompt_token_ids.copy()
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -133,15 +158,17 @@ class Request:
         self.num_computed_tokens = 0
         self.spec_token_ids: list[int] = []
         """Drafts to be verified in the next step."""
+        # No step's outcome is for a request that was not admitted.
         self.first_step = sys.maxsize
-        """The step of its first admission."""
+        """The step of the first admission."""
         self.num_preemptions = 0
         self.last_step = -1
-        """Of a preempted request: the last step in which it may have been planned."""
+        """For a preempted request: the last step in which it may have been planned."""
         self.due_step = -1
         """With pipeline parallelism: the last step in which it got a token."""
         self.num_announced_tokens = self.num_prompt_tokens
-        """With pipeline parallelism: the tokens that the stages which do not sample have been told."""
+        """With pipeline parallelism: the number of tokens that the stages which do not sample have been
+        told."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache at the first admission; -1 before it."""
 
@@ -152,17 +179,21 @@ class Request:
         self.min_total_tokens = self.num_prompt_tokens
         self.max_total_tokens = 0
         self.grammar: Grammar | None = None
-        """With structured outputs: what the output must follow."""
+        """With structured outputs: the grammar that the output must follow."""
         self.skip_reading_prefix_cache = pooling_params is not None and pooling_params.needs_every_token
         if sampling_params is not None:
             self._set_limits(sampling_params)
 
         self.block_ids: list[int] = []
         self.num_slots = 0
-        """Tokens that the blocks have room for."""
+        """Tokens up to which the request need not ask for room."""
         self.num_cached_blocks = 0
-        """Leading blocks that have been offered to the prefix cache."""
+        """Leading blocks of each table that have been offered to the prefix cache."""
         self.next_cache_point = 0
+        self.num_passed: list[int] = []
+        self.state_slot = self.state_source = NO_SLOT
+        self.made_states: list[tuple[int, int, int]] = []
+        self.fork = 0
         self.extra_keys = extra_keys
         self.content_digests = content_digests
         self.block_hashes: list[bytes] = []
@@ -175,10 +206,12 @@ class Request:
         request: EngineCoreRequest,
         block_hasher: BlockHasher | None,
         embeds_bytes: memoryview | None = None,
+        received_at: float = math.nan,
     ) -> Request:
         """Build from the wire form, and hash the prompt's blocks when there is a hasher.
 
-        `embeds_bytes` are those of a prompt given as embeddings, as many for each token.
+        `embeds_bytes` holds a prompt given as embeddings, the same number of bytes for each token;
+        `received_at` is a time on the scheduler's clock.
 
         Raises:
             RequestError: the request is of a kind that the scheduler does not take.
@@ -208,6 +241,7 @@ class Request:
             prompt_embeds=request.prompt_embeds,
             content_digests=digests,
             transcript=request.transcript,
+            received_at=received_at,
         )
 
     def _set_limits(self, params: SamplingParams) -> None:
@@ -221,21 +255,22 @@ class Request:
 
     @property
     def num_output_placeholders(self) -> int:
-        """Output tokens in flight: planned to be sampled, not known yet. Of a preempted request, 0."""
+        """Count the output tokens in flight, planned and not known yet; 0 for a preempted request."""
+        # When the last known token is planned, the one behind it is in flight.
         return max(0, self.num_computed_tokens - self.num_tokens + 1)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """Count the tokens sampled so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Tokens sampled so far, a copy."""
+        """Return a copy of the tokens sampled so far."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
     def record_event(self, kind: EngineCoreEventType, timestamp: float) -> None:
-        """Note a station, to be carried by the request's next output."""
+        """Note an event, which the request's next output carries."""
         event = EngineCoreEvent(kind, timestamp)
         if self.events is None:
             self.events = [event]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from nbengine.errors import NBEngineError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from nbengine.kv_cache.request_states import RequestStates
+from nbengine.kv_cache.state_pool import NO_SLOT
 from nbengine.scheduler.grammar import Grammar
+from nbengine.scheduler.outcomes import RequestOutcomes
 from nbengine.scheduler.output import (
     CachedRequestData,
     GrammarOutput,
@@ -18,41 +19,39 @@ from nbengine.scheduler.output import (
     SchedulerOutput,
 )
 from nbengine.scheduler.pause import PauseState
-from nbengine.scheduler.request import FINISH_REASONS, Request, RequestStatus
+from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.stages import announce_tokens, num_due
-from nbengine.scheduler.state import SchedulerState
-from nbengine.scheduler.stop import append_tokens, follow_grammar
-
-logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from nbengine.scheduler.stop import is_free
 
 
-class Scheduler(SchedulerState):
-    """Decides each step which tokens of which requests are computed, and what came of it.
+class Scheduler(RequestOutcomes):
+    """The scheduler decides which tokens of which requests a step computes, and takes in the outcome.
 
     There is one token budget and no prefill or decode phase: a request's `num_computed_tokens` catches up
-    with its `num_tokens`. Running requests come first, then waiting ones. Both are kept in scheduling order
-    (arrival for `fcfs`; priority, arrival time, arrival for `priority`), so the victim of a preemption is
-    always the last running request, and never one that the step has already planned. A preempted request
-    gives up its blocks and computes again what the prefix cache no longer has.
+    with its `num_tokens`. Running requests come first, then waiting ones. Those that wait are admitted by
+    priority (with `fcfs` all have the same), within one priority a request of each client in turn, and each
+    client's own in their order (arrival for `fcfs`; arrival time, arrival for `priority`). Those that run are
+    kept in the order in which they were admitted, by priority, so the victim of a preemption is always the
+    last running request, and never one that the step has already planned. A preempted request gives up its
+    blocks and computes again what the prefix cache no longer has; it keeps its place, before all that have
+    not begun.
 
     Every plan of `schedule` must be executed, in order, and answered with `update_from_output`, in order; any
-    number of them may be in flight, that is, made and not answered. Requests may be added and finished between
-    any two calls. Blocks are given up at once, even while steps in flight use them: whoever gets them next
-    writes in a later step.
+    number of them may be in flight, that is, made and not answered. Requests may be added and finished
+    between any two calls. Blocks are given up at once, even while steps in flight use them: the request that
+    gets them next writes in a later step.
 
     A request whose known tokens are all planned has its next ones in flight. With `async_scheduling` it is
-    planned further, as if it had them, up to the most tokens that it may have; what is computed beyond its end
-    is dropped. Otherwise it waits for them, and with several stages a step leaves part of those that do not wait to
-    the steps that are to be in flight with it.
+    planned further, as if it had them, up to the most tokens that it may have; what is computed beyond its
+    end is dropped. Otherwise it waits for them, and with several stages a step leaves part of those that do
+    not wait to the steps that are to be in flight with it.
 
-    Progress: the first running request can always take the blocks of all others, and a request that would
-    not fit in the pool alone is refused, so every step with an unfinished request computes something, unless
-    steps are in flight or the scheduler is paused. Among requests of one priority none is overtaken for good;
-    a steady stream of requests of higher priority holds up those of lower priority for as long as it lasts.
+    Progress: the first running request can always take the blocks of all others, and a request that would not
+    fit in the pool alone is refused, so every step with an unfinished request computes something, unless
+    steps are in flight or the scheduler is paused. Among requests of one priority none is overtaken for good,
+    and a client's first request in the queue is overtaken by at most one request of each other client. A
+    steady stream of requests of higher priority holds up those of lower priority for as long as it lasts. No
+    running request is stopped to make room for another client.
     """
 
     def schedule(self) -> SchedulerOutput:
@@ -69,8 +68,12 @@ class Scheduler(SchedulerState):
             preempted_req_ids=self._preempted_req_ids,
             step=self.step_counter,
         )
+        # These are new sets, because the plan keeps the old ones.
         self.finished_req_ids = set()
         self._preempted_req_ids = set()
+        states = self.kv_cache_manager.states
+        if states is not None:
+            states.begin_step()
         if self.pause_state is not PauseState.PAUSED_ALL:
             num_preemptions = self.num_preemptions
             budget = self._schedule_running(plan, self.max_num_batched_tokens)
@@ -81,16 +84,29 @@ class Scheduler(SchedulerState):
             plan.total_num_scheduled_tokens = self.max_num_batched_tokens - budget
             if self._shares is not None:
                 announce_tokens(plan, self.requests)
+            if states is not None:
+                self._plan_checkpoints(plan, states)
         self.step_counter += 1
         if self._structured:
-            plan.has_structured_output_requests = any(self._gets_mask(plan, r) for r in self._structured)
+            plan.has_structured_output_requests = any(
+                self._gets_token(plan, request) and not is_free(request, request.num_output_placeholders - 1)
+                for request in self._structured.values()
+            )
         if self.observer is not None:
             self.observer.planned(plan)
         return plan
 
     @staticmethod
-    def _gets_mask(plan: SchedulerOutput, request_id: str) -> bool:
+    def _gets_token(plan: SchedulerOutput, request: Request) -> bool:
+        request_id = request.request_id
         return request_id in plan.num_scheduled_tokens and request_id not in plan.incomplete_req_ids
+
+    def _plan_checkpoints(self, plan: SchedulerOutput, states: RequestStates) -> None:
+        """Choose the states that the step keeps for others, when everybody who is admitted has a slot."""
+        requests = self.requests
+        scheduled = ((requests[name], count) for name, count in plan.num_scheduled_tokens.items())
+        for request, place, slot in states.plan(scheduled):
+            plan.checkpoints.setdefault(request.request_id, []).append((place, slot))
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         cached = plan.scheduled_cached_reqs
@@ -103,15 +119,19 @@ class Scheduler(SchedulerState):
             num_new = num_known - num_computed
             if num_new <= 0:
                 # All known tokens are planned, and the next is in flight.
+                # The last token that a request may have is never computed, because nothing follows it.
                 if not self._schedules_ahead or num_computed + 1 >= request.max_total_tokens:
                     continue
                 num_new = 1
             elif request.spec_token_ids:
+                # One place is left for the token that is sampled behind the drafts.
                 num_new += min(len(request.spec_token_ids), request.max_total_tokens - num_known - 1)
             num_new = min(num_new, self._chunk_limit, budget)
             new_block_ids = None
+            # Most steps go on within the last block, and need not call the manager.
             if num_computed + num_new + lookahead > request.num_slots:
                 new_block_ids = self._allocate_or_preempt(request, num_new, plan)
+                # It was the last one, so nothing behind it is left to plan.
                 if request.status is not RequestStatus.RUNNING:
                     break
             cached.req_ids.append(request.request_id)
@@ -122,6 +142,7 @@ class Scheduler(SchedulerState):
             if num_computed < num_known:
                 plan.incomplete_req_ids.add(request.request_id)
             elif request.spec_token_ids:
+                # Drafts are for this step alone, also those that the budget has cut off.
                 drafts, request.spec_token_ids = request.spec_token_ids, []
                 if num_computed > num_known:
                     plan.scheduled_spec_decode_tokens[request.request_id] = drafts[: num_computed - num_known]
@@ -133,7 +154,7 @@ class Scheduler(SchedulerState):
         return budget
 
     def _schedule_left_out(self, plan: SchedulerOutput, budget: int) -> int:
-        """After preemptions: plan requests whose turn it was not where those whose turn it was had to give up."""
+        """Plan requests whose turn it was not, if preemptions left out all those whose turn it was."""
         num_preemptions = -1
         while not plan.num_scheduled_tokens and num_preemptions != self.num_preemptions:
             num_preemptions = self.num_preemptions
@@ -151,6 +172,7 @@ class Scheduler(SchedulerState):
                 request, num_new, num_lookahead_tokens=lookahead
             )
         ) is None:
+            # This step has planned only requests before `request`, hence never the last one.
             victim = self.running.pop_last()
             self._preempt(victim, plan.preempted_req_ids)
             if victim is request:
@@ -164,42 +186,53 @@ class Scheduler(SchedulerState):
             num_admissible = self._count_admissible()
             most_due = self._shares.most_due(plan, self.running, num_admissible, self._num_in_flight)
         while budget and len(self.running) < self.max_num_seqs and num_due(plan) < most_due:
-            request = next(self._admissible(), None)
-            if request is None:
+            request = self.waiting.first(only_begun=self.pause_state is PauseState.PAUSED_NEW)
+            if request is None or self._awaits_tokens(request):
                 break
             computed_blocks, num_computed = manager.get_computed_blocks(request)
             num_new = self._first_chunk(request.num_tokens - num_computed, budget)
             if not num_new:
                 break
+            # Without room for the whole, a later chunk would preempt the last request, often this very one.
             new_block_ids = manager.allocate_slots(
-                request, num_new, computed_blocks, self.num_lookahead_tokens, whole_sequence_must_fit=True
+                request,
+                num_new,
+                computed_blocks,
+                self.num_lookahead_tokens,
+                num_found_tokens=num_computed,
+                whole_sequence_must_fit=True,
             )
             if new_block_ids is None:
                 break
-            self.waiting.remove(request)
+            # `admit` reads the old status, and sets the order with which `running` sorts.
+            self.waiting.admit(request)
             self._admit(request, num_computed, num_new, plan)
             budget -= num_new
         return budget
 
     @property
     def _num_in_flight(self) -> int:
-        """Plans that have been made, before the present one, and not been answered."""
+        """Count the plans that were made before the present one and have not been answered."""
         return self.step_counter - self._last_answered_step - 1
 
+    def _awaits_tokens(self, request: Request) -> bool:
+        """Tell whether some tokens of a waiting request are not known yet; no request behind it passes it."""
+        return request.status is RequestStatus.PREEMPTED and self._last_answered_step < request.last_step
+
     def _admissible(self) -> Iterator[Request]:
-        """Requests that may be admitted, in order; one whose tokens are not all known yet lets none pass it."""
+        """Yield the requests that may be admitted, in order."""
         for request in self.waiting:
-            if request.status is RequestStatus.PREEMPTED:
-                if self._last_answered_step < request.last_step:
-                    return
-                yield request
-            elif self.pause_state is PauseState.UNPAUSED:
+            if self._awaits_tokens(request):
+                return
+            if request.status is RequestStatus.PREEMPTED or self.pause_state is PauseState.UNPAUSED:
                 yield request
 
     def _count_admissible(self) -> int:
-        """How many waiting requests there is room for, as far as this can be told without looking up prefixes."""
+        """Estimate, without looking up prefixes, for how many waiting requests there is room."""
         manager = self.kv_cache_manager
         num_seqs, num_blocks = self.max_num_seqs - len(self.running), manager.block_pool.num_free_blocks
+        if manager.states is not None:
+            num_seqs = min(num_seqs, manager.states.num_admissible)
         count = 0
         for request in self._admissible():
             num_blocks -= manager.num_blocks_for(request.num_tokens)
@@ -209,9 +242,9 @@ class Scheduler(SchedulerState):
         return count
 
     def _first_chunk(self, num_uncomputed: int, budget: int) -> int:
-        """How many tokens to compute of a request that is about to be admitted; 0: not in this step.
+        """Return how many tokens to compute of a request that is about to be admitted, 0 to leave it out.
 
-        Without chunked prefill it is all of them, except for a preempted request that has outgrown the
+        Without chunked prefill these are all its tokens, except for a preempted request that has outgrown the
         step's budget and could not resume otherwise.
         """
         if not self.enable_chunked_prefill and budget < num_uncomputed <= self.max_num_batched_tokens:
@@ -221,6 +254,7 @@ class Scheduler(SchedulerState):
     def _admit(self, request: Request, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
         request_id = request.request_id
         block_ids = request.block_ids.copy()
+        now = self.clock()
         if request.status is RequestStatus.PREEMPTED:
             cached = plan.scheduled_cached_reqs
             cached.req_ids.append(request_id)
@@ -240,35 +274,42 @@ class Scheduler(SchedulerState):
                 )
             )
             request.first_step = plan.step
+            request.scheduled_at = now
             request.num_cached_tokens = num_computed
             self.kv_cache_manager.record_lookup(request, num_computed)
         plan.num_scheduled_tokens[request_id] = num_new
+        if request.state_slot != NO_SLOT:
+            plan.state_slots[request_id] = request.state_slot, request.state_source
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed + num_new
         if request.num_computed_tokens < request.num_tokens:
             plan.incomplete_req_ids.add(request_id)
-        request.record_event(EngineCoreEventType.SCHEDULED, self.clock())
+        request.record_event(EngineCoreEventType.SCHEDULED, now)
         self.kv_cache_manager.cache_blocks(request)
         self.running.add(request)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Return the masks of the requests with a grammar that get a token in this step; None: there are none.
+        """Return the masks of the requests whose grammar restricts their token of this step, None if none does.
 
-        To be called after the outputs of all earlier steps were taken in, for instance while the model runs.
-        The mask's buffer is overwritten by the next call.
+        To be called after the outputs of all earlier steps were taken in, for instance while the model runs; a
+        step without `has_structured_output_requests` needs no mask, and may ask earlier. The mask's buffer is
+        overwritten by the next call.
 
         Raises:
             NBEngineError: the scheduler was made without `grammar_masks`.
         """
-        if not self._structured:
+        if not (self._structured and scheduler_output.has_structured_output_requests):
             return None
         if self._grammar_masks is None:
             raise NBEngineError("there are requests with a grammar, and nothing to build their masks")
         req_ids: list[str] = []
         grammars: list[Grammar] = []
         for request_id, request in self._structured.items():
-            is_planned = self._gets_mask(scheduler_output, request_id)
-            if is_planned and scheduler_output.step >= request.first_step and request.grammar is not None:
+            # An id may have been used again since the plan was made, as in `update_from_output`.
+            is_planned = self._gets_token(scheduler_output, request)
+            if not is_planned or scheduler_output.step < request.first_step or is_free(request, 0):
+                continue
+            if request.grammar is not None:
                 req_ids.append(request_id)
                 grammars.append(request.grammar)
         return GrammarOutput(req_ids, self._grammar_masks.fill_bitmasks(grammars)) if req_ids else None
@@ -293,8 +334,10 @@ class Scheduler(SchedulerState):
         if self.observer is not None:
             self.observer.answered(scheduler_output)
         requests = self.requests
+        # Each request of the step brings one token, but for those that are counted separately below.
+        num_tokens = len(model_runner_output.req_ids)
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        pooler_output = model_runner_output.pooler_output or {}
+        faults = model_runner_output.faults
         logprobs, prompt_logprobs = model_runner_output.logprobs, model_runner_output.prompt_logprobs
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         for request_id, new_token_ids in zip(
@@ -303,20 +346,22 @@ class Scheduler(SchedulerState):
             request = requests.get(request_id)
             # An id may have been used again: what was planned before is not for its successor.
             if request is None or step < request.first_step:
+                num_tokens -= 1
                 continue
-            if request.pooling_params is not None:
-                if (pooled := pooler_output.get(request_id)) is not None:
-                    outputs[request.client_index].append(self._finish_pooling(request, pooled))
-                elif request_id not in scheduler_output.incomplete_req_ids:
-                    raise NBEngineError(f"the model runner pooled nothing for request {request_id}")
+            if not new_token_ids or request.pooling_params is not None or (faults and request_id in faults):
+                without = self._finish_without_tokens(request, scheduler_output, model_runner_output)
+                num_tokens -= 1
+                if without is not None:
+                    outputs[request.client_index].append(without)
                 continue
-            if not new_token_ids:
-                if request_id not in scheduler_output.incomplete_req_ids:
-                    raise NBEngineError(f"the model runner sampled no token for request {request_id}")
-                continue
-            if drafts and request_id in drafts and request.status is RequestStatus.RUNNING:
-                request.num_computed_tokens -= len(drafts[request_id]) + 1 - len(new_token_ids)
-            output = self._advance(request, new_token_ids)
+            if drafts and request_id in drafts:
+                if request.status is RequestStatus.RUNNING:
+                    # The tokens computed for rejected drafts do not count.
+                    request.num_computed_tokens -= len(drafts[request_id]) + 1 - len(new_token_ids)
+                output = self._advance(request, new_token_ids)
+                num_tokens += len(output.new_token_ids) - 1
+            else:
+                output = self._advance(request, new_token_ids)
             if logprobs is not None:
                 output.new_logprobs = logprobs.get(request_id)
             if prompt_logprobs is not None:
@@ -324,6 +369,7 @@ class Scheduler(SchedulerState):
             outputs[request.client_index].append(output)
         if model_runner_output.draft_token_ids is not None:
             self._take_drafts(model_runner_output.draft_token_ids, step)
+        self.meter.num_generation_tokens += num_tokens
         if self.observer is not None:
             self.observer.settled()
         timestamp = self.clock()
@@ -334,58 +380,3 @@ class Scheduler(SchedulerState):
         if self._ended_by_client:
             self._tell_ended(by_client, timestamp)
         return by_client
-
-    def _tell_ended(self, by_client: dict[int, EngineCoreOutputs], timestamp: float) -> None:
-        for client, request_ids in self._ended_by_client.items():
-            outputs = by_client.setdefault(client, EngineCoreOutputs(self.engine_index, timestamp=timestamp))
-            outputs.finished_requests = request_ids
-        self._ended_by_client.clear()
-
-    def _advance(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
-        """Append sampled tokens to a request, which runs or was preempted since, and end it if they do."""
-        before, error = request.status, None
-        new_token_ids = append_tokens(request, new_token_ids)
-        if request.grammar is not None and not follow_grammar(request, new_token_ids):
-            error = f"structured_outputs: {request.grammar.error}"
-            logger.error("request %s: %s", request.request_id, error)
-        return self._make_output(request, before, new_token_ids, error)
-
-    def _finish_pooling(self, request: Request, pooled: NDArray[np.float32]) -> EngineCoreOutput:
-        before, request.status = request.status, RequestStatus.FINISHED_STOPPED
-        output = self._make_output(request, before, [])
-        output.pooling_output = pooled
-        return output
-
-    def _make_output(
-        self, request: Request, before: RequestStatus, new_token_ids: list[int], error: str | None = None
-    ) -> EngineCoreOutput:
-        """Let go of a request that has ended, and was in the state `before`; return what its client is told."""
-        finish_reason = None
-        if request.status is not before:
-            finish_reason = FINISH_REASONS[request.status]
-            self._release(request, before)
-        elif request.num_computed_tokens >= request.next_cache_point:
-            self.kv_cache_manager.cache_blocks(request)
-        events = request.events
-        request.events = None
-        return EngineCoreOutput(
-            request.request_id,
-            new_token_ids,
-            finish_reason,
-            request.stop_reason,
-            events,
-            request.num_cached_tokens,
-            error,
-        )
-
-    def _take_drafts(self, draft_token_ids: dict[str, list[int]], step: int) -> None:
-        for request_id, drafts in draft_token_ids.items():
-            request = self.requests.get(request_id)
-            if (
-                request is not None
-                and request.status is RequestStatus.RUNNING
-                and request.grammar is None
-                and step >= request.first_step
-                and request.num_computed_tokens == request.num_tokens - 1
-            ):
-                request.spec_token_ids = drafts[: self.num_lookahead_tokens]

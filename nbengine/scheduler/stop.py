@@ -1,4 +1,4 @@
-"""When a request has generated enough."""
+"""The conditions on which a request ends by itself."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def append_tokens(request: Request, new_token_ids: list[int]) -> list[int]:
 
 
 def follow_grammar(request: Request, new_token_ids: list[int]) -> bool:
-    """Advance the grammar of a request by the tokens just appended; False: it refuses one of them.
+    """Advance the grammar of a request by the tokens just appended; return False if it refuses one of them.
 
-    The end of its output ends a request also where `ignore_eos` has kept `append_tokens` from doing so: the grammar
-    offers it then only where nothing else can follow. An end token that has already ended the request is not the
-    grammar's business, unless it had given up and allowed nothing else.
+    An end token that the grammar accepts ends the request even where `ignore_eos` kept `append_tokens` from
+    ending it: the grammar then offers an end token only where nothing else can follow. An end token that has
+    already ended the request is not the grammar's business, unless it had given up and allowed nothing else.
     """
     grammar = request.grammar
     if grammar is None:
@@ -57,3 +57,8 @@ def follow_grammar(request: Request, new_token_ids: list[int]) -> bool:
     if grammar.is_terminated():
         request.status = RequestStatus.FINISHED_STOPPED
     return True
+
+
+def is_free(request: Request, num_unknown: int) -> bool:
+    """Tell whether a request may get any token behind `num_unknown` further ones, whatever its grammar."""
+    return request.grammar is None or request.grammar.is_free(num_unknown)

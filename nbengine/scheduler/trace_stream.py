@@ -1,15 +1,17 @@
-"""Records what a scheduler does while someone wants to know."""
+"""The recorder of what a scheduler does, which works while someone wants to know."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress
 
+from nbengine.kv_cache.holder import NO_BLOCK, BlockHolder
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import (
     PROMPT_PREVIEW_TOKENS,
     BlocksCached,
+    BlocksGivenBack,
     BlocksUncached,
     CacheCleared,
     RequestAdded,
@@ -33,29 +35,31 @@ _Before = tuple[Request, int, int]
 
 
 class TraceStream:
-    """Observes a scheduler and its prefix cache, and numbers what it makes of that.
+    """An observer that records what a scheduler and its prefix cache do, in numbered batches.
 
-    What it hears in a step costs a few microseconds: a step that goes on like the one before is three numbers.
+    It costs a few microseconds per step: a step that goes on like the one before is three numbers.
     """
 
     def __init__(self, scheduler: SchedulerState, clock: Callable[[], float] = time.time) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._block_size = scheduler.kv_cache_manager.block_size
+        self._num_tables = scheduler.kv_cache_manager.groups.num_tables
         self._seq = 0
         self._events: list[TraceEvent] = []
         self._tokens: dict[int, list[int]] = {}
-        """By block: what it could be found by last, as far as that has been heard."""
+        """By block: the tokens with which it could last be found, if the stream has heard them."""
         self._last_ids: list[str] | None = None
         """The requests of the latest step, if another one can go on from it."""
         self._first_known_step = 0
         """Steps before it are not known to those who start from the latest snapshot."""
         self._unsettled: tuple[StepDone, list[_Before | None]] | None = None
-        """An outcome that has to be spelled out, and how things stood before; None for requests that had ended."""
+        """An outcome that has to be spelled out, and the state of each request before it; None for requests
+        that had ended."""
 
     @property
     def has_events(self) -> bool:
-        """Whether there is anything to be taken."""
+        """Tell whether there are events to take."""
         return bool(self._events)
 
     def record(self, wanted: bool) -> None:
@@ -70,15 +74,16 @@ class TraceStream:
         else:
             pool.observers = tuple(observer for observer in pool.observers if observer is not self)
             self._events, self._tokens = [], {}
-            # Whoever comes back has lost what happens from now on.
+            # A subscriber that comes back has missed what happens from now on; the gap in `seq` says so.
             self._seq += 1
 
     def take_batch(
         self, now: float, stats: SchedulerStats, *, even_if_empty: bool = False
     ) -> TraceBatch | None:
-        """The events since the batch before; None if there are none, or nobody wants them.
+        """Return the events since the batch before, None if there are none, or nobody wants them.
 
-        `now` is `time.time()`, `stats` the present state, which with `even_if_empty` is reason enough.
+        `now` is `time.time()`, `stats` the present state, which with `even_if_empty` is reason enough for a
+        batch.
         """
         if not self._events and not (even_if_empty and self._scheduler.observer is not None):
             return None
@@ -87,7 +92,10 @@ class TraceStream:
         return TraceBatch(self._scheduler.engine_index, self._seq, now, events, stats)
 
     def snapshot(self, now: float, stats: SchedulerStats) -> Iterator[TraceMessage]:
-        """What has not been taken, if there is anything, then the present state; while it records."""
+        """Yield the events that have not been taken, if there are any, then the present state.
+
+        Only to be called while the stream records.
+        """
         batch = self.take_batch(now, stats)
         if batch is not None:
             yield batch
@@ -104,6 +112,7 @@ class TraceStream:
             requests=[self._trace_of(request, now) for request in scheduler.requests.values()],
             cached=self._cached_blocks(),
             stats=stats,
+            num_tables=self._num_tables,
         )
 
     def _trace_of(self, request: Request, now: float) -> RequestTrace:
@@ -122,9 +131,10 @@ class TraceStream:
         block_ids = list(scheduler.kv_cache_manager.block_pool.cached_blocks().values())
         findable = set(block_ids)
         for request in scheduler.running:
-            for index, block_id in enumerate(request.block_ids[: request.num_cached_blocks]):
+            num_tables = self._num_tables
+            for place, block_id in enumerate(request.block_ids[: request.num_cached_blocks * num_tables]):
                 if block_id in findable and block_id not in tokens:
-                    tokens[block_id] = self._block_tokens(request, index)
+                    tokens[block_id] = self._block_tokens(request, place // num_tables)
         known = [block_id for block_id in block_ids if block_id in tokens]
         unknown = [block_id for block_id in block_ids if block_id not in tokens]
         return BlocksCached(known + unknown, list(chain.from_iterable(tokens[block] for block in known)))
@@ -154,7 +164,7 @@ class TraceStream:
         requests = self._scheduler.requests
         admits = bool(plan.scheduled_new_reqs or cached.resumed_req_ids)
         names, blocks = cached.req_ids, cached.new_block_ids
-        # Copied, as all lists of the plan are: they belong to whoever executes it.
+        # Copied, as all lists of the plan are: they belong to the executor.
         new_blocks = [
             (requests[names[index]].number, list(blocks[index] or ()))
             for index in compress(range(len(blocks)), blocks)
@@ -181,7 +191,7 @@ class TraceStream:
             self._events.append(event)
             self._last_ids = list(counts)
         if plan.scheduled_spec_decode_tokens:
-            # Where its requests go on is not known before its outcome.
+            # Only the outcome tells where its requests go on.
             self._last_ids = None
 
     def answered(self, plan: SchedulerOutput) -> None:
@@ -218,19 +228,25 @@ class TraceStream:
 
     # The prefix cache.
 
-    def stored(self, request: Request, start: int, end: int) -> None:
+    def stored(self, request: BlockHolder, start: int, end: int) -> None:
         """See `CacheObserver`."""
         event = self._events[-1] if self._events else None
         if not isinstance(event, BlocksCached):
             event = BlocksCached([], [])
             self._events.append(event)
-        for index in range(start, end):
-            block_id = request.block_ids[index]
-            self._tokens[block_id] = tokens = self._block_tokens(request, index)
-            event.block_ids.append(block_id)
-            event.token_ids += tokens
+        num_tables = self._num_tables
+        for place in range(start * num_tables, end * num_tables):
+            block_id = request.block_ids[place]
+            if block_id != NO_BLOCK:
+                self._tokens[block_id] = tokens = self._block_tokens(request, place // num_tables)
+                event.block_ids.append(block_id)
+                event.token_ids += tokens
 
-    def _block_tokens(self, request: Request, index: int) -> list[int]:
+    def given_back(self, request: BlockHolder, places: Sequence[int]) -> None:
+        """See `CacheObserver`."""
+        self._events.append(BlocksGivenBack(request.number, list(places)))
+
+    def _block_tokens(self, request: BlockHolder, index: int) -> list[int]:
         start = index * self._block_size
         token_ids = request.all_token_ids[start : start + self._block_size]
         if request.prompt_embeds is not None:

@@ -1,1 +1,1 @@
-"""One device's share of the model, and the batch it runs."""
+"""A worker: one device's share of the model, and the batch that it runs."""

@@ -1,4 +1,5 @@
-"""The runner of encoders: whole prompts in, their pooled outcome out. There is no KV cache and nothing to sample."""
+"""The runner of encoders: whole prompts go in, their pooled outcome comes out. There is no KV cache and
+nothing to sample."""
 
 from __future__ import annotations
 
@@ -8,24 +9,29 @@ from torch import Tensor
 
 from nbengine.config import EngineConfig
 from nbengine.errors import NBEngineError
-from nbengine.models.bert import BertModel
-from nbengine.models.encoder_attention import PromptGroup, group_prompts
+from nbengine.models.encoder_model import EncoderModel
+from nbengine.models.layers.encoder_attention import PromptGroup, group_prompts
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from nbengine.worker.pooler import PooledStep, Pooler
+from nbengine.worker.batch.allocation import Allocations
+from nbengine.worker.batch.pooler import PooledStep, Pooler
 
 
 class EncoderRunner:
-    """Runs an encoder on the prompts of a step, the shortest first, so that those of similar length are neighbours."""
+    """A runner that takes the prompts of a step through an encoder, the shortest first, so that prompts of
+    similar length are neighbours."""
 
     _pooler: Pooler
+    kernels = "torch"
+    """The kernels that compute."""
 
-    def __init__(self, config: EngineConfig, model: BertModel, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, model: EncoderModel, device: torch.device) -> None:
         self._config = config
         self._model = model
         self._device = device
+        self._allocations = Allocations()
         self._state: tuple[list[str], PooledStep | None] | None = None
 
-    def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:  # noqa: ARG002
+    def initialize_kv_cache(self, num_blocks: int, max_model_len: int, num_slots: int = 0) -> None:  # noqa: ARG002
         """Make room for what is pooled; there is no KV cache."""
         model = self._model
         self._pooler = Pooler(
@@ -33,13 +39,14 @@ class EncoderRunner:
             model.config.hidden_size,
             self._device,
             model if model.config.num_labels else None,
+            self._allocations,
         )
 
     def release_kv_cache(self) -> None:
-        """See `ModelRunner.release_kv_cache`; there is none."""
+        """Do nothing: there is no KV cache."""
 
     def restore_kv_cache(self) -> None:
-        """See `ModelRunner.restore_kv_cache`; there is none."""
+        """Do nothing: there is no KV cache."""
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -66,26 +73,27 @@ class EncoderRunner:
         """Fetch what the step that `execute_model` left waiting has pooled.
 
         Raises:
-            NBEngineError: there is none.
+            NBEngineError: no step waits.
         """
         state, self._state = self._state, None
         if state is None:
             raise NBEngineError("sample_tokens: no step waits to be sampled")
         req_ids, pooled = state
-        return ModelRunnerOutput(
-            req_ids=req_ids,
-            sampled_token_ids=[[] for _ in req_ids],
-            pooler_output=None if pooled is None else pooled.results(),
-        )
+        output = ModelRunnerOutput(req_ids=req_ids, sampled_token_ids=[[] for _ in req_ids])
+        if pooled is not None:
+            pooled.put_results(output, self._allocations)
+        self._allocations.put_faults(output)
+        return output
 
     def _inputs(self, prompts: list[NewRequestData]) -> tuple[Tensor, Tensor, Tensor, list[PromptGroup]]:
-        """Token ids, positions, segments (int64 [T]) and groups of prompts in ascending order of length."""
+        """Return token ids, positions, segments (int64 [T]) and groups of prompts in ascending order of
+        length."""
         lengths = np.fromiter((len(prompt.token_ids) for prompt in prompts), np.int64, len(prompts))
         starts = lengths.cumsum() - lengths
         input_ids = np.concatenate([np.asarray(prompt.token_ids, np.int64) for prompt in prompts])
         positions = np.arange(len(input_ids)) - starts.repeat(lengths)
         token_types = np.zeros(len(input_ids), np.int64)
-        # RoBERTa knows one segment only.
+        # RoBERTa has one segment only.
         if self._model.config.type_vocab_size > 1:
             for start, length, prompt in zip(starts, lengths, prompts, strict=True):
                 params = prompt.pooling_params

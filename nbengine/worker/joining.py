@@ -1,4 +1,4 @@
-"""Where a worker computes, and how it comes together with the others."""
+"""This module chooses a worker's device, and brings the worker together with the others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nbengine.distributed.data_parallel import DataParallelEnd, join_data_parall
 from nbengine.distributed.init import init_parallel
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import EngineStartError, NBEngineError
-from nbengine.executor.files import ExecutorFiles
-from nbengine.models.decoder_config import decoder_config
-from nbengine.models.encoder_config import is_encoder
-from nbengine.models.registry import resolve_device
+from nbengine.models.configs.encoder_config import is_encoder
+from nbengine.models.loading import resolve_device
+from nbengine.models.registry import decoder_config
+from nbengine.runtime.executor_files import ExecutorFiles
 
 
 def choose_device(config: EngineConfig, layout: RankLayout, files: ExecutorFiles | None) -> torch.device:
-    """The CPU, which all ranks share, or a GPU for each of them.
+    """Return the CPU, which all ranks share, or a GPU for each of them.
 
-    Engine cores of one machine take the GPUs that are visible one after the other. To those that Ray starts, and to workers
-    that it starts, only their own are visible.
+    Engine cores of one machine take the visible GPUs one after the other. Engine cores and workers that Ray
+    starts see only their own GPUs.
 
     Raises:
         EngineStartError: there are too few GPUs.
@@ -60,11 +60,11 @@ def join(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ParallelState:
-    """Meet the other ranks of the engine core where `distributed_init_method` and `files` say, and if the engine cores work
-    in lock step, those of the others.
+    """Meet the other ranks of the engine core where `distributed_init_method` and `files` say, and, if the
+    engine cores work in lock step, the ranks of the others.
 
     Raises:
-        EngineStartError: they cannot be reached.
+        EngineStartError: the others cannot be reached.
         NBEngineError: nothing says where they meet.
     """
     if is_encoder(hf_config):
@@ -81,6 +81,7 @@ def join(
             directory=files.shared_memory,
             max_tensor_bytes=_max_tensor_bytes(config, hf_config, dtype),
             dtype=dtype,
+            networked=config.parallel.networked,
         )
     if not config.lock_step:
         return state
@@ -100,10 +101,11 @@ def data_parallel_group(
     device: torch.device,
     dtype: torch.dtype,
 ) -> DataParallelGroup:
-    """Meet the workers of this one's place in the other engine cores, unless there are none or it joins them later.
+    """Meet the workers of this one's place in the other engine cores, unless there are none or it joins them
+    later.
 
     Raises:
-        EngineStartError: they cannot be reached.
+        EngineStartError: the others cannot be reached.
         NBEngineError: nothing says where they meet.
     """
     parallel = config.parallel
@@ -121,17 +123,19 @@ def data_parallel_group(
         directory=files.shared_memory,
         max_tensor_bytes=_max_tensor_bytes(config, hf_config, dtype),
         dtype=dtype,
+        networked=parallel.networked,
     )
 
 
 def _max_tensor_bytes(config: EngineConfig, hf_config: Mapping[str, Any], dtype: torch.dtype) -> int:
-    """Of the hidden states of a step."""
+    """Return the bytes of a step's hidden states."""
     # A step of one token may be padded to two.
     num_rows = max(config.scheduler.max_num_batched_tokens, 2)
     return num_rows * decoder_config(hf_config).hidden_size * dtype.itemsize
 
 
 def _is_alone(config: EngineConfig, files: ExecutorFiles | None) -> bool:
-    """Whether there is nobody in the engine core to meet and no place to do it: in its own process, for instance."""
+    """Return whether the engine core has no other worker and no place to meet one: in its own process, for
+    instance."""
     has_place = config.parallel.distributed_init_method is not None and files is not None
     return config.parallel.world_size == 1 and not has_place

@@ -1,29 +1,32 @@
-"""The model runner: a plan in, the sampled tokens out."""
+"""The model runner: a plan goes in, the sampled tokens come out."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.errors import EngineStartError, NBEngineError
-from nbengine.kernels.dispatch import select_kernels
-from nbengine.kernels.huge_pages import zeros_in_huge_pages
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_classifier import DecoderForSequenceClassification
+from nbengine.kernels.attention_metadata import AttentionMetadata, build_attention_metadata
+from nbengine.kernels.cpu.huge_pages import can_take_pages
+from nbengine.kernels.dispatch import RecurrentKernels, select_kernels, select_recurrent_kernels
+from nbengine.kernels.kv_cache import cache_shape
+from nbengine.kernels.step_metadata import StepMetadata
+from nbengine.kernels.transfer import upload
+from nbengine.kv_cache.specs import make_groups
+from nbengine.models.causal_model import CausalModel, Classifier
 from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logits_processor import create_logits_processors
 from nbengine.sampling.logprobs import LogprobRows
-from nbengine.sampling.metadata import SamplingMetadata
-from nbengine.sampling.rows import ALL_ROWS, rows_of, upload
+from nbengine.sampling.rows import rows_of
 from nbengine.sampling.sampler import Sampler, SamplerOutput
-from nbengine.sampling_params import MAX_LOGPROBS
 from nbengine.scheduler.output import (
     AsyncModelRunnerOutput,
     GrammarOutput,
@@ -31,81 +34,115 @@ from nbengine.scheduler.output import (
     SchedulerOutput,
 )
 from nbengine.units import size
-from nbengine.worker.async_output import StartTransfer, TokensInFlight, fill_output
-from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
-from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.batch.allocation import Allocations
+from nbengine.worker.batch.async_output import StartTransfer, TokensInFlight, fill_output
+from nbengine.worker.batch.decode_inputs import DecodeInputs
+from nbengine.worker.batch.group_inputs import all_groups, one_state, recurrent_metadata
+from nbengine.worker.batch.input_batch import InputBatch
+from nbengine.worker.batch.pooler import PooledStep, Pooler
+from nbengine.worker.batch.prompt_logprobs import PromptLogprobs
+from nbengine.worker.batch.row_by_row import RowByRow, StepLogits
+from nbengine.worker.batch.staging import StagingBuffer
+from nbengine.worker.batch.step_inputs import StepInputBuilder, StepInputs
+from nbengine.worker.memory.kv_pages import KVPages
+from nbengine.worker.memory.layer_caches import RecurrentModel, layer_caches, tensors_among
+from nbengine.worker.memory.rehearsal import Rehearsal
 from nbengine.worker.pipeline_stage import PipelineStage
-from nbengine.worker.pooler import PooledStep, Pooler
-from nbengine.worker.prompt_logprobs import PromptLogprobs
-from nbengine.worker.step_inputs import StagingBuffer, StepInputBuilder, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
 class ExecuteModelState:
-    """What `execute_model` leaves for `sample_tokens`."""
+    """The state that `execute_model` leaves for `sample_tokens`."""
 
     inputs: StepInputs
-    logits: Tensor | None
-    """[requests that get a token, vocabulary]; None when there are none."""
+    logits: StepLogits | None
+    """The logits of the requests that get a token; None when there are none."""
     prompts_done: list[str]
-    """Requests whose prompt log probabilities are complete with this step."""
+    """The requests whose prompt log probabilities are complete with this step."""
     pooled: PooledStep | None
 
 
 class ModelRunner:
-    """Owns the batch, the KV cache and the sampler, and runs the model on them.
+    """A runner that owns the batch, the KV cache and the sampler, and runs the model on them.
 
-    On a GPU nothing is waited for in a step but the copy of the sampled token ids, and with async scheduling
-    not even that: the step after it may come before that copy.
+    On a GPU a step waits for nothing but the copy of the sampled token ids, and with async scheduling not
+    even for that: the step after it may come before that copy. Only if the device is two steps behind, the
+    runner waits until it has read what it was given (`StagingBuffer`).
 
-    Every rank executes every plan. Those of the last pipeline stage all sample the same tokens of the same logits;
-    those of other stages make none, and take the tokens from later plans.
+    Every rank executes every plan. Those of the last pipeline stage all sample the same tokens from the same
+    logits; those of other stages make none, and take the tokens from later plans.
     """
 
-    # Made by initialize_kv_cache, which knows their sizes.
+    # initialize_kv_cache makes these: it knows their sizes.
     _num_blocks: int
-    _kv_caches: list[Tensor]
+    _num_slots: int
+    _kv_caches: list[Any]
+    """The cache of each layer; layers of different groups share tensors."""
     _batch: InputBatch
     _builder: StepInputBuilder
+    _decodes: DecodeInputs | None = None
     _uniform: StagingBuffer
     _pooler: Pooler
 
     def __init__(
         self,
         config: EngineConfig,
-        model: DecoderForCausalLM,
+        model: CausalModel,
         device: torch.device,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         start_transfer: StartTransfer | None = None,
         parallel: ParallelState = SINGLE,
     ) -> None:
-        """With `start_transfer`, tokens are on their way to the host when `sample_tokens` returns."""
+        """Keep what the runner works with: `kv_dtype` is the type of the KV cache; with `start_transfer`, tokens
+        are on their way to the host when `sample_tokens` returns."""
         self._config = config
         self._model = model
         self._device = device
-        self._dtype = dtype
-        self._kernels = select_kernels(device, dtype)
+        self._kv_dtype = kv_dtype
+        self._kernels = select_kernels(device, kv_dtype, model.hidden_dtype)
+        self._groups = make_groups(model.config.cache_rules())
+        self._recurrent_kernels: RecurrentKernels | None = None
+        if self._groups.recurrent is not None:
+            self._recurrent_kernels = select_recurrent_kernels(device, model.hidden_dtype)
         self._stage = PipelineStage(model, parallel)
         self._processors = create_logits_processors(config, device) if self._stage.is_last else []
         self._sampler = Sampler(self._processors)
-        self._prompt_logprobs = PromptLogprobs(model.compute_logits, model.config.vocab_size, device)
+        self._allocations = Allocations(is_alone=parallel.layout.tp_size == 1)
+        self._prompt_logprobs = PromptLogprobs(
+            model.compute_logits, model.config.vocab_size, device, self._allocations
+        )
         self._state: ExecuteModelState | None = None
         self._start_transfer = start_transfer
         self._in_flight: TokensInFlight | None = None
+        self._kv_pages: KVPages | None = None
 
-    def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate `num_blocks` KV blocks, and the batch for requests of up to `max_model_len` tokens.
+    @property
+    def kernels(self) -> str:
+        """Name the kernels, and the instructions of products with quantised weights."""
+        instructions = self._model.product_instructions
+        return f"{self._kernels.name}, products with {instructions}" if instructions else self._kernels.name
+
+    def initialize_kv_cache(self, num_blocks: int, max_model_len: int, num_slots: int = 0) -> None:
+        """Allocate `num_blocks` KV blocks, `num_slots` slots for recurrent state, and the batch for requests of up to
+        `max_model_len` tokens.
 
         Raises:
             EngineStartError: the allocation failed.
         """
         scheduler = self._config.scheduler
         block_size = self._config.cache.block_size
+        on_cpu = self._device.type == "cpu"
+        pad_single = on_cpu and self._model.dtype.itemsize == 2 and self._model.pads_single_rows
         self._num_blocks = num_blocks
-        self._kv_caches = self._new_kv_caches(num_blocks)
+        # A padded row has a state as well.
+        self._num_slots = num_slots + (1 if num_slots and pad_single else 0)
+        self._kv_caches = self._new_kv_caches(num_blocks, self._num_slots)
         model, shard = self._model.config, self._model.shard
-        self._kernels.warm_up(shard.num_heads, shard.num_kv_heads, model.head_dim, block_size)
-        self._model.warm_up()
+        if model.latent is None:
+            self._kernels.warm_up(shard.num_heads, shard.num_kv_heads, model.head_dim, block_size)
+        self._model.warm_up(self._kernels, self._kv_caches, scheduler.max_num_batched_tokens)
+        if self._recurrent_kernels is not None:
+            cast("RecurrentModel", self._model).warm_up_recurrent(self._recurrent_kernels)
         self._batch = self._new_batch(max_model_len)
         self._builder = StepInputBuilder(
             self._batch,
@@ -113,17 +150,36 @@ class ModelRunner:
             max_num_tokens=scheduler.max_num_batched_tokens,
             block_size=block_size,
             device=self._device,
-            pad_single=self._device.type == "cpu" and self._dtype.itemsize == 2,
+            pad_single=pad_single,
+            groups=self._groups,
+            num_slots=self._num_slots,
+            recurrent_kernels=self._recurrent_kernels,
         )
+        if on_cpu:
+            self._decodes = DecodeInputs(
+                self._batch,
+                self._kernels,
+                block_size,
+                pad_single=pad_single,
+                groups=self._groups,
+                num_slots=self._num_slots,
+                recurrent_kernels=self._recurrent_kernels,
+            )
         self._uniform = StagingBuffer(scheduler.max_num_seqs, torch.float64, self._device)
         if self._start_transfer is not None:
             self._in_flight = TokensInFlight(self._batch, self._device, self._start_transfer)
-        head = self._model if isinstance(self._model, DecoderForSequenceClassification) else None
-        self._pooler = Pooler(scheduler.max_num_seqs, model.hidden_size, self._device, head)
+        head = self._model if isinstance(self._model, Classifier) else None
+        self._pooler = Pooler(
+            scheduler.max_num_seqs, model.hidden_size, self._device, head, self._allocations
+        )
+        # Last, because a thread that maps or frees memory waits while the system clears pages.
+        self._take_kv_pages()
 
     def release_kv_cache(self) -> None:
         """Free the KV cache; no step with tokens can be executed until `restore_kv_cache`."""
-        self._kv_caches = []
+        if self._kv_pages is not None:
+            self._kv_pages.stop()
+        self._kv_pages, self._kv_caches = None, []
 
     def restore_kv_cache(self) -> None:
         """Allocate an empty KV cache of the same size again.
@@ -131,7 +187,12 @@ class ModelRunner:
         Raises:
             EngineStartError: the allocation failed.
         """
-        self._kv_caches = self._new_kv_caches(self._num_blocks)
+        self._kv_caches = self._new_kv_caches(self._num_blocks, self._num_slots)
+        self._take_kv_pages()
+
+    def _take_kv_pages(self) -> None:
+        if self._device.type == "cpu" and can_take_pages():
+            self._kv_pages = KVPages(tensors_among(self._kv_caches))
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -153,21 +214,23 @@ class ModelRunner:
             self._prompt_logprobs.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
-        inputs = self._builder.build(plan)
+        inputs = self._decodes.build(plan) if self._decodes is not None else None
+        if inputs is None:
+            inputs = self._builder.build(plan)
         if self._in_flight is not None:
             self._in_flight.fill(inputs)
-        hidden = self._stage.forward(inputs, self._kv_caches)
-        if hidden is None:
+        step = self._stage.forward(inputs, self._kv_caches)
+        if step is None:
             self._state = ExecuteModelState(inputs, None, [], None)
             return None
         logits = None
         if len(inputs.sampled):
-            rows = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
-            logits = self._model.compute_logits(rows)[: len(inputs.sampled)]
-        prompts_done = self._prompt_logprobs.collect(plan, inputs.req_ids, hidden)
+            count = len(inputs.sampled)
+            logits = StepLogits(self._model.compute_logits, step, inputs.logits_index, count)
+        prompts_done = self._prompt_logprobs.collect(plan, inputs.req_ids, step.hidden)
         pooled = None
         if not self._pooler.is_idle:
-            pooled = self._pooler.pool(hidden, inputs.req_ids, plan.num_scheduled_tokens)
+            pooled = self._pooler.pool(step.hidden, inputs.req_ids, plan.num_scheduled_tokens)
         self._state = ExecuteModelState(inputs, logits, prompts_done, pooled)
         return None
 
@@ -180,7 +243,7 @@ class ModelRunner:
         The output of a stage that does not sample is empty.
 
         Raises:
-            NBEngineError: there is none.
+            NBEngineError: no step waits.
         """
         state, self._state = self._state, None
         if state is None:
@@ -189,16 +252,18 @@ class ModelRunner:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = state.inputs
         output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids])
-        output.prompt_logprobs = self._prompt_logprobs.take(state.prompts_done)
+        self._prompt_logprobs.take(state.prompts_done, output)
         if state.pooled is not None:
-            output.pooler_output = state.pooled.results()
+            state.pooled.put_results(output, self._allocations)
         if state.logits is None:
+            self._allocations.put_faults(output)
             return output
         sampled, wanted = self._sample(state.logits, inputs.sampled_rows, grammar_output)
+        self._allocations.put_faults(output)
         if self._in_flight is not None:
             return self._in_flight.start(inputs, sampled, wanted, output)
-        # The one thing that is waited for on a GPU.
-        sampled = replace(sampled, token_ids=sampled.token_ids.cpu())
+        # This is the one thing for which a GPU's step waits: what comes after it has been computed too.
+        sampled = replace(sampled, token_ids=sampled.token_ids.cpu(), masses=sampled.masses.cpu())
         self._batch.append(inputs.sampled_rows, sampled.token_ids.numpy())
         fill_output(output, inputs, sampled, wanted)
         return output
@@ -209,8 +274,10 @@ class ModelRunner:
         self._stage.forward_nothing()
 
     @torch.inference_mode()
-    def profile_run(self) -> None:
-        """Run the largest step there can be on dummy data, for its memory use: forward pass, logits, sampling.
+    def profile_run(self, max_model_len: int) -> None:
+        """Run the largest step there can be on dummy data, for its memory use: forward pass, logits, prompt
+        log probabilities, pooling and sampling, with everything for which requests of up to `max_model_len`
+        tokens may ask.
 
         The KV cache takes part with one block, so that next to nothing of it is counted.
         """
@@ -220,32 +287,36 @@ class ModelRunner:
         counts = np.full(num_reqs, num_tokens // num_reqs, np.int32)
         counts[-1] += num_tokens % num_reqs
         attention = self._dummy_attention(counts)
+        rehearsal = None
+        if self._stage.is_last and self._model.has_logits:
+            rehearsal = Rehearsal(self._model.config.vocab_size, num_reqs, max_model_len, self._device)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        hidden = self._stage.forward_alone(positions, self._new_kv_caches(1), attention)
-        if hidden is None or self._model.lm_head is None:
+        caches = self._new_kv_caches(1, 1 if self._groups.recurrent is not None else 0)
+        hidden = self._stage.forward_alone(positions, caches, attention)
+        if hidden is None:
             return
-        logits = self._model.compute_logits(hidden[:num_reqs])
-        metadata = SamplingMetadata.build(
-            temperature=np.ones(num_reqs, np.float32),
-            top_k=np.zeros(num_reqs, np.int64),
-            top_p=np.full(num_reqs, 0.9),
-            min_p=np.zeros(num_reqs, np.float32),
-            vocab_size=self._model.config.vocab_size,
-            device=self._device,
-        )
-        logprobs = LogprobRows(ALL_ROWS, list(range(num_reqs)), [MAX_LOGPROBS] * num_reqs)
-        uniform = torch.zeros(num_reqs, dtype=torch.float64, device=self._device)
-        Sampler()(logits, replace(metadata, logprobs=logprobs), uniform).token_ids.cpu()
+        logits = None if rehearsal is None else self._model.compute_logits(hidden[:num_reqs])
+        Pooler(num_reqs, hidden.shape[1], self._device, None).rehearse(hidden)
+        if rehearsal is not None and logits is not None:
+            self._prompt_logprobs.rehearse(hidden)
+            rehearsal.sample(logits)
 
-    def _dummy_attention(self, counts: NDArray[np.int32]) -> AttentionMetadata:
-        """Metadata of requests without context that all read block 0 and write nothing."""
+    def _dummy_attention(self, counts: NDArray[np.int32]) -> AttentionMetadata | StepMetadata:
+        """Return the metadata of requests without context that all read block 0 and write nothing; recurrent layers
+        take them for one request."""
         block_size = self._config.cache.block_size
         block_table = np.zeros((len(counts), -(-int(counts.max()) // block_size)), np.int32)
         metadata = build_attention_metadata(
             counts, counts, block_table, block_size=block_size, kernels=self._kernels, device=self._device
         )
         metadata.slot_mapping.fill_(-1)
-        return metadata
+        groups = self._groups
+        if groups.num_groups == groups.num_tables == 1:
+            return metadata
+        states = None
+        if self._recurrent_kernels is not None:
+            states = recurrent_metadata(one_state(counts), self._recurrent_kernels, self._device)
+        return all_groups([metadata] * groups.num_tables, states)
 
     def _new_batch(self, max_model_len: int) -> InputBatch:
         max_num_seqs = self._config.scheduler.max_num_seqs
@@ -259,6 +330,8 @@ class ModelRunner:
                 processors=self._processors,
                 seed=self._config.model.seed,
                 sampled=self._stage.is_last,
+                allocations=self._allocations,
+                num_tables=self._groups.num_tables,
             )
         except MemoryError as error:
             raise EngineStartError(
@@ -266,23 +339,24 @@ class ModelRunner:
                 f"lower one of them: {error}"
             ) from error
 
-    def _new_kv_caches(self, num_blocks: int) -> list[Tensor]:
+    def _new_kv_caches(self, num_blocks: int, num_slots: int) -> list[Any]:
         shard = self._model.shard
-        block_size, head_dim = self._config.cache.block_size, self._model.config.head_dim
-        shape = (2, num_blocks, shard.num_kv_heads, block_size, head_dim)
+        block_size, config = self._config.cache.block_size, self._model.config
+        shape = cache_shape(
+            self._kv_dtype, num_blocks, shard.num_kv_heads, block_size, config.head_dim, config.cache_parts
+        )
         try:
-            if self._device.type == "cpu":
-                return [zeros_in_huge_pages(shape, self._dtype) for _ in shard.layers]
-            return [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in shard.layers]
+            return layer_caches(self._model, self._groups, shape, self._kv_dtype, num_slots)
         except (MemoryError, OSError, RuntimeError) as error:
-            num_bytes = shard.num_layers * math.prod(shape) * self._dtype.itemsize
+            num_bytes = self._groups.num_tensors(shard.layers) * math.prod(shape) * self._kv_dtype.itemsize
+            slots = f", {num_slots} slots for recurrent state" if num_slots else ""
             raise EngineStartError(
-                f"could not allocate a KV cache of {size(num_bytes)} ({num_blocks} blocks) on {self._device}; "
+                f"could not allocate a KV cache of {size(num_bytes)} ({num_blocks} blocks{slots}) on {self._device}; "
                 f"lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization: {error}"
             ) from error
 
     def _sample(
-        self, logits: Tensor, rows: NDArray[np.int64], grammar_output: GrammarOutput | None
+        self, logits: StepLogits, rows: NDArray[np.int64], grammar_output: GrammarOutput | None
     ) -> tuple[SamplerOutput, LogprobRows | None]:
         batch = self._batch.sampling
         metadata = batch.metadata(rows)
@@ -290,10 +364,27 @@ class ModelRunner:
         if metadata.random:
             self._uniform.array[: len(rows)] = batch.uniforms(rows)
             uniform = self._uniform.tensor(len(rows))
-        constraints = batch.constraints(rows, self._grammar_mask(grammar_output, rows))
-        output = self._sampler(logits, metadata, uniform, constraints)
-        batch.append_on_device(output.token_ids)
+        with self._allocations.attempt() as together:
+            constraints = batch.constraints(rows, self._grammar_mask(grammar_output, rows))
+            output = self._sampler(logits.take(), metadata, uniform, constraints, logits.largest)
+        if together.failed:
+            mask = partial(self._some_of_grammar_mask, grammar_output)
+            alone = RowByRow(self._sampler, batch, self._allocations, mask)
+            output, starved = alone.sample(logits.take(), rows, uniform)
+            self._allocations.starve(self._batch.req_ids[row] for row in starved)
+        self._batch.append_on_device(output.token_ids)
         return output, metadata.logprobs
+
+    def _some_of_grammar_mask(
+        self, grammar_output: GrammarOutput | None, rows: NDArray[np.int64]
+    ) -> TokenMask | None:
+        """Return the `_grammar_mask` of fewer rows than the step has."""
+        if grammar_output is None:
+            return None
+        row_of = self._batch.row_of
+        here = [place for place, name in enumerate(grammar_output.req_ids) if row_of[name] in rows]
+        some = GrammarOutput([grammar_output.req_ids[place] for place in here], grammar_output.bitmask[here])
+        return self._grammar_mask(some, rows)
 
     def _grammar_mask(
         self, grammar_output: GrammarOutput | None, rows: NDArray[np.int64]

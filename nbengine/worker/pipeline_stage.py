@@ -1,4 +1,5 @@
-"""A rank's part of a forward pass: where its hidden states come from, and where they go."""
+"""A rank's part of a forward pass: it takes hidden states from the stage before and sends them to the next
+one."""
 
 from __future__ import annotations
 
@@ -7,36 +8,39 @@ from torch import Tensor
 
 from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.distributed.data_parallel import rehearsal
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.worker.attention_metadata import AttentionMetadata
-from nbengine.worker.step_inputs import StepInputs
+from nbengine.kernels.attention_metadata import AttentionMetadata
+from nbengine.kernels.step_metadata import StepMetadata
+from nbengine.models.causal_model import CausalModel
+from nbengine.models.step_output import StepOutput
+from nbengine.worker.batch.step_inputs import StepInputs
 
 
 class PipelineStage:
-    """Embeds the tokens of a step or gets its hidden states from the stage before, and sends them on unless it is
-    the last.
+    """A stage that embeds the tokens of a step or gets its hidden states from the stage before, and sends
+    them on unless it is the last.
 
-    Both stages know the shape of what they exchange from the step's plan. The stages' tensor-parallel ranks have a line
-    each: what the ranks of a stage have is the same, and what they send too.
+    Both stages know the shape of what they exchange from the step's plan. Each tensor-parallel rank of a
+    stage has its own link: the ranks of a stage all have the same hidden states, and send the same.
     """
 
-    def __init__(self, model: DecoderForCausalLM, parallel: ParallelState = SINGLE) -> None:
+    def __init__(self, model: CausalModel, parallel: ParallelState = SINGLE) -> None:
         self._model = model
         self._previous = parallel.previous
         self._next = parallel.next
         self._parallel = parallel
         self.is_last = parallel.next is None
-        """Whether this rank has the hidden states that logits and poolings are made of."""
+        """True when this rank has the hidden states from which logits and poolings are made."""
 
-    def forward(self, inputs: StepInputs, kv_caches: list[Tensor]) -> Tensor | None:
-        """Hidden states [T, hidden] after the final norm; None where they have been sent on to the next stage."""
+    def forward(self, inputs: StepInputs, kv_caches: list[Tensor]) -> StepOutput | None:
+        """Return the outcome for all tokens, after the final norm; None where hidden states have been sent on to
+        the next stage."""
         self._parallel.dp.begin_step(len(inputs.input_ids))
-        hidden = self._model.forward(
+        output = self._model.step(
             inputs.input_ids, inputs.positions, kv_caches, inputs.attention, self._embeds(inputs)
         )
         if self._next is None:
-            return hidden
-        self._next.send(hidden)
+            return output
+        self._next.send(output.hidden)
         return None
 
     def forward_nothing(self) -> None:
@@ -45,23 +49,23 @@ class PipelineStage:
         self._model.dummy_forward()
 
     def forward_alone(
-        self, positions: Tensor, kv_caches: list[Tensor], attention: AttentionMetadata
+        self, positions: Tensor, kv_caches: list[Tensor], attention: AttentionMetadata | StepMetadata
     ) -> Tensor | None:
-        """`forward` of dummy data for the memory it takes, with the other ranks of the stage but no other stage and no other
-        engine core: those may be about something else."""
+        """Do what `forward` does, on dummy data for the memory that it takes, with the other ranks of the
+        stage but no other stage and no other engine core: those may be busy with something else."""
         embeds = None
         if self._previous is not None:
             shape = (len(positions), self._model.config.hidden_size)
-            embeds = torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
+            embeds = torch.zeros(shape, dtype=self._model.hidden_dtype, device=self._model.device)
         with rehearsal(self._parallel):
             hidden = self._model.forward(positions, positions, kv_caches, attention, embeds)
         return hidden if self.is_last else None
 
     def _embeds(self, inputs: StepInputs) -> Tensor | None:
-        """What takes the place of the embedded tokens, if anything does."""
+        """Return what takes the place of the embedded tokens, if anything does."""
         if self._previous is not None:
             shape = (len(inputs.input_ids), self._model.config.hidden_size)
-            return self._previous.receive(shape, self._model.dtype)
+            return self._previous.receive(shape, self._model.hidden_dtype)
         if not inputs.prompt_embeds:
             return None
         embeds = self._model.embed(inputs.input_ids)

@@ -23,7 +23,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class _Event(msgspec.Struct):
-    """What is used of an event of a Chrome trace; times in microseconds."""
+    """The fields that are used of an event of a Chrome trace; times are in microseconds."""
 
     ph: str = ""
     cat: str = ""
@@ -38,15 +38,16 @@ class _Trace(msgspec.Struct):
 
 
 class WorkerProfiler:
-    """Records from its construction on, for at most `max_steps` steps, so that a profile that nobody ends stays
-    bounded in memory.
+    """A profiler that records from its construction on, for at most `max_steps` steps, so that a profile that
+    nobody ends stays bounded in memory.
 
     Raises:
         UtilityError: nothing can be written to `directory`.
     """
 
     def __init__(self, directory: str, max_steps: int, device: torch.device, worker: str = "") -> None:
-        """`worker` tells the files of several workers apart: a part of their names."""
+        """Begin to record; `worker` becomes a part of the files' names, to tell those of several workers
+        apart."""
         self._worker = f"-{worker}" if worker else ""
         self._directory = Path(directory)
         try:
@@ -65,7 +66,7 @@ class WorkerProfiler:
         self._is_recording = True
 
     def begin_step(self) -> None:
-        """A step is about to be executed."""
+        """Note that a step is about to be executed; after `max_steps` of them the recording ends."""
         if not self._is_recording:
             return
         if self._num_steps == self._max_steps:
@@ -75,7 +76,7 @@ class WorkerProfiler:
             self._num_steps += 1
 
     def stop(self) -> ProfileReport:
-        """Write the trace.
+        """Write the trace and return a report of it.
 
         Raises:
             UtilityError: it cannot be written.
@@ -84,15 +85,17 @@ class WorkerProfiler:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         number = f"{os.getpid()}-{time.monotonic_ns() % 10**6:06}"
         path = self._directory / f"nbengine-{stamp}{self._worker}-{number}.trace.json.gz"
-        plain = path.with_suffix("")
+        plain, partial = path.with_suffix(""), path.with_suffix(".partial")
         try:
             self._profile.export_chrome_trace(str(plain))
             trace = plain.read_bytes()
-            path.write_bytes(gzip.compress(trace, _COMPRESSION))
+            partial.write_bytes(gzip.compress(trace, _COMPRESSION))
+            partial.rename(path)
         except (OSError, RuntimeError) as error:
             raise UtilityError(f"the profile cannot be written to {path}: {error}") from error
         finally:
             plain.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         return ProfileReport([str(path)], self._num_steps, _summary(trace))
 
     def _end(self) -> None:
@@ -102,7 +105,7 @@ class WorkerProfiler:
 
 
 def _summary(trace: bytes) -> str:
-    """A table of the operations that took longest by themselves, on the GPU where it did anything."""
+    """Make a table of the operations that took longest by themselves, on the GPU where it did anything."""
     events = [event for event in msgspec.json.decode(trace, type=_Trace).traceEvents if event.ph == "X"]
     kernels = [event for event in events if event.cat in _ON_DEVICE]
     times: defaultdict[str, float] = defaultdict(float)
@@ -119,7 +122,7 @@ def _summary(trace: bytes) -> str:
 
 
 def _own_times(events: Iterable[_Event]) -> Iterator[tuple[_Event, float]]:
-    """Each event with the microseconds in which no event within it ran; those of a thread nest."""
+    """Yield each event with the microseconds in which no event within it ran; the events of a thread nest."""
     for _, of_thread in itertools.groupby(sorted(events, key=_by_thread), key=lambda event: event.tid):
         around: list[_Event] = []
         own: list[float] = []

@@ -1,4 +1,4 @@
-"""How many threads torch computes with on the CPU."""
+"""The number of threads with which torch computes on the CPU."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 
 import torch
 
-from nbengine.worker.cgroup import ControlGroup
+from nbengine.runtime.cgroup import ControlGroup
 
 SINGLE_THREAD_BYTES = 4 << 20
-"""Weights up to this size stay in one core's cache, and handing work to other threads costs more than it gains:
-a step of random-tiny (0.4 MiB) takes 0.4 ms on one thread, and up to a hundred times that on two when other
-processes want the cores."""
+"""Weights up to this size stay in one core's cache, and handing work to other threads costs more than it
+gains: a step of random-tiny (0.4 MiB) takes 0.4 ms on one thread, and up to a hundred times that on two when
+other processes want the cores."""
 
 
 class TorchThreads:
-    """torch's number of threads, a setting of the whole process: lowered for a model, and put back."""
+    """The number of torch's threads, a setting of the whole process: it is lowered for a model, and put
+    back."""
 
     def __init__(self) -> None:
         self._original: int | None = None
@@ -23,7 +24,8 @@ class TorchThreads:
     def limit(self, weights_bytes: int, num_ranks: int = 1) -> None:
         """Lower the number to what pays for weights of this size, and to a container's CPU quota.
 
-        `num_ranks` processes divide the cores among them. A number that the user has chosen (OMP_NUM_THREADS) stays.
+        `num_ranks` processes divide the cores among them. A number that the user has chosen (OMP_NUM_THREADS)
+        stays.
         """
         if "OMP_NUM_THREADS" in os.environ:
             return

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from nbengine.kernels import reference
+from nbengine.kernels.attention_metadata import AttentionMetadata, build_attention_metadata
+from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.dispatch import ExpertKernels, Kernels
-from nbengine.worker.attention_metadata import AttentionMetadata, build_attention_metadata
+from nbengine.kernels.kv_cache import cache_shape
 
 NO_SUCH_BLOCK = 2**30
+NOWHERE = [NO_SUCH_BLOCK, -1, -(2**31), 2**31 - 1]
+"""Entries of a block table that must not be read."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Shape:
 
 @dataclass
 class Batch:
-    """One step: its queries, and the cache that holds its tokens and NaN everywhere else."""
+    """One step: its queries, and the cache that holds its tokens and NaN everywhere else (of int8 the scales)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -40,18 +44,18 @@ class Batch:
     kv_cache: torch.Tensor
     metadata: AttentionMetadata
     all_slots: torch.Tensor
-    scale: float
+    options: AttentionOptions
 
     def run(self) -> torch.Tensor:
         """The kernels' output, on the CPU."""
-        output = self.metadata.kernels.paged_attention(self.query, self.kv_cache, self.metadata, self.scale)
+        output = self.metadata.kernels.paged_attention(self.query, self.kv_cache, self.metadata, self.options)
         return output.cpu()
 
     def expected(self) -> torch.Tensor:
         """The reference's output, float64, on the CPU."""
         transposed = self.metadata.kernels.keys_transposed
         return reference.paged_attention(
-            self.query, self.kv_cache, self.metadata, self.scale, keys_transposed=transposed
+            self.query, self.kv_cache, self.metadata, self.options, keys_transposed=transposed
         ).cpu()
 
 
@@ -61,10 +65,12 @@ def _make_batch(
     lens: Sequence[tuple[int, int]],
     dtype: torch.dtype = torch.float32,
     *,
+    cache_dtype: torch.dtype | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Batch:
-    """A batch of requests, each (query_len, seq_len), those with one query first."""
+    """A batch of requests, each (query_len, seq_len), those with one query first; the cache is of type `dtype`
+    unless another is given."""
     generator = torch.Generator().manual_seed(seed)
     query_lens, seq_lens = (np.array(column, np.int32) for column in zip(*lens, strict=True))
     counts = -(-seq_lens // shape.block_size)
@@ -81,11 +87,14 @@ def _make_batch(
         return torch.randn(tokens, heads, shape.head_dim, generator=generator).to(device, dtype)
 
     key, value = (random(len(all_slots), shape.num_kv_heads) for _ in range(2))
-    cache_shape = (2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    kv_cache = torch.full(cache_shape, float("nan"), dtype=dtype, device=device)
+    cache_dtype = cache_dtype or dtype
+    sizes = cache_shape(cache_dtype, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    # Four bytes of -1 are a scale that is NaN.
+    poison = -1 if cache_dtype is torch.int8 else float("nan")
+    kv_cache = torch.full(sizes, poison, dtype=cache_dtype, device=device)
     reference.write_kv(key, value, kv_cache, all_slots, keys_transposed=kernels.keys_transposed)
     query = random(metadata.num_tokens, shape.num_heads)
-    return Batch(query, key, value, kv_cache, metadata, all_slots, shape.head_dim**-0.5)
+    return Batch(query, key, value, kv_cache, metadata, all_slots, AttentionOptions(shape.head_dim**-0.5))
 
 
 def _assert_close(actual: torch.Tensor, expected: torch.Tensor, *, exact_weights: bool = True) -> None:
@@ -125,7 +134,8 @@ class ExpertBatch:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> ExpertBatch:
-        """`elsewhere` more experts are not here; with `popular` all tokens choose among so many of the first ones."""
+        """Make a batch; `elsewhere` more experts are not here, and tokens choose among the first
+        `popular`."""
         generator = torch.Generator().manual_seed(num_tokens)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -180,6 +190,19 @@ EXPERT_BATCHES: dict[str, dict[str, int]] = {
 }
 
 
+def _forget_unseen(batch: Batch) -> None:
+    """Fill the blocks of which no query sees a token with NaN, and their entries in the table with no block."""
+    metadata, block_size = batch.metadata, batch.kv_cache.shape[3]
+    poison = -1 if batch.kv_cache.dtype is torch.int8 else float("nan")
+    query_lens = metadata.query_start_loc.diff().tolist()
+    for row, query_len, seq_len in zip(
+        metadata.block_table, query_lens, metadata.seq_lens.tolist(), strict=True
+    ):
+        gone = batch.options.first_seen(seq_len - query_len) // block_size
+        batch.kv_cache[:, row[:gone].long()] = poison
+        row[:gone] = torch.tensor((NOWHERE * gone)[:gone], dtype=torch.int32)
+
+
 MakeBatch = Callable[..., Batch]
 
 
@@ -187,6 +210,12 @@ MakeBatch = Callable[..., Batch]
 def make_batch() -> MakeBatch:
     """See `_make_batch`."""
     return _make_batch
+
+
+@pytest.fixture(scope="session")
+def forget_unseen() -> Callable[[Batch], None]:
+    """See `_forget_unseen`."""
+    return _forget_unseen
 
 
 @pytest.fixture(scope="session")

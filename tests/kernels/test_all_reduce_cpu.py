@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from nbengine.kernels import cpu_flags
-from nbengine.kernels.all_reduce_cpu import compile_all_gather, compile_all_reduce
-from nbengine.kernels.cpu_backend import ELEMENTS
-from nbengine.kernels.cpu_flags import FLAG_BYTES, FlagArguments, Patience, compile_flags
-from nbengine.kernels.exchange_cpu import SLOTS, ExchangeArguments
+from nbengine.kernels.cpu import flags as cpu_flags
+from nbengine.kernels.cpu.all_reduce import compile_all_gather, compile_all_reduce
+from nbengine.kernels.cpu.backend import ELEMENTS
+from nbengine.kernels.cpu.exchange import SLOTS, ExchangeArguments
+from nbengine.kernels.cpu.flags import FLAG_BYTES, FlagArguments, Patience, compile_flags
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PATIENCES = {"looking": (1000, 0), "yielding": (0, 50), "sleeping": (0, 0)}
@@ -181,8 +181,8 @@ def test_not_a_number_and_infinity_come_through():
 def flag(request, monkeypatch):
     """A flag, and the functions on it, with and without the kernel's help."""
     if request.param == "polling":
-        monkeypatch.setattr(cpu_flags, "_futex_number", lambda: None)
-    elif cpu_flags._futex_number() is None:
+        monkeypatch.setattr(cpu_flags, "futex_number", lambda: None)
+    elif cpu_flags.futex_number() is None:
         pytest.skip("no futex here")
     functions = compile_flags.__wrapped__()
     memory = np.zeros(3 * FLAG_BYTES, np.uint8)
@@ -203,7 +203,7 @@ def test_who_sleeps_is_woken_when_the_flag_is_raised(flag):
     thread.start()
     sleepers = ctypes.c_int64.from_address(base + FLAG_BYTES + 8)
     # Without a futex nobody signs up as a sleeper.
-    while cpu_flags._futex_number() is not None and not sleepers.value:
+    while cpu_flags.futex_number() is not None and not sleepers.value:
         time.sleep(0.001)
     functions.announce.call(ctypes.addressof(raising))
     thread.join()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels.torch_backend import TorchKernels
-from nbengine.worker.attention_metadata import build_attention_metadata
+from nbengine.kernels.attention_metadata import build_attention_metadata
+from nbengine.kernels.torch.backend import TorchKernels
 
 lens = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, n + 40)))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nbengine.errors import InvalidArgumentError
 from nbengine.kernels import reference
-from nbengine.kernels.cpu_backend import CpuKernels
-from nbengine.kernels.torch_backend import TorchKernels
+from nbengine.kernels.cpu.backend import CpuKernels
+from nbengine.kernels.torch.backend import TorchKernels
 
 SHAPES = [
     (9, 3, 64, 16),
@@ -59,6 +60,41 @@ def test_write_equals_the_reference_bit_for_bit(make_kernels, make_batch, make_s
     reference.write_kv(batch.key, batch.value, expected, slots, keys_transposed=kernels.keys_transposed)
     kernels.write_kv(batch.key, batch.value, actual, slots)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(9, 3, 64, 16), (4, 4, 80, 8), (3, 1, 40, 1)])
+@pytest.mark.parametrize("lens", LENS)
+def test_rows_may_be_of_a_wider_type_than_the_cache(
+    make_batch, make_shape, assert_close, lens, shape, cache_dtype
+):
+    kernels = CpuKernels(cache_dtype, torch.float32)
+    batch = make_batch(kernels, make_shape(*shape), LENS[lens], cache_dtype)
+    chance = torch.Generator().manual_seed(1)
+    batch.query = torch.randn(batch.query.shape, generator=chance)
+    output = batch.run()
+    assert output.dtype is torch.float32
+    assert_close(output, batch.expected())
+    key, value = (torch.randn(batch.key.shape, generator=chance) for _ in range(2))
+    expected, actual = torch.zeros_like(batch.kv_cache), torch.zeros_like(batch.kv_cache)
+    reference.write_kv(key, value, expected, batch.all_slots, keys_transposed=True)
+    kernels.write_kv(key, value, actual, batch.all_slots)
+    assert torch.equal(actual, expected)
+    with pytest.raises(InvalidArgumentError, match=r"query\.dtype must be the model's, torch\.float32"):
+        kernels.paged_attention(batch.query.to(cache_dtype), batch.kv_cache, batch.metadata, batch.options)
+
+
+def test_what_float16_cannot_hold_is_written_as_its_largest_number(make_batch, make_shape):
+    kernels = CpuKernels(torch.float16, torch.float32)
+    batch = make_batch(kernels, make_shape(4, 2, 40, 16), [(1, 1)], torch.float16)
+    value = torch.zeros(1, 2, 40)
+    value[0, 1, :5] = torch.tensor([1e6, -torch.inf, torch.nan, 65504.0, -65519.0])
+    cache = torch.zeros_like(batch.kv_cache)
+    kernels.write_kv(value, value, cache, torch.zeros(1, dtype=torch.int64))
+    largest = torch.finfo(torch.float16).max
+    for found in (cache[1, 0, 1, 0, :5], reference.rows_of_keys(cache, True)[0, 1, 0, :5]):
+        assert found.isnan().tolist() == [False, False, True, False, False]
+        assert found.nan_to_num(0).tolist() == [largest, -largest, 0, largest, -largest]
 
 
 def test_views_into_a_joint_projection_are_read_in_place(make_kernels, make_batch, make_shape, assert_close):

@@ -10,14 +10,16 @@ import torch
 from llvmlite import ir
 
 from nbengine.errors import NBEngineError
-from nbengine.kernels.cpu_ir import Element, Int, Vector, define
-from nbengine.kernels.cpu_jit import compile_module
+from nbengine.kernels.cpu.codegen import Element, Int, Vector, define
+from nbengine.kernels.cpu.jit import compile_module
+from nbengine.kernels.cpu.vectors import tanh
 
 
 def compiled(body, parameters=1):
-    module = ir.Module("test")
-    define(module, "function", parameters, body, exported=True)
-    (function,) = compile_module(module, "function")
+    def build(module):
+        define(module, "function", parameters, body, exported=True)
+
+    (function,) = compile_module(build, ["function"])
     return function
 
 
@@ -117,7 +119,7 @@ def test_reduce_folds_all_lanes(lanes):
     np.testing.assert_allclose(result, x.sum(), rtol=1e-5)
 
 
-def test_integer_operations_and_control_flow():
+def test_integer_operations_and_control_flow_do_what_python_does():
     memory = np.zeros(8, np.int64)
 
     def body(code, args, n):
@@ -133,7 +135,7 @@ def test_integer_operations_and_control_flow():
         scratch: Int = code.stack(64)
         code.store_int(n, scratch + 56)
         code.store_int(code.load_int(scratch + 56), args + 40)
-        code.copy(args, args + 48, count=2, size=4, target_step=8)
+        code.store_lanes(code.load_bits(args, 2, Element.FLOAT32), args + 48, step=8)
 
     call_with(body, memory, 51)
     assert memory.tolist() == [702, 9, 47, 1, 2 + 22 + 42, 51, 702, 0]
@@ -151,11 +153,12 @@ def test_tickets_are_drawn_until_they_run_out():
 
 
 def test_code_that_llvm_refuses_is_a_named_error():
-    module = ir.Module("broken")
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), []), "function")
-    function.append_basic_block("no_terminator")
+    def build(module):
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), []), "function")
+        function.append_basic_block("no_terminator")
+
     with pytest.raises(NBEngineError, match="could not compile the CPU kernels"):
-        compile_module(module, "function")
+        compile_module(build, ["function"])
 
 
 def test_a_loop_runs_while_its_condition_holds_and_evaluates_it_before_each_round():
@@ -172,7 +175,7 @@ def test_a_loop_runs_while_its_condition_holds_and_evaluates_it_before_each_roun
         assert memory.tolist() == expected
 
 
-def test_larger_chosen_and_atomic_integers():
+def test_integers_are_bounded_from_below_chosen_and_stored_atomically():
     memory = np.zeros(6, np.int64)
 
     def body(code, args, n):
@@ -202,3 +205,28 @@ def test_functions_of_the_c_library_can_be_called():
     copy = ctypes.cast(ctypes.CDLL(None).memcpy, ctypes.c_void_p).value
     call_with(lambda code, args, n: code.call_address(copy, args, args + 8, n), memory, 8)
     assert memory.tolist() == [7, 7]
+
+
+def test_tanh_is_accurate_to_three_units_in_the_last_place():
+    small = np.logspace(-37, -1, 200_000)
+    x = np.concatenate([small, np.linspace(0.1, 12, 300_000), [20, 90, 1e6, 1e30, np.inf]])
+    x = np.resize(np.concatenate([x, -x, [0.0]]).astype(np.float32), 1_000_016)
+    result = np.empty_like(x)
+    apply(tanh, x, result)
+    exact = np.tanh(x.astype(np.float64))
+    assert (np.abs(result - exact) <= 3 * np.spacing(np.abs(exact).astype(np.float32))).all()
+    assert (np.abs(result) <= 1).all()
+
+
+def test_tanh_keeps_nan():
+    x, result = np.full(16, np.nan, np.float32), np.zeros(16, np.float32)
+    apply(tanh, x, result)
+    assert np.isnan(result).all()
+
+
+@pytest.mark.parametrize("limit", [-3, 0, 1, 15, 16, 40])
+def test_mask_replaces_the_lanes_before_the_limit_even_if_they_are_nan(limit):
+    x, result = np.full(16, np.nan, np.float32), np.empty(16, np.float32)
+    x[max(0, limit) :] = 1
+    apply(lambda code, v: code.mask_before(v, code.integer(0), code.integer(limit), -7.0), x, result)
+    assert result.tolist() == [-7.0 if i < limit else 1.0 for i in range(16)]

@@ -1,4 +1,4 @@
-"""What the compiled CPU kernels promise beyond being right: determinism, threads, other processors."""
+"""The compiled CPU kernels do not depend on company or threads, and are right on other processors, too."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels import cpu_backend, cpu_jit
-from nbengine.kernels.cpu_backend import CpuKernels
-from nbengine.kernels.cpu_layout import Work
-from nbengine.kernels.cpu_plan import DECODE_PART, PREFILL_PART, decode_work, prefill_work
+from nbengine.kernels import reference
+from nbengine.kernels.cpu import backend as cpu_backend
+from nbengine.kernels.cpu import jit as cpu_jit
+from nbengine.kernels.cpu.backend import CpuKernels
+from nbengine.kernels.cpu.layout import Work
+from nbengine.kernels.cpu.plan import DECODE_PART, PREFILL_PART, decode_work, prefill_work
 
 MIXED = [(1, 700), (1, 3), (1, 129), (40, 333), (5, 5)]
 
@@ -107,9 +109,10 @@ def test_instances_in_different_threads_do_not_disturb_each_other(make_batch, sm
 @pytest.mark.skipif(
     not llvm.get_process_triple().startswith("x86_64"), reason="emulates older x86 processors"
 )
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("name", ["haswell", "nehalem"])
 def test_a_processor_with_narrower_vectors_gets_the_same_result(
-    monkeypatch, make_batch, small, assert_close, name
+    monkeypatch, make_batch, small, assert_close, name, cache_dtype
 ):
     newer = ("avx512", "amx", "avx10", "avxvnni", "vaes", "vpclmul", "gfni", "sha512")
     newer += ("avx", "fma", "f16c", "bmi") if name == "nehalem" else ()
@@ -127,8 +130,14 @@ def test_a_processor_with_narrower_vectors_gets_the_same_result(
     monkeypatch.setattr(cpu_backend, "host_processor", lambda: older)
     for function in (cpu_backend._compile_attention, cpu_backend._compile_write_kv):
         monkeypatch.setattr(cpu_backend, function.__name__, function.__wrapped__)
-    batch = make_batch(CpuKernels(torch.bfloat16), small, MIXED[1:3] + MIXED[4:], torch.bfloat16)
+    kernels, lens = CpuKernels(cache_dtype, torch.bfloat16), MIXED[1:3] + MIXED[4:]
+    batch = make_batch(kernels, small, lens, torch.bfloat16, cache_dtype=cache_dtype)
     assert_close(batch.run(), batch.expected())
+    written = torch.full_like(batch.kv_cache, 7)
+    expected = written.clone()
+    kernels.write_kv(batch.key, batch.value, written, batch.all_slots)
+    reference.write_kv(batch.key, batch.value, expected, batch.all_slots, keys_transposed=True)
+    assert torch.equal(written, expected)
     assert cpu_backend.supports(torch.float16) is (name == "haswell")
 
 
@@ -136,9 +145,9 @@ def test_tensors_of_another_type_are_refused_before_they_are_read(make_batch, sm
     batch = make_batch(CpuKernels(torch.float32), small, [(1, 4)])
     kernels, metadata = batch.metadata.kernels, batch.metadata
     with pytest.raises(InvalidArgumentError, match=r"query\.dtype"):
-        kernels.paged_attention(batch.query.bfloat16(), batch.kv_cache, metadata, 1.0)
+        kernels.paged_attention(batch.query.bfloat16(), batch.kv_cache, metadata, batch.options)
     with pytest.raises(InvalidArgumentError, match="kv_cache"):
-        kernels.paged_attention(batch.query, batch.kv_cache.bfloat16(), metadata, 1.0)
+        kernels.paged_attention(batch.query, batch.kv_cache.bfloat16(), metadata, batch.options)
     with pytest.raises(InvalidArgumentError, match=r"value\.dtype"):
         kernels.write_kv(batch.key, batch.value.half(), batch.kv_cache, metadata.slot_mapping)
     with pytest.raises(InvalidArgumentError, match="slot_mapping"):
@@ -148,7 +157,7 @@ def test_tensors_of_another_type_are_refused_before_they_are_read(make_batch, sm
         batch.run()
 
 
-def test_warm_up_leaves_nothing_to_compile(make_batch, make_shape, monkeypatch):
+def test_warm_up_leaves_nothing_to_compile(make_batch, make_shape, assert_close, monkeypatch):
     kernels = CpuKernels(torch.float32)
     kernels.warm_up(num_heads=10, num_kv_heads=2, head_dim=24, block_size=4)
 
@@ -158,7 +167,7 @@ def test_warm_up_leaves_nothing_to_compile(make_batch, make_shape, monkeypatch):
     batch = make_batch(kernels, make_shape(10, 2, 24, 4), [(1, 9), (3, 3)])
     monkeypatch.setattr(cpu_backend, "compile_module", refuse)
     kernels.write_kv(batch.key, batch.value, batch.kv_cache, batch.all_slots)
-    batch.run()
+    assert_close(batch.run(), batch.expected())
 
 
 def test_work_covers_every_query_and_every_visible_token_once(make_batch, small):

@@ -1,4 +1,5 @@
-"""Which kernels are chosen, and which threads run them."""
+"""The dispatch chooses kernels for a device and the threads that run them, and warns where it has no fast
+ones."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels import cpu_backend, cpu_threads
-from nbengine.kernels.cpu_backend import CpuKernels
+from nbengine.kernels.cpu import backend as cpu_backend
+from nbengine.kernels.cpu import threads as cpu_threads
+from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.dispatch import select_kernels
-from nbengine.kernels.torch_backend import TorchKernels
+from nbengine.kernels.torch.backend import TorchKernels
 
 CPU = torch.device("cpu")
 

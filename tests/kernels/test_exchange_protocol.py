@@ -1,7 +1,7 @@
 """The protocol of the exchanges, gone through exhaustively: every order in which ranks can take their steps.
 
 A step is one access to shared memory; writing and reading a slot take two, a beginning and an end, so that they
-can overlap. What orders accesses on real processors is release and acquire, see `nbengine.kernels.cpu_flags`.
+can overlap. What orders accesses on real processors is release and acquire, see `nbengine.kernels.cpu.flags`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from nbengine.kernels.exchange_cpu import SLOTS
+from nbengine.kernels.cpu.exchange import SLOTS
 
 TORN = -1
 
@@ -22,7 +22,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Protocol:
-    """The steps of one phase, as written in `nbengine.kernels.exchange_cpu` unless changed."""
+    """The steps of one phase, as written in `nbengine.kernels.cpu.exchange` unless changed."""
 
     size: int
     slots: int = SLOTS

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.kernels import experts_torch, reference
+from nbengine.kernels import reference
 from nbengine.kernels.dispatch import select_expert_kernels
-from nbengine.kernels.experts_torch import TorchExperts
+from nbengine.kernels.torch import experts as experts_torch
+from nbengine.kernels.torch.experts import TorchExperts
 
 CPU = torch.device("cpu")
 KERNELS = TorchExperts()

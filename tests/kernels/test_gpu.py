@@ -7,8 +7,8 @@ import torch
 
 from nbengine.kernels import reference
 from nbengine.kernels.dispatch import select_expert_kernels, select_kernels
-from nbengine.kernels.experts_torch import TorchExperts
-from nbengine.kernels.torch_backend import TorchKernels
+from nbengine.kernels.torch.backend import TorchKernels
+from nbengine.kernels.torch.experts import TorchExperts
 
 pytestmark = [
     pytest.mark.gpu,

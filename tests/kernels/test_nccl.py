@@ -1,4 +1,4 @@
-"""What one GPU allows of the exchange between GPUs: a world of one."""
+"""One GPU can test the exchange between GPUs in a world of one."""
 
 from __future__ import annotations
 

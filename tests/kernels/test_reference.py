@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nbengine.kernels import reference
-from nbengine.kernels.torch_backend import TorchKernels
+from nbengine.kernels.torch.backend import TorchKernels
 
 LENS = [(1, 1), (1, 37), (5, 5), (7, 40)]
 
@@ -26,7 +26,7 @@ def test_paged_reference_equals_dense_attention(make_batch, make_shape, shape):
         mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
         queries = batch.query[start : start + query_len].transpose(0, 1)[None]
         dense = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=batch.scale, enable_gqa=True
+            queries, keys, values, attn_mask=mask, scale=batch.options.scale, enable_gqa=True
         )
         torch.testing.assert_close(actual[start : start + query_len], dense[0].transpose(0, 1))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,16 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nbengine.kernels import experts_triton, write_kv_triton
-from nbengine.kernels import paged_attention_triton as attention
+from nbengine.kernels.triton import delta_rule as delta_rule_triton
+from nbengine.kernels.triton import experts as experts_triton
+from nbengine.kernels.triton import latent_attention as latent
+from nbengine.kernels.triton import paged_attention as attention
+from nbengine.kernels.triton import short_convolution as convolution_triton
+from nbengine.kernels.triton import state_space as state_space_triton
+from nbengine.kernels.triton import write_kv as write_kv_triton
+from nbengine.kernels.triton.attention_rule import CHUNK, NO_SPAN, WINDOW
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -26,7 +30,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: bytes of spilled registers and of shared memory a program."""
+    """The resources of a compiled kernel: bytes of spilled registers and of shared memory a program."""
 
     spilled: int
     shared: int
@@ -35,10 +39,12 @@ class Resources:
 @pytest.fixture(autouse=True)
 def private_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    # The assembler is run by Triton alone, which then prints what it says.
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
 
 
 @pytest.fixture
-def compile_for(tmp_path):
+def compile_for(capsys):
     def compile_for(
         arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
     ) -> Resources:
@@ -52,19 +58,9 @@ def compile_for(tmp_path):
         }
         source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
         target = GPUTarget("cuda", arch, 32)
+        capsys.readouterr()
         compiled = triton.compile(source, target=target, options={"enable_fp_fusion": True, **options})
-        ptx = tmp_path / "kernel.ptx"
-        ptx.write_text(compiled.asm["ptx"])
-        name = "sm_90a" if arch == 90 else f"sm_{arch}"
-        ptxas = [
-            get_ptxas(arch).path,
-            "-v",
-            f"--gpu-name={name}",
-            str(ptx),
-            "-o",
-            str(tmp_path / "kernel.cubin"),
-        ]
-        report = subprocess.run(ptxas, capture_output=True, text=True, check=True).stderr
+        report = capsys.readouterr().out
         spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill", report))
         assert "registers" in report
         return Resources(spilled, compiled.metadata.shared)
@@ -72,23 +68,39 @@ def compile_for(tmp_path):
     return compile_for
 
 
+PLAIN = (NO_SPAN, False, False)
+WINDOW_AND_SINKS = (WINDOW, False, True)
+WINDOW_AND_CAP = (WINDOW, True, False)
+CHUNKS = (CHUNK, False, False)
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "decode", "split"),
+    ("dtype", "head_dim", "group", "decode", "split", "features"),
     [
-        (BFLOAT16, 64, 3, True, True),
-        (BFLOAT16, 64, 3, True, False),
-        (BFLOAT16, 64, 3, False, False),
-        (BFLOAT16, 80, 1, False, False),
-        (BFLOAT16, 128, 8, True, True),
-        (BFLOAT16, 128, 8, False, False),
-        (BFLOAT16, 256, 4, False, False),
-        (FLOAT32, 64, 3, True, True),
-        (FLOAT32, 128, 4, False, False),
+        (BFLOAT16, 64, 3, True, True, PLAIN),
+        (BFLOAT16, 64, 3, True, False, PLAIN),
+        (BFLOAT16, 64, 3, False, False, PLAIN),
+        (BFLOAT16, 80, 1, False, False, PLAIN),
+        (BFLOAT16, 128, 8, True, True, PLAIN),
+        (BFLOAT16, 128, 8, False, False, PLAIN),
+        (BFLOAT16, 192, 4, True, True, PLAIN),
+        (BFLOAT16, 192, 4, False, False, PLAIN),
+        (BFLOAT16, 256, 4, False, False, PLAIN),
+        (FLOAT32, 64, 3, True, True, PLAIN),
+        (FLOAT32, 128, 4, False, False, PLAIN),
+        (BFLOAT16, 64, 8, True, True, WINDOW_AND_SINKS),
+        (BFLOAT16, 64, 8, False, False, WINDOW_AND_SINKS),
+        (BFLOAT16, 256, 2, True, True, WINDOW_AND_CAP),
+        (BFLOAT16, 256, 2, False, False, WINDOW_AND_CAP),
+        (BFLOAT16, 128, 5, False, False, CHUNKS),
+        (FLOAT32, 64, 3, False, False, WINDOW_AND_CAP),
+        (FLOAT32, 128, 4, False, False, WINDOW_AND_SINKS),
     ],
 )
-def test_attention_fits_without_spilling(compile_for, arch, dtype, head_dim, group, decode, split):
-    tiling = attention.choose_tiling(head_dim, group, dtype, decode=decode)
+def test_attention_fits_without_spilling(compile_for, arch, dtype, head_dim, group, decode, split, features):
+    span, has_soft_cap, has_sinks = features
+    tiling = attention.choose_tiling(head_dim, group, dtype, decode=decode, has_soft_cap=has_soft_cap)
     data = dict.fromkeys(("output", "query", "key_cache", "value_cache"), POINTER[dtype])
     partial = dict.fromkeys(("partial_sums", "partial_stats"), "*fp32" if split else POINTER[dtype])
     indices = dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32")
@@ -102,10 +114,48 @@ def test_attention_fits_without_spilling(compile_for, arch, dtype, head_dim, gro
         "TOKENS": tiling.tokens,
         "DECODE": decode,
         "SPLIT": split,
+        "SPAN": span,
+        "SOFT_CAP": has_soft_cap,
+        "SINKS": has_sinks,
     }
+    sinks = "*fp32" if has_sinks else POINTER[dtype]
     resources = compile_for(
         arch,
         attention.attention_kernel,
+        {**data, **partial, **indices, "scale": "fp32", "soft_cap": "fp32", "sinks": sinks},
+        constants,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    assert resources.spilled == 0
+    assert resources.shared <= SHARED_MEMORY[arch]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_latent_attention_fits_without_spilling(compile_for, arch, decode, heads, dtype):
+    rank, rope = 512, 64
+    tiling = latent.choose_tiling(rank, heads, dtype, decode=decode)
+    data = dict.fromkeys(("output", "query", "cache"), POINTER[dtype])
+    partial = dict.fromkeys(("partial_sums", "partial_stats"), "*fp32" if decode else POINTER[dtype])
+    indices = dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32")
+    constants = {
+        "HEADS": heads,
+        "RANK": rank,
+        "ROPE": rope,
+        "RANK_WIDTH": rank,
+        "ROPE_WIDTH": rope,
+        "BLOCK_SIZE": 16,
+        "ROWS": tiling.rows,
+        "TOKENS": tiling.tokens,
+        "DECODE": decode,
+        "SPLIT": decode,
+    }
+    resources = compile_for(
+        arch,
+        latent.latent_kernel,
         {**data, **partial, **indices, "scale": "fp32"},
         constants,
         num_warps=tiling.warps,
@@ -116,12 +166,36 @@ def test_attention_fits_without_spilling(compile_for, arch, dtype, head_dim, gro
 
 
 @pytest.mark.parametrize("arch", [80, 90])
+def test_merge_and_write_of_latents_fit_without_spilling(compile_for, arch):
+    merge = compile_for(
+        arch,
+        attention.merge_kernel,
+        {"output": "*bf16", "partial_sums": "*fp32", "partial_stats": "*fp32", "seq_lens": "*i32"},
+        {"HEAD_DIM": 512, "WIDTH": 512, "SPLITS": attention.MAX_SPLITS, "TOKENS": 32, "SPAN": NO_SPAN},
+        num_warps=latent.MERGE_WARPS,
+    )
+    write = compile_for(
+        arch,
+        latent.write_latent_kernel,
+        {"rows": "*bf16", "cache": "*bf16", "slots": "*i64"},
+        {"SIZE": 576, "WIDTH": 1024},
+    )
+    assert (merge.spilled, write.spilled) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
 def test_merge_and_write_fit_without_spilling(compile_for, arch):
     merge = compile_for(
         arch,
         attention.merge_kernel,
         {"output": "*bf16", "partial_sums": "*fp32", "partial_stats": "*fp32", "seq_lens": "*i32"},
-        {"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": attention.MAX_SPLITS},
+        {
+            "HEAD_DIM": 128,
+            "WIDTH": 128,
+            "SPLITS": attention.MAX_SPLITS,
+            "TOKENS": 64,
+            "SPAN": WINDOW,
+        },
     )
     tensors = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16")
     write = compile_for(
@@ -163,6 +237,90 @@ def test_plan_and_combination_of_experts_fit_without_spilling(compile_for, arch)
     constants = {"PER_TOKEN": 8, "CHOICES": 8, "HIDDEN": 2048, "NUM_EXPERTS": 128, "COLUMNS": 256}
     combine = compile_for(arch, experts_triton.combine_kernel, data, constants)
     assert (plan.spilled, combine.spilled) == (0, 0)
+
+
+RECURRENT_INDICES = dict.fromkeys(
+    ("query_start_loc", "slots", "sources", "checkpoint_start_loc", "checkpoint_ends", "checkpoint_slots"),
+    "*i32",
+)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "key_dim", "value_dim"), [(BFLOAT16, 128, 128), (FLOAT32, 128, 128), (BFLOAT16, 256, 256)]
+)
+def test_the_delta_rule_fits_without_spilling(compile_for, arch, decode, dtype, key_dim, value_dim):
+    tiling = delta_rule_triton.choose_tiling(key_dim, value_dim, dtype, decode=decode)
+    data = dict.fromkeys(("output", "query", "key", "value"), POINTER[dtype])
+    numbers = {**dict.fromkeys(("decay", "beta", "states"), "*fp32"), "scale": "fp32"}
+    constants = {
+        "HEADS": 16,
+        "GROUP": 2,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "ROWS": tiling.rows,
+        "COLUMNS": tiling.columns,
+        "EPS": 1e-6,
+    }
+    if not decode:
+        chunks = {"TOKENS": delta_rule_triton.CHUNK, "SLICE": delta_rule_triton.SLICE}
+        constants |= {**chunks, "PRECISION": tiling.precision}
+    resources = compile_for(
+        arch,
+        delta_rule_triton.step_kernel if decode else delta_rule_triton.chunks_kernel,
+        {**data, **numbers, **RECURRENT_INDICES},
+        constants,
+        num_warps=tiling.warps,
+        num_stages=1,
+    )
+    assert resources.spilled == 0
+    assert resources.shared <= SHARED_MEMORY[arch]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "state_size", "head_dim"), [(BFLOAT16, 128, 64), (FLOAT32, 128, 64), (BFLOAT16, 256, 128)]
+)
+def test_the_state_space_fits_without_spilling(compile_for, arch, decode, dtype, state_size, head_dim):
+    tiling = delta_rule_triton.choose_tiling(state_size, head_dim, dtype, decode=decode)
+    data = dict.fromkeys(("output", "x", "b", "c"), POINTER[dtype])
+    numbers = dict.fromkeys(("dt", "rate", "skip", "states"), "*fp32")
+    constants = {
+        "HEADS": 16,
+        "GROUP": 16,
+        "STATE_SIZE": state_size,
+        "HEAD_DIM": head_dim,
+        "ROWS": tiling.rows,
+        "COLUMNS": tiling.columns,
+    }
+    if not decode:
+        chunks = {"TOKENS": state_space_triton.CHUNK, "SLICE": state_space_triton.SLICE}
+        constants |= {**chunks, "PRECISION": tiling.precision}
+    resources = compile_for(
+        arch,
+        state_space_triton.step_kernel if decode else state_space_triton.chunks_kernel,
+        {**data, **numbers, **RECURRENT_INDICES},
+        constants,
+        num_warps=tiling.warps if decode else state_space_triton.WARPS,
+        num_stages=1,
+    )
+    assert resources.spilled == 0
+    assert resources.shared <= SHARED_MEMORY[arch]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("tokens", [1, convolution_triton.TOKENS])
+def test_the_short_convolution_fits_without_spilling(compile_for, arch, tokens):
+    data = dict.fromkeys(("output", "x", "weight", "bias", "conv"), "*bf16")
+    sizes = {"CHANNELS": 6144, "KERNEL": 4, "COLUMNS": convolution_triton.COLUMNS}
+    options = {"TOKENS": tokens, "HAS_BIAS": True, "SILU": True}
+    convolve = compile_for(
+        arch, convolution_triton.convolve_kernel, {**data, **RECURRENT_INDICES}, {**sizes, **options}
+    )
+    keep = compile_for(arch, convolution_triton.keep_kernel, {**data, **RECURRENT_INDICES}, sizes)
+    assert (convolve.spilled, keep.spilled) == (0, 0)
 
 
 @pytest.mark.parametrize("num_experts", [1, 7, 128])

@@ -14,7 +14,24 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from nbengine.kernels import experts_triton, paged_attention_triton, reference, write_kv_triton
+from nbengine.errors import InvalidArgumentError
+from nbengine.kernels import reference
+from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.triton import experts as experts_triton
+from nbengine.kernels.triton import latent_attention as latent_attention_triton
+from nbengine.kernels.triton import paged_attention as paged_attention_triton
+from nbengine.kernels.triton import write_kv as write_kv_triton
+from nbengine.kernels.triton.recurrent import TritonRecurrent
+from tests.kernels.latent_batches import LatentBatch
+from tests.kernels.recurrent_batches import (
+    Heads,
+    Request,
+    Space,
+    Step,
+    check_convolution,
+    check_delta_rule,
+    check_state_space,
+)
 
 LENS = {
     "decode": [(1, n) for n in (1, 15, 16, 17, 129, 270)],
@@ -26,7 +43,7 @@ MANY_PROCESSORS, ONE_PROCESSOR = 132, 1
 
 
 class InterpretedKernels:
-    """What `TritonKernels` does, on the CPU."""
+    """A stand-in for `TritonKernels` on the CPU."""
 
     name = "triton"
     keys_transposed = False
@@ -36,6 +53,22 @@ class InterpretedKernels:
             paged_attention_triton.paged_attention, processors=processors
         )
         self.write_kv = write_kv_triton.write_kv
+        self.latent_attention = functools.partial(
+            latent_attention_triton.latent_attention, processors=processors
+        )
+        self.write_latent = latent_attention_triton.write_latent
+
+
+@pytest.fixture(autouse=True)
+def replace_the_language_once_a_launch(monkeypatch):
+    """Each call of a helper would replace all of the language again, which takes a third of the time."""
+    patch_lang = interpreter._patch_lang
+
+    def patch_what_is_not(fn):
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        return patch_lang(fn) if any(tl.core.is_builtin(language.load) for language in languages) else None
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_not)
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +110,60 @@ def test_attention_equals_the_reference_and_reads_no_poison(
     assert_close(batch.run(), batch.expected(), exact_weights=False)
 
 
+RULES: dict[str, dict[str, int]] = {
+    "all": {},
+    "window of itself": {"window": 1},
+    "window below a block": {"window": 5},
+    "window of several blocks": {"window": 50},
+    "window of several splits": {"window": 300},
+    "window beyond all": {"window": 10_000},
+    "chunk below a block": {"chunk": 6},
+    "chunk of several blocks": {"chunk": 40},
+    "chunk beyond all": {"chunk": 10_000},
+}
+
+
+@pytest.mark.parametrize("extras", [{}, {"soft_cap": 3.0}, {"sinks": torch.linspace(-3, 4, 6)}], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_attention_under_options_equals_the_reference_and_reads_nothing_out_of_sight(
+    make_batch, make_shape, forget_unseen, assert_close, rule, extras
+):
+    lens = [(1, 1), (1, 33), (1, 430), (23, 70)]
+    for processors in (ONE_PROCESSOR, MANY_PROCESSORS):
+        batch = make_batch(InterpretedKernels(processors), make_shape(6, 2, 40, 16), lens)
+        batch.options = AttentionOptions(0.2, **RULES[rule], **extras)
+        forget_unseen(batch)
+        assert_close(batch.run(), batch.expected())
+
+
+@pytest.mark.parametrize("head_dim", [80, 192])
+def test_heads_of_every_size_have_all_options(make_batch, make_shape, forget_unseen, assert_close, head_dim):
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = make_batch(
+            InterpretedKernels(MANY_PROCESSORS), make_shape(4, 2, head_dim, 16), [(1, 200), (9, 70)], dtype
+        )
+        batch.options = AttentionOptions(
+            0.1, window=50, soft_cap=5.0, sinks=torch.linspace(-1, 1, 4).to(dtype)
+        )
+        forget_unseen(batch)
+        assert_close(batch.run(), batch.expected(), exact_weights=False)
+
+
+def test_a_sink_of_minus_infinity_takes_no_weight(make_batch, make_shape, assert_close):
+    for processors in (ONE_PROCESSOR, MANY_PROCESSORS):
+        batch = make_batch(InterpretedKernels(processors), make_shape(6, 2, 32, 16), [(1, 300), (9, 50)])
+        plain = batch.expected()
+        batch.options = AttentionOptions(batch.options.scale, sinks=torch.full((6,), -torch.inf))
+        assert_close(batch.run(), plain)
+
+
+def test_sinks_of_another_number_of_heads_are_refused(make_batch, make_shape):
+    batch = make_batch(InterpretedKernels(1), make_shape(6, 2, 32, 16), [(1, 4)])
+    batch.options = AttentionOptions(1.0, sinks=torch.zeros(5))
+    with pytest.raises(InvalidArgumentError, match=r"sinks must be \[6\]"):
+        batch.run()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_equals_the_reference_bit_for_bit(make_batch, make_shape, dtype):
     batch = make_batch(InterpretedKernels(1), make_shape(6, 3, 40, 8), [(1, 20), (1, 3)], dtype)
@@ -93,6 +180,34 @@ def test_queries_in_a_joint_projection_are_read_in_place(make_batch, make_shape,
     batch = make_batch(InterpretedKernels(1), make_shape(6, 2, 32, 16), [(1, 20), (3, 9)])
     batch.query = torch.cat([batch.query, torch.full((4, 4, 32), float("nan"))], dim=1)[:, :6]
     assert_close(batch.run(), batch.expected())
+
+
+LATENT_LENS = {
+    "decode": [(1, 1), (1, 32), (1, 33), (1, 270)],
+    "prefill": [(2, 2), (7, 66)],
+    "mixed": [(1, 140), (3, 3), (9, 40)],
+}
+LATENT_SHAPES = [(5, 24, 8, 16), (20, 33, 7, 64)]
+"""Heads, rank, dimensions that turn, and tokens a block."""
+
+
+@pytest.mark.parametrize("lens", LATENT_LENS)
+@pytest.mark.parametrize("shape", LATENT_SHAPES)
+def test_latent_attention_equals_the_reference_and_reads_no_poison(assert_close, shape, lens):
+    for processors in (ONE_PROCESSOR, MANY_PROCESSORS):
+        batch = LatentBatch.of(InterpretedKernels(processors), shape, LATENT_LENS[lens])
+        assert_close(batch.run(), batch.expected())
+
+
+def test_latent_attention_of_bfloat16_equals_the_reference(assert_close):
+    for lens in LATENT_LENS.values():
+        batch = LatentBatch.of(InterpretedKernels(MANY_PROCESSORS), LATENT_SHAPES[0], lens, torch.bfloat16)
+        assert_close(batch.run(), batch.expected(), exact_weights=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_written_bit_for_bit(dtype):
+    LatentBatch.of(InterpretedKernels(1), LATENT_SHAPES[1], [(1, 20), (1, 3)], dtype).check_write()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,3 +236,46 @@ def test_a_warm_up_runs_every_tiling_that_can_be_chosen(monkeypatch, expert_batc
     monkeypatch.setattr(experts_triton, "choose_tiling", noting)
     experts_triton.TritonExperts().warm_up(batch.gate_up, batch.down, 2)
     assert set(chosen) == {choose(assignments, 3, dtype) for assignments in range(1, 2000)}
+
+
+STEPS = {
+    "decodes": [Request(1, "own"), Request(1, "zeros"), Request(1, "other", (1,))],
+    "prompts": [Request(16, "zeros"), Request(33, "own"), Request(2, "other")],
+    "mixed": [
+        Request(1),
+        Request(1, "zeros", (1,)),
+        Request(37, "own", (4, 16, 36)),
+        Request(2, "other", (1, 2)),
+    ],
+}
+
+
+@pytest.mark.parametrize("requests", STEPS)
+@pytest.mark.parametrize("heads", [Heads(1, 2, 32, 48), Heads(1, 1, 20, 37)], ids=str)
+def test_the_delta_rule_equals_the_reference_and_touches_no_other_slot(requests, heads):
+    check_delta_rule(Step.of(TritonRecurrent(), STEPS[requests]), heads)
+
+
+@pytest.mark.parametrize("requests", STEPS)
+def test_the_delta_rule_of_bfloat16_equals_the_reference(requests):
+    check_delta_rule(Step.of(TritonRecurrent(), STEPS[requests]), Heads(1, 2, 16, 16), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("requests", STEPS)
+@pytest.mark.parametrize(("channels", "kernel"), [(140, 4), (7, 2)])
+def test_the_convolution_equals_the_reference_and_touches_no_other_slot(requests, channels, kernel):
+    for silu, has_bias in ((True, False), (False, True)):
+        step = Step.of(TritonRecurrent(), STEPS[requests])
+        check_convolution(step, channels, kernel, silu=silu, has_bias=has_bias)
+
+
+@pytest.mark.parametrize("requests", [*STEPS, "several chunks"])
+@pytest.mark.parametrize("sizes", [Space(1, 2, 32, 48), Space(2, 2, 20, 37)], ids=str)
+def test_the_state_space_equals_the_reference_and_touches_no_other_slot(requests, sizes):
+    several = [Request(1), Request(150, "own", (80,)), Request(70, "zeros")]
+    check_state_space(Step.of(TritonRecurrent(), STEPS.get(requests, several)), sizes)
+
+
+@pytest.mark.parametrize("requests", STEPS)
+def test_the_state_space_of_bfloat16_equals_the_reference(requests):
+    check_state_space(Step.of(TritonRecurrent(), STEPS[requests]), Space(1, 2, 16, 16), dtype=torch.bfloat16)

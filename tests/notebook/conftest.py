@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from chromium import browser
+from playwright.sync_api import Browser
 
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("notebook_support")
 
-from notebook_support.kernel import Kernel
+from notebook_support.bare import BarePages
+from notebook_support.desk import Desk, OpenLab
+from notebook_support.kernel import Kernel, SharedKernel
+from notebook_support.lab import jupyter_lab
 from notebook_support.leaks import end_engines, wait_until_clean
 
 StartKernel = Callable[[], Kernel]
@@ -55,19 +60,66 @@ def start_kernel(notebook_environment: dict[str, str]) -> Iterator[StartKernel]:
 
 
 @pytest.fixture(scope="module")
-def kernel(notebook_environment: dict[str, str]) -> Iterator[Kernel]:
-    """One kernel for the tests of a module, which leave it without an engine."""
-    kernel = Kernel(notebook_environment)
-    yield kernel
-    kernel.close()
+def clean_after_module(notebook_environment: dict[str, str]) -> Iterator[None]:
+    """Check that nothing is left of the engines that a module's fixtures start."""
+    yield
     wait_until_clean(directory_of(notebook_environment))
+
+
+@pytest.fixture(scope="session")
+def shared_kernel(notebook_environment: dict[str, str]) -> Iterator[SharedKernel]:
+    """One kernel for all modules that want one, which it serves in turn."""
+    shared = SharedKernel(notebook_environment)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def kernel(shared_kernel: SharedKernel, clean_after_module: None) -> Iterator[Kernel]:
+    """One kernel for the tests of a module, which neither end nor restart it and leave it without an engine."""
+    yield shared_kernel.take()
+    shared_kernel.give_back()
 
 
 @pytest.fixture
 def clean_afterwards(notebook_environment: dict[str, str]) -> Iterator[None]:
-    """Nothing may be left of the engines that the test starts."""
+    """Check that nothing is left of the engines that the test starts."""
     yield
     wait_until_clean(directory_of(notebook_environment))
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests; pages that a test opens in it, it closes."""
+    with browser(tmp_path_factory.mktemp("browser")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def bare_pages(chromium: Browser) -> Iterator[BarePages]:
+    """Pages without a notebook."""
+    pages = BarePages(chromium)
+    yield pages
+    pages.close()
+
+
+@pytest.fixture(scope="session")
+def desk(
+    chromium: Browser, notebook_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Desk]:
+    """One JupyterLab, in one page, for all tests; who opens a notebook on it clears it afterwards."""
+    directory = tmp_path_factory.mktemp("lab")
+    with jupyter_lab(directory, notebook_environment) as address:
+        desk = Desk(chromium, address, directory)
+        yield desk
+        desk.close()
+
+
+@pytest.fixture
+def open_lab(desk: Desk, clean_afterwards: None) -> Iterator[OpenLab]:
+    """Open a notebook of code cells in JupyterLab; it and its kernel end with the test."""
+    yield desk.open
+    desk.clear()
 
 
 def directory_of(environment: dict[str, str]) -> Path:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from notebook_support.kernel import Cell, Kernel
-
-StartKernel = Callable[[], Kernel]
 
 
 def run_cell(kernel: Kernel, code: str, cell_id: str) -> Cell:
@@ -34,8 +30,7 @@ def completions(kernel: Kernel, text: str) -> list[str]:
     return [text[: reply["cursor_start"]] + match for match in reply["matches"]]
 
 
-def test_a_conversation_is_edited_by_running_its_cells_again(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_a_conversation_is_edited_by_running_its_cells_again(kernel: Kernel, clean_afterwards: None) -> None:
     assert completions(kernel, "%engine start random-t") == [
         "%engine start random-tiny",
         "%engine start random-tiny-moe",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from notebook_support.kernel import Kernel
 
-from nbengine.client.connection import list_connections
-from nbengine.client.processes import session_processes, wait_until
+from nbengine.client.engines.processes import session_processes, wait_until
+from nbengine.runtime.connection import list_connections
 
 StartKernel = Callable[[], Kernel]
 PROMPT = "%%generate -o {name} {flags} --temperature 0 --max-tokens 8 --raw\nthe quick brown fox jumps over the dog\n"
@@ -21,22 +21,24 @@ def ask(name: str, flags: str = "") -> str:
 
 
 def test_an_engine_is_put_to_sleep_woken_profiled_and_killed_asleep(
-    start_kernel: StartKernel, tmp_path: Path
+    kernel: Kernel, clean_afterwards: None, tmp_path: Path
 ) -> None:
-    kernel = start_kernel()
     kernel.run("%engine start random-tiny --num-blocks 4096 --dtype float32")
     kernel.run(ask("first"))
     slept = kernel.run("%engine sleep --level 2")
     assert "engine 'random-tiny' sleeps: " in slept.text
     assert "MiB of memory came back" in slept.text
     assert "asleep, level 2" in kernel.run("%engine status").text
-    # A cell in the background waits until the engine is awake.
-    kernel.run(ask("second", "-a"))
-    assert kernel.value("second.done") is False
+    woken = kernel.run(ask("second"))
+    assert "engine 'random-tiny' sleeps and is woken" in woken.text
+    assert kernel.value("second.token_ids == first.token_ids")
+    kernel.run("%engine sleep --hold")
+    assert "is kept asleep" in kernel.run_any(ask("refused")).text
     assert "is awake after" in kernel.run("%engine wake").text
-    assert kernel.value("second.result().token_ids == first.token_ids")
     assert "is paused" in kernel.run("%engine pause").text
-    kernel.run(ask("third", "-a"))
+    # The cell does not wait for its answer: the next ones run.
+    cell = kernel.run(ask("third"))
+    assert "the answer comes after `%engine resume random-tiny`" in cell.text
     assert "paused" in kernel.run("%engine status").text
     assert "goes on" in kernel.run("%engine resume").text
     assert kernel.value("third.result().token_ids == first.token_ids")

@@ -39,7 +39,7 @@ compared = [(told[step], notes.seen[step]) for step in told.keys() & notes.seen.
 """
 
 
-def test_a_dashboard_in_a_kernel(kernel: Kernel) -> None:
+def test_a_dashboard_follows_and_controls_its_engine_in_a_kernel(kernel: Kernel) -> None:
     kernel.run(start_line(tokens_per_second=150, max_model_len=4096) + " -o llm")
     shown = kernel.run("%dashboard -o board")
     (output,) = shown.outputs
@@ -82,7 +82,7 @@ def test_a_dashboard_in_a_kernel(kernel: Kernel) -> None:
 
 
 def compare(kernel: Kernel, browser: Browser) -> None:
-    """The block map says at each step what `stats()` says."""
+    """Check that the block map says at each step what `stats()` says."""
     kernel.run(
         "busy = [llm.submit('word ' * 30 * (i + 1), SamplingParams(max_tokens=150)) for i in range(4)]"
     )
@@ -103,7 +103,8 @@ def compare(kernel: Kernel, browser: Browser) -> None:
 
 
 def end(kernel: Kernel, browser: Browser, shown: Cell) -> None:
-    """The engine's end puts a picture in the widget's place before the cell has ended, and leaves no thread."""
+    """Check that the engine's end puts a picture in the widget's place before the cell ends, and leaves no
+    thread."""
     kernel.run("%engine stop")
     assert browser.closed
     (output,) = shown.outputs

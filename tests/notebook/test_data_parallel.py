@@ -10,8 +10,6 @@ from collections.abc import Callable
 import pytest
 from notebook_support.kernel import Cell, Kernel
 
-StartKernel = Callable[[], Kernel]
-
 DENSE = "%engine start random-tiny --dp 2 --num-blocks 256 -o llm"
 MOE = "%engine start random-tiny-moe --dp 2 --num-blocks 256 -o llm"
 ASK = "%%generate {flags} -o answer --temperature 0 --max-tokens {tokens} --set ignore_eos=True\nhello\n"
@@ -44,8 +42,7 @@ def wait_for_row(kernel: Kernel, rank: str, what: Callable[[list[str]], bool]) -
     return row
 
 
-def test_independent_ranks_answer_join_leave_and_come_back(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_independent_ranks_answer_join_leave_and_come_back(kernel: Kernel, clean_afterwards: None) -> None:
     started = kernel.run(DENSE, SECONDS)
     assert "2 of 2 engine cores" in started.text
     assert re.search(r"✓ DP1 +\d", started.text)
@@ -81,8 +78,9 @@ def test_independent_ranks_answer_join_leave_and_come_back(start_kernel: StartKe
     kernel.run("%engine stop", SECONDS)
 
 
-def test_waves_of_ranks_in_lock_step_are_seen_and_a_dead_rank_ends_them(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_waves_of_ranks_in_lock_step_are_seen_and_a_dead_rank_ends_them(
+    kernel: Kernel, clean_afterwards: None
+) -> None:
     kernel.run(MOE, SECONDS)
 
     # One rank has all the work: the other one takes dummy steps for it, in the same wave. It is the first: ranks publish

@@ -8,15 +8,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from chromium import browser
-from notebook_support.lab import (
-    jupyter_lab,
-    open_notebook,
-    run_command,
-    save,
-    screenshot,
-    wait_until_idle,
-)
+from notebook_support.desk import Desk
+from notebook_support.lab import POLL_MS, run_command, save, screenshot, wait_until_idle
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
 
@@ -41,34 +34,27 @@ def example(stem: str) -> nbformat.NotebookNode:
     return nbformat.read(next(path for path in EXAMPLES if path.stem == stem), as_version=4)
 
 
-@pytest.fixture(scope="module")
-def run_example(
-    notebook_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunExample]:
+@pytest.fixture
+def run_example(desk: Desk, clean_afterwards: None) -> Iterator[RunExample]:
     """Run an example as a person does, by the menu, and save it; returns its code cells."""
-    directory = tmp_path_factory.mktemp("examples")
-    with (
-        jupyter_lab(directory, notebook_environment) as address,
-        browser(directory) as started,
-    ):
 
-        def run(stem: str) -> list[nbformat.NotebookNode]:
-            notebook = example(stem)
-            for cell in code_of(notebook):
-                cell.outputs, cell.execution_count = [], None
-            path = directory / f"{stem}.ipynb"
-            nbformat.write(notebook, path)
-            page = open_notebook(started, address, path.name)
-            run_command(page, "notebook:run-all-cells")
-            page.wait_for_function(HAS_BEGUN)
-            page.wait_for_function(HAS_ENDED, timeout=200_000)
-            wait_until_idle(page)
-            screenshot(page, f"example_{stem}")
-            save(page)
-            page.close()
-            return code_of(nbformat.read(path, as_version=4))
+    def run(stem: str) -> list[nbformat.NotebookNode]:
+        notebook = example(stem)
+        for cell in code_of(notebook):
+            cell.outputs, cell.execution_count = [], None
+        path = desk.directory / f"{stem}.ipynb"
+        nbformat.write(notebook, path)
+        page = desk.open_file(path.name)
+        run_command(page, "notebook:run-all-cells")
+        page.wait_for_function(HAS_BEGUN, polling=POLL_MS)
+        page.wait_for_function(HAS_ENDED, timeout=200_000, polling=POLL_MS)
+        wait_until_idle(page)
+        screenshot(page, f"example_{stem}")
+        save(page)
+        return code_of(nbformat.read(path, as_version=4))
 
-        yield run
+    yield run
+    desk.clear()
 
 
 def code_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -92,9 +78,7 @@ def test_an_example_is_valid_and_has_no_outputs_or_those_of_one_whole_run(path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_quickstart_runs_and_what_it_shows_is_true(
-    run_example: RunExample, clean_afterwards: None
-) -> None:
+def test_the_quickstart_runs_and_what_it_shows_is_true(run_example: RunExample) -> None:
     code = run_example("01_quickstart")
     shown = {cell.source: plain(cell) for cell in code}
     assert all(shown[name] for name in ("%engine start", "%engine status", "%engine stop"))
@@ -112,9 +96,7 @@ def test_the_quickstart_runs_and_what_it_shows_is_true(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_several_workers_run_agree_and_die_as_the_example_says(
-    run_example: RunExample, clean_afterwards: None
-) -> None:
+def test_several_workers_run_agree_and_die_as_the_example_says(run_example: RunExample) -> None:
     code = run_example("02_tensor_parallel")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     starts = [cell for cell in code if cell.source.startswith("%engine start random-tiny --tp 2 --pp 2")]
@@ -146,7 +128,7 @@ def test_several_workers_run_agree_and_die_as_the_example_says(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_example_says(
-    run_example: RunExample, clean_afterwards: None
+    run_example: RunExample,
 ) -> None:
     code = run_example("03_data_parallel")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
@@ -180,9 +162,7 @@ def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_example_say
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_prompts_are_compared_branched_and_discussed_as_the_example_says(
-    run_example: RunExample, clean_afterwards: None
-) -> None:
+def test_prompts_are_compared_branched_and_discussed_as_the_example_says(run_example: RunExample) -> None:
     code = run_example("04_prompt_iteration")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     moods, notes = (
@@ -209,9 +189,7 @@ def test_prompts_are_compared_branched_and_discussed_as_the_example_says(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_answers_have_the_shape_that_the_example_asks_for(
-    run_example: RunExample, clean_afterwards: None
-) -> None:
+def test_answers_have_the_shape_that_the_example_asks_for(run_example: RunExample) -> None:
     code = run_example("05_structured_output")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     mood = next(text for line, text in shown.items() if line.startswith("%%generate -o mood "))
@@ -227,9 +205,7 @@ def test_answers_have_the_shape_that_the_example_asks_for(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_chunks_and_preemptions_are_seen_as_the_example_says(
-    run_example: RunExample, clean_afterwards: None
-) -> None:
+def test_chunks_and_preemptions_are_seen_as_the_example_says(run_example: RunExample) -> None:
     code = run_example("06_inside_the_scheduler")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     told = next(text for line, text in shown.items() if line.startswith("preempted = "))
@@ -248,7 +224,7 @@ def test_chunks_and_preemptions_are_seen_as_the_example_says(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_prefixes_are_shared_as_the_example_says(run_example: RunExample, clean_afterwards: None) -> None:
+def test_prefixes_are_shared_as_the_example_says(run_example: RunExample) -> None:
     code = run_example("07_kv_cache")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     told = next(text for line, text in shown.items() if line.startswith("for question, answer"))

@@ -19,7 +19,7 @@ from notebook_support.paced import start_line
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 KERNELS = Path(sys.prefix) / "ipykernels"
-"""Where `make` puts the versions that are not the environment's own."""
+"""The folder to which `make` installs the versions that are not the environment's own."""
 ENVIRONMENTS_OWN = version("ipykernel")
 OTHER_VERSIONS = ["6.31.0", "7.3.0"]
 CELLS = [
@@ -140,7 +140,7 @@ def test_a_dashboards_messages_come_while_cells_are_busy_where_the_kernel_can_ta
     kernel_of.run("result = later.result(5)")
     assert_aborted(kernel_of, "result")
 
-    # A script that is loaded anew gets everything.
+    # A script that is loaded again gets everything.
     browser.say(kind="hello")
     browser.wait_for(lambda: browser.num_resets == 2)
     kernel_of.run("%dashboard --close")

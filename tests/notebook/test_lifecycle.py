@@ -6,12 +6,12 @@ import os
 import signal
 from collections.abc import Callable
 
+import engine_processes
 import psutil
 from notebook_support.kernel import Kernel
 from notebook_support.paced import start_line
 
-from nbengine.client.connection import ConnectionInfo, list_connections
-from nbengine.client.processes import session_processes
+from nbengine.runtime.connection import ConnectionInfo, list_connections
 
 StartKernel = Callable[[], Kernel]
 RANDOM_TINY = "%engine start random-tiny --num-blocks 256 --dtype float32"
@@ -23,7 +23,7 @@ def engine_called(name: str) -> ConnectionInfo:
 
 
 def processes_of(info: ConnectionInfo) -> list[psutil.Process]:
-    found = session_processes(info)
+    found = engine_processes.processes_of(info)
     assert len(found) == 2, found
     return found
 
@@ -33,8 +33,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-def test_start_generate_status_stop_with_a_real_model(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_start_generate_status_stop_with_a_real_model(kernel: Kernel, clean_afterwards: None) -> None:
     started = kernel.run(RANDOM_TINY + " -o llm")
     for stage in ("fetch", "load", "profile", "kv", "ready"):
         assert f"✓ {stage}" in started.text
@@ -85,10 +84,33 @@ def test_a_restarted_kernel_finds_its_engine_warm_and_its_old_request_ended(
     kernel.run("%engine stop")
 
 
+def test_running_all_cells_again_starts_no_second_engine(kernel: Kernel, start_kernel: StartKernel) -> None:
+    other, kernel = kernel, start_kernel()
+    cells = [RANDOM_TINY, "%generate -o answer --max-tokens 3 --raw hi"]
+    for now in (None, False, True):
+        if now is not None:
+            kernel.restart(now=now)
+        for source in cells * 2:
+            cell = kernel.run(source)
+            if source == RANDOM_TINY:
+                assert ("runs already, with these arguments" in cell.text) is (
+                    now is not None or "ready after" not in cell.text
+                )
+    assert len(list_connections()) == 1
+    assert "`%engine attach random-tiny` joins it" in other.run_any(RANDOM_TINY).text
+    differs = kernel.run_any(RANDOM_TINY.replace("256", "128")).text
+    assert "num_gpu_blocks_override is 256 there, 128 here" in differs
+    assert "`%engine load random-tiny" in differs
+    assert "is ready after" in kernel.run(f"{RANDOM_TINY} --new").text
+    assert len(list_connections()) == 2
+    kernel.run("%engine stop")
+    kernel.run("%engine stop random-tiny")
+
+
 def test_a_killed_kernel_leaves_an_engine_that_another_notebook_can_take_over(
-    start_kernel: StartKernel,
+    kernel: Kernel, start_kernel: StartKernel
 ) -> None:
-    first, second = start_kernel(), start_kernel()
+    first, second = start_kernel(), kernel
     first.run(start_line(tokens_per_second=100))
     first.run("%%generate -a --max-tokens 3000\nhi\n")
     first.kill()
@@ -97,8 +119,10 @@ def test_a_killed_kernel_leaves_an_engine_that_another_notebook_can_take_over(
     assert "processes are gone" in second.run("%engine stop").text
 
 
-def test_two_notebooks_share_one_engine_and_have_another_each(start_kernel: StartKernel) -> None:
-    first, second = start_kernel(), start_kernel()
+def test_two_notebooks_share_one_engine_and_have_another_each(
+    kernel: Kernel, start_kernel: StartKernel
+) -> None:
+    first, second = start_kernel(), kernel
     first.run(start_line(tokens_per_second=200))
     first.run(start_line(name="own", tokens_per_second=200))
     second.run("%engine attach random-tiny")
@@ -121,8 +145,7 @@ def test_two_notebooks_share_one_engine_and_have_another_each(start_kernel: Star
     assert list_connections() == []
 
 
-def test_an_interrupted_start_leaves_nothing(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_an_interrupted_start_leaves_nothing(kernel: Kernel, clean_afterwards: None) -> None:
     cell = kernel.start(start_line(load_seconds=60))
     kernel.wait_for_text(cell, "the model that writes the alphabet")
     processes = processes_of(engine_called("random-tiny"))
@@ -136,8 +159,7 @@ def test_an_interrupted_start_leaves_nothing(start_kernel: StartKernel) -> None:
     assert list_connections() == []
 
 
-def test_a_start_that_fails_says_why(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_a_start_that_fails_says_why(kernel: Kernel, clean_afterwards: None) -> None:
     cell = kernel.run_any("%engine start random-tiny --num-blocks 2 --max-model-len 2048")
     assert cell.status == "error"
     assert "max_model_len" in cell.text
@@ -156,8 +178,9 @@ def test_shutting_a_kernel_down_is_quick_while_it_streams(start_kernel: StartKer
     assert_gone(processes)
 
 
-def test_unloading_detaches_and_loading_finds_the_engine_again(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_unloading_detaches_and_loading_finds_the_engine_again(
+    kernel: Kernel, clean_afterwards: None
+) -> None:
     kernel.run(start_line(tokens_per_second=100))
     kernel.run("%generate -a -o later --max-tokens 3000 hi")
     assert "goes on without this notebook" in kernel.run("%unload_ext nbengine").text
@@ -168,8 +191,7 @@ def test_unloading_detaches_and_loading_finds_the_engine_again(start_kernel: Sta
     kernel.run("%engine stop")
 
 
-def test_reap_ends_engines_that_nobody_is_attached_to(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_reap_ends_engines_that_nobody_is_attached_to(kernel: Kernel, clean_afterwards: None) -> None:
     kernel.run(start_line(tokens_per_second=100))
     kernel.run(start_line(name="lonely", tokens_per_second=100))
     kernel.run("%engine detach lonely")
@@ -179,8 +201,7 @@ def test_reap_ends_engines_that_nobody_is_attached_to(start_kernel: StartKernel)
     kernel.run("%engine stop")
 
 
-def test_an_engine_that_dies_while_nobody_asks_is_noticed(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_an_engine_that_dies_while_nobody_asks_is_noticed(kernel: Kernel, clean_afterwards: None) -> None:
     kernel.run(start_line(tokens_per_second=100))
     processes = processes_of(engine_called("random-tiny"))
     os.kill(processes[0].pid, signal.SIGKILL)

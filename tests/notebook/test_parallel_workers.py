@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from notebook_support.kernel import Kernel
 
-from nbengine.client.connection import ConnectionInfo, connection_file, list_connections
-from nbengine.client.processes import session_processes
-
-StartKernel = Callable[[], Kernel]
+from nbengine.client.engines.processes import session_processes
+from nbengine.runtime.connection import ConnectionInfo, connection_file, list_connections
 
 START = "%engine start random-tiny --name pair --dtype float32 --num-blocks 256 -o llm"
 ASK = "%%generate -o answer --temperature 0 --max-tokens 12 --set ignore_eos=True\nhello\n"
@@ -29,8 +26,9 @@ def remains_of(info: ConnectionInfo) -> list[object]:
     return [*session_processes(info), *files]
 
 
-def test_a_killed_worker_is_named_and_the_engine_can_be_started_again(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_a_killed_worker_is_named_and_the_engine_can_be_started_again(
+    kernel: Kernel, clean_afterwards: None
+) -> None:
     refused = kernel.run_any("%engine start smollm2-135m --tp 2")
     assert "tensor_parallel_size must be 1 or 3 for this model" in refused.text
     assert list_connections() == []

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from chromium import needs_chromium
-from notebook_support.lab import jupyter_lab, notebook_page, run_command, wait_for_prompt, write_notebook
+from notebook_support.desk import OpenLab
+from notebook_support.lab import run_command, wait_for_prompt
 from playwright.sync_api import Page
 
 START = "%engine start random-tiny --tp 2 --pp 2 --num-blocks 64"
@@ -41,7 +42,7 @@ Place = dict[str, Any]
 
 
 def overlap(first: Place, second: Place) -> bool:
-    """By more than the pixel that a browser may round up to."""
+    """Return whether two boxes overlap by more than the pixel that a browser may round up to."""
     return (
         min(first["right"], second["right"]) - max(first["left"], second["left"]) > 1
         and min(first["bottom"], second["bottom"]) - max(first["top"], second["top"]) > 4
@@ -57,7 +58,7 @@ def rgb(color: str) -> list[float]:
 
 
 def luminance(color: list[float]) -> float:
-    """WCAG 2.1, "relative luminance"."""
+    """Compute the relative luminance of a colour, as WCAG 2.1 defines it."""
     red, green, blue = (
         part / 12.92 if (part := value / 255) <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
         for value in color
@@ -94,27 +95,23 @@ def check_legible(page: Page) -> None:
 @needs_chromium
 @pytest.mark.timeout(240)
 def test_the_picture_is_legible_in_light_and_dark_and_in_a_narrow_window(
-    notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
+    open_lab: OpenLab, tmp_path: Path
 ) -> None:
-    write_notebook(tmp_path / "tree.ipynb", ["%load_ext nbengine", START, "%engine tree", "%engine stop"])
-    with (
-        jupyter_lab(tmp_path, notebook_environment) as address,
-        notebook_page(address, "tree.ipynb", tmp_path) as page,
-    ):
-        for _ in range(3):
-            run_command(page, "notebook:run-cell-and-select-next")
-        page.wait_for_selector(".jp-OutputArea-output svg[role=img]")
-        run_command(page, "application:toggle-left-area")
-        for theme, width in itertools.product(THEMES, WIDTHS):
-            page.set_viewport_size({"width": width, "height": 1100})
-            page.evaluate(
-                "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme
-            )
-            light = "false" if theme.endswith("Dark") else "true"
-            page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
-            page.wait_for_selector("#jupyterlab-splash", state="detached")
-            page.locator(".jp-OutputArea-output svg[role=img]").scroll_into_view_if_needed()
-            page.screenshot(path=tmp_path / f"{theme.rpartition(' ')[2]}-{width}.png")
-            check_legible(page)
+    page = open_lab("tree.ipynb", ["%load_ext nbengine", START, "%engine tree", "%engine stop"])
+    for _ in range(3):
         run_command(page, "notebook:run-cell-and-select-next")
-        wait_for_prompt(page, 3)
+    page.wait_for_selector(".jp-OutputArea-output svg[role=img]")
+    run_command(page, "application:toggle-left-area")
+    for theme, width in itertools.product(THEMES, WIDTHS):
+        page.set_viewport_size({"width": width, "height": 1100})
+        page.evaluate(
+            "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme
+        )
+        light = "false" if theme.endswith("Dark") else "true"
+        page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+        page.wait_for_selector("#jupyterlab-splash", state="detached")
+        page.locator(".jp-OutputArea-output svg[role=img]").scroll_into_view_if_needed()
+        page.screenshot(path=tmp_path / f"{theme.rpartition(' ')[2]}-{width}.png")
+        check_legible(page)
+    run_command(page, "notebook:run-cell-and-select-next")
+    wait_for_prompt(page, 3)

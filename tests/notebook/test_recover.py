@@ -1,19 +1,16 @@
-"""Nothing that was written is lost: kernels that restart or are killed, pages that are loaded anew."""
+"""No written text is lost when a kernel restarts or is killed, or a page is loaded again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from chromium import needs_chromium
+from notebook_support.desk import OpenLab
 from notebook_support.kernel import Kernel
 from notebook_support.lab import (
     NARROW,
     WIDE,
-    jupyter_lab,
-    jupyter_notebook,
-    notebook_page,
     output_of,
     reload,
     restart_kernel,
@@ -24,7 +21,6 @@ from notebook_support.lab import (
     set_width,
     wait_for_prompt,
     wait_for_text,
-    write_notebook,
 )
 from notebook_support.paced import start_line
 
@@ -34,7 +30,7 @@ ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def is_alphabet(text: str, at_least: int) -> bool:
-    """Whether a text is the beginning of what the paced engine writes."""
+    """Return whether a text of `at_least` characters is the beginning of what the paced engine writes."""
     return len(text) >= at_least and (ALPHABET * 200).startswith(text)
 
 
@@ -79,8 +75,8 @@ def test_a_kernel_killed_in_the_middle_of_an_answer_finds_it_after_its_restart(
 
 @needs_chromium
 @pytest.mark.timeout(180)
-def test_a_page_loaded_anew_in_the_middle_of_an_answer_shows_all_of_it(
-    notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
+def test_a_page_loaded_again_in_the_middle_of_an_answer_shows_all_of_it(
+    open_lab: OpenLab,
 ) -> None:
     cells = [
         "%load_ext nbengine",
@@ -91,72 +87,35 @@ def test_a_page_loaded_anew_in_the_middle_of_an_answer_shows_all_of_it(
         "%load_ext nbengine\n%engine recover -l\n%engine recover",
         "%engine stop",
     ]
-    write_notebook(tmp_path / "demo.ipynb", cells)
+    page = open_lab("demo.ipynb", cells)
     whole = (ALPHABET * 39)[:1000]
-    with (
-        jupyter_lab(tmp_path, notebook_environment) as address,
-        notebook_page(address, "demo.ipynb", tmp_path, width=WIDE) as page,
-    ):
-        for cell in range(3):
-            run_cell(page, cell)
-        wait_for_text(page, ALPHABET * 2, 2)
-        save(page)
-        reload(page)
-        run_cell(page, 3)
-        run_cell(page, 4)
-        wait_for_prompt(page, 4)
-        # This is what the page has lost.
-        assert whole not in output_of(page, 2)
-        shown = output_of(page, 3)
-        assert whole in shown
-        assert "Write the <b>alphabet</b>" in shown
-        assert "1,000 tokens" in shown
-        assert "(True, 'length', 1000)" in output_of(page, 4)
-        screenshot(page, "recover-after-reload")
-        restart_kernel(page)
-        run_cell(page, 5)
-        wait_for_prompt(page, 5)
-        after = output_of(page, 5)
-        assert whole in after
-        assert "stopped at the limit" in after
-        screenshot(page, f"recover-after-restart-{WIDE}-light")
-        set_width(page, NARROW)
-        set_theme(page, dark=True)
-        page.locator(".jp-CodeCell").nth(5).scroll_into_view_if_needed()
-        screenshot(page, f"recover-after-restart-{NARROW}-dark")
-        run_cell(page, 6)
-        wait_for_prompt(page, 6)
-        assert "processes are gone" in output_of(page, 6)
-
-
-@needs_chromium
-@pytest.mark.timeout(180)
-def test_notebook_7_shows_it_again_after_a_reload(
-    notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
-) -> None:
-    cells = [
-        "%load_ext nbengine",
-        start_line(tokens_per_second=200),
-        "%%generate --max-tokens 800\nhi",
-        "%engine recover",
-        "%engine stop",
-    ]
-    write_notebook(tmp_path / "demo.ipynb", cells)
-    whole = (ALPHABET * 31)[:800]
-    with (
-        jupyter_notebook(tmp_path, notebook_environment) as address,
-        notebook_page(address, "demo.ipynb", tmp_path, frontend="notebooks") as page,
-    ):
-        for cell in range(3):
-            run_cell(page, cell)
-        wait_for_text(page, ALPHABET, 2)
-        save(page)
-        reload(page)
-        # This is what the page has lost.
-        assert whole not in output_of(page, 2)
-        run_cell(page, 3)
-        wait_for_prompt(page, 3)
-        assert whole in output_of(page, 3)
-        screenshot(page, "recover-notebook-7")
-        run_cell(page, 4)
-        wait_for_prompt(page, 4)
+    for cell in range(3):
+        run_cell(page, cell)
+    wait_for_text(page, ALPHABET * 2, 2)
+    save(page)
+    reload(page)
+    run_cell(page, 3)
+    run_cell(page, 4)
+    wait_for_prompt(page, 4)
+    # This is what the page has lost.
+    assert whole not in output_of(page, 2)
+    shown = output_of(page, 3)
+    assert whole in shown
+    assert "Write the <b>alphabet</b>" in shown
+    assert "1,000 tokens" in shown
+    assert "(True, 'length', 1000)" in output_of(page, 4)
+    screenshot(page, "recover-after-reload")
+    restart_kernel(page)
+    run_cell(page, 5)
+    wait_for_prompt(page, 5)
+    after = output_of(page, 5)
+    assert whole in after
+    assert "stopped at the limit" in after
+    screenshot(page, f"recover-after-restart-{WIDE}-light")
+    set_width(page, NARROW)
+    set_theme(page, dark=True)
+    page.locator(".jp-CodeCell").nth(5).scroll_into_view_if_needed()
+    screenshot(page, f"recover-after-restart-{NARROW}-dark")
+    run_cell(page, 6)
+    wait_for_prompt(page, 6)
+    assert "processes are gone" in output_of(page, 6)

@@ -1,4 +1,4 @@
-"""What a cell can ask of a real model: answers that parse, several answers, log probabilities."""
+"""A cell can ask a real model for answers that parse, several answers, and log probabilities."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ SCHEMA = (
 )
 
 
-def test_a_cell_gets_json_a_choice_several_answers_and_log_probabilities(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_a_cell_gets_json_a_choice_several_answers_and_log_probabilities(
+    kernel: Kernel, clean_afterwards: None
+) -> None:
     kernel.run("%engine start random-tiny --num-blocks 256 --dtype float32")
 
     kernel.run(f"schema = {SCHEMA.replace('false', 'False')}")

@@ -28,7 +28,7 @@ def notebook(kernel: Kernel, times_file: Path) -> Iterator[Kernel]:
 
 
 def wait_until_idle(notebook: Kernel) -> None:
-    """The engine has no request and every block is free."""
+    """Wait until the engine has no request and every block is free."""
     notebook.run(
         "import time\n"
         "deadline = time.monotonic() + 5\n"

@@ -47,7 +47,7 @@ def terminal(notebook_environment: dict[str, str], clean_afterwards: None) -> It
     terminal.child.close(force=True)
 
 
-def test_a_session_in_a_terminal(terminal: Terminal) -> None:
+def test_a_terminal_streams_answers_and_an_interrupt_keeps_the_text(terminal: Terminal) -> None:
     terminal.run("%load_ext nbengine")
     started = terminal.run(start_line(tokens_per_second=200))
     assert "✓ load" in started
@@ -77,7 +77,7 @@ def test_a_session_in_a_terminal(terminal: Terminal) -> None:
 
 
 def watch_the_engine(terminal: Terminal) -> None:
-    """The dashboard as text, once and until ^C."""
+    """Show the dashboard as text, once and until ^C."""
     once = terminal.run("%dashboard")
     assert "random-tiny" in once
     assert "\x1b" not in once
@@ -92,7 +92,7 @@ def watch_the_engine(terminal: Terminal) -> None:
 
 
 def look_closer(terminal: Terminal) -> None:
-    """Tokens, comparisons, conversations, and what is shown again."""
+    """Look at tokens, comparisons, conversations, and at what is shown again."""
     assert "ABCD" in terminal.run("shaded = %generate --logprobs 3 --max-tokens 4 hi")
     assert "[3, 3, 3, 3]" in terminal.run("[len(entry) for entry in shaded.logprobs]")
     terminal.run("branch = shaded.branch(1, 'C').result()")
@@ -119,7 +119,7 @@ def test_tab_completes_a_flag(notebook_environment: dict[str, str]) -> None:
         child.expect(r"In \[")
         child.send("%generate --tempe\t")
         # What has been typed is echoed; the rest comes from the completion.
-        child.expect("rature")
+        assert child.expect_exact(["rature", pexpect.TIMEOUT]) == 0, child.before
         child.sendintr()
         child.sendeof()
         child.expect(pexpect.EOF)

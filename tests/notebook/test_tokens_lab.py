@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 from chromium import needs_chromium
-from notebook_support.lab import (
-    NOTEBOOK,
-    jupyter_lab,
-    notebook_page,
-    output_of,
-    run_command,
-    wait_for_prompt,
-    write_notebook,
-)
+from notebook_support.desk import OpenLab
+from notebook_support.lab import NOTEBOOK, output_of, run_command, wait_for_prompt
 from playwright.sync_api import Page, expect
 
 FLAGS = "--raw --temperature 0 --max-tokens 40 --set ignore_eos=true"
@@ -47,7 +40,7 @@ def run_cell(page: Page, cell: int) -> None:
 
 
 def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
-    notebook_environment: dict[str, str], clean_afterwards: None, tmp_path: Path
+    open_lab: OpenLab, tmp_path: Path
 ) -> None:
     cells = [
         "%load_ext nbengine\n%engine start random-tiny --dtype float32",
@@ -56,46 +49,40 @@ def test_a_click_on_an_alternative_begins_a_tab_also_while_a_cell_is_busy(
         LOOK,
         "%engine stop",
     ]
-    write_notebook(tmp_path / "tokens.ipynb", cells)
-    with (
-        jupyter_lab(tmp_path, notebook_environment) as address,
-        notebook_page(address, "tokens.ipynb", tmp_path) as page,
-    ):
-        for _ in range(2):
-            run_command(page, "notebook:run-cell-and-select-next")
-        wait_for_prompt(page, 1)
-        tokens = page.locator(".nbt-token")
-        expect(tokens).to_have_count(40)
-        assert "40 tokens" in output_of(page, 1)
-        assert "stopped at the limit" in output_of(page, 1)
+    page = open_lab("tokens.ipynb", cells, width=1100)
+    for _ in range(2):
+        run_command(page, "notebook:run-cell-and-select-next")
+    wait_for_prompt(page, 1)
+    tokens = page.locator(".nbt-token")
+    expect(tokens).to_have_count(40)
+    assert "40 tokens" in output_of(page, 1)
+    assert "stopped at the limit" in output_of(page, 1)
 
-        choose(page, token=30, alternative=1)
-        tabs = page.locator(".nbt").get_by_role("tab")
-        expect(tabs.nth(1)).to_have_attribute("aria-selected", "true")
-        expect(page.locator(".nbt-footer")).to_contain_text("reused")
-        expect(tokens).to_have_count(40)
-        # With nobody in it, it is drawn anew once what is saved has the branch; not under the next click.
-        page.mouse.move(1, 1)
-        page.wait_for_function(f"() => ({SAVED_HTML})().split('<span title=').length == 1 + 40 + 10")
-        expect(tokens).to_have_count(40)
+    choose(page, token=30, alternative=1)
+    tabs = page.locator(".nbt").get_by_role("tab")
+    expect(tabs.nth(1)).to_have_attribute("aria-selected", "true")
+    expect(page.locator(".nbt-footer")).to_contain_text("reused")
+    expect(tokens).to_have_count(40)
+    # With nobody in it, it is drawn again once what is saved has the branch; not under the next click.
+    page.mouse.move(1, 1)
+    page.wait_for_function(f"() => ({SAVED_HTML})().split('<span title=').length == 1 + 40 + 10")
+    expect(tokens).to_have_count(40)
 
-        run_cell(page, 2)
-        expect(page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(2).locator(".jp-InputPrompt")).to_contain_text(
-            "*"
-        )
-        choose(page, token=35, alternative=0)
-        expect(tabs).to_have_count(3)
-        expect(tabs.nth(2)).to_have_attribute("aria-selected", "true")
-        wait_for_prompt(page, 2)
-        assert output_of(page, 2).strip().endswith("3")
-        run_cell(page, 3)
-        wait_for_prompt(page, 3)
-        assert output_of(page, 3).strip().endswith("(30, 64, 'length', 40, True)")
+    run_cell(page, 2)
+    expect(page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(2).locator(".jp-InputPrompt")).to_contain_text("*")
+    choose(page, token=35, alternative=0)
+    expect(tabs).to_have_count(3)
+    expect(tabs.nth(2)).to_have_attribute("aria-selected", "true")
+    wait_for_prompt(page, 2)
+    assert output_of(page, 2).strip().endswith("3")
+    run_cell(page, 3)
+    wait_for_prompt(page, 3)
+    assert output_of(page, 3).strip().endswith("(30, 64, 'length', 40, True)")
 
-        # What would be saved has the branches, too, and the widget is still the same to look at.
-        page.wait_for_function(f"() => ({SAVED_HTML})().split('<span title=').length == 1 + 40 + 10 + 5")
-        expect(tabs).to_have_count(3)
-        expect(tabs.nth(2)).to_have_attribute("aria-selected", "true")
-        page.screenshot(path=tmp_path / "tokens.png")
-        run_cell(page, 4)
-        wait_for_prompt(page, 4)
+    # What would be saved has the branches, too, and the widget is still the same to look at.
+    page.wait_for_function(f"() => ({SAVED_HTML})().split('<span title=').length == 1 + 40 + 10 + 5")
+    expect(tabs).to_have_count(3)
+    expect(tabs.nth(2)).to_have_attribute("aria-selected", "true")
+    page.screenshot(path=tmp_path / "tokens.png")
+    run_cell(page, 4)
+    wait_for_prompt(page, 4)

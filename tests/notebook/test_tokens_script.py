@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from answers import Word, token_id, tree_of
-from chromium import browser, needs_chromium
+from chromium import needs_chromium
 from dashboard_page import DARK, LIGHT
-from playwright.sync_api import Browser, expect
+from notebook_support.bare import BarePages
+from playwright.sync_api import expect
 from tokens_page import TokensPage
 
 from nbengine.errors import EngineDeadError
@@ -33,20 +34,13 @@ TEXT = "".join(word[0] for word in WORDS[:-1])
 pytestmark = needs_chromium
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all tests."""
-    with browser(tmp_path_factory.mktemp("browser")) as started:
-        yield started
-
-
 @pytest.fixture
-def widget(chromium: Browser) -> Iterator[TokensPage]:
-    """A page of its own, on which no script may fail."""
-    page = TokensPage(chromium.new_page())
+def widget(bare_pages: BarePages) -> Iterator[TokensPage]:
+    """A page on which no script may fail."""
+    page = TokensPage(bare_pages.take())
     yield page
     failures = page.failures()
-    page.page.close()
+    bare_pages.give_back(page.page)
     assert failures == []
 
 
@@ -188,7 +182,7 @@ def test_the_focus_stays_where_somebody_works(widget: TokensPage) -> None:
     widget.exchange()
     assert client.requests[0][3][-1] == token_id(" located")
     expect(page.locator(".nbt-chosen")).to_be_focused()
-    # Everything comes anew.
+    # Everything comes again.
     page.keyboard.press("ArrowLeft")
     expect(widget.token(2)).to_be_focused()
     widget.send({"kind": "node", "id": 1, "parent": 0, "position": 3, "start": 9, "tokens": []})
@@ -210,11 +204,11 @@ def test_the_focus_stays_where_somebody_works(widget: TokensPage) -> None:
     ("width", "height", "theme"), [(800, 300, DARK), (1280, 240, LIGHT), (320, 240, LIGHT)]
 )
 def test_alternatives_stay_inside_the_page(
-    chromium: Browser, width: int, height: int, theme: dict[str, str]
+    bare_pages: BarePages, width: int, height: int, theme: dict[str, str]
 ) -> None:
     many = {f" alternative number {number}": 0.02 for number in range(20)}
     tree, _ = tree_of([(f"word {number} ", 0.5, many) for number in range(40)])
-    widget = TokensPage(chromium.new_page(), width=width, height=height, theme=theme)
+    widget = TokensPage(bare_pages.take(), width=width, height=height, theme=theme)
     widget.mount(tree)
     for index in (0, 39, 20, 9):
         widget.token(index).click()
@@ -234,7 +228,7 @@ def test_alternatives_stay_inside_the_page(
         )
         widget.page.keyboard.press("Escape")
     assert widget.page.evaluate("document.documentElement.scrollWidth") <= width
-    widget.page.close()
+    bare_pages.give_back(widget.page)
 
 
 def test_what_is_not_possible_is_said(widget: TokensPage) -> None:

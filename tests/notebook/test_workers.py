@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import psutil
+from engine_processes import processes_of
 from notebook_support.kernel import Kernel
 
-from nbengine.client.connection import list_connections
-from nbengine.client.processes import session_processes
-
-StartKernel = Callable[[], Kernel]
+from nbengine.runtime.connection import list_connections
 
 
-def test_each_worker_of_an_engine_is_seen_from_its_start_to_its_end(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_each_worker_of_an_engine_is_seen_from_its_start_to_its_end(
+    kernel: Kernel, clean_afterwards: None
+) -> None:
     started = kernel.run("%engine start random-tiny --tp 2 --num-blocks 256 --dtype float32")
     assert len(started.outputs) == 1
     lines = started.text.splitlines()
@@ -27,7 +25,7 @@ def test_each_worker_of_an_engine_is_seen_from_its_start_to_its_end(start_kernel
     kernel.run("%generate --temperature 0 --max-tokens 20 --raw hello")
     (info,) = list_connections()
     workers = info.ready[0].workers
-    processes = session_processes(info)
+    processes = processes_of(info)
     assert {worker.pid for worker in workers} < {process.pid for process in processes}
     assert len(processes) == 4
 

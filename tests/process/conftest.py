@@ -31,7 +31,7 @@ def private_socket_dir() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_leftovers(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[None]:
-    """No process, thread, socket, file or shared-memory segment outlives its test."""
+    """Check that no process, thread, socket, file or shared-memory segment outlives its test."""
     directories = [private_runtime_dir, private_socket_dir]
     set_modules_aside()
     before = take_snapshot(directories)

@@ -14,7 +14,7 @@ from nbengine.config import ModelConfig
 from nbengine.errors import NBEngineError
 from nbengine.magics.tokens.branch import Branch
 from nbengine.magics.tokens.branching import BranchTree
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 PROMPT = "The capital of France is a city that is known for its museums"
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=5)
@@ -26,7 +26,8 @@ IsGreedy = Callable[[list[int], list[int]], bool]
 
 @pytest.fixture(scope="module")
 def is_greedy() -> IsGreedy:
-    """Whether tokens are what greedy decoding with transformers gives behind others, up to rounding."""
+    """Return a check that tokens are what greedy decoding with transformers gives behind others, up to
+    rounding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -45,7 +46,7 @@ def is_greedy() -> IsGreedy:
 
 
 async def whole(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOutput:
-    """All of an answer."""
+    """Return the whole text of an answer."""
     outputs = [output async for output in llm.generate(prompt, params)]
     return outputs[-1]
 
@@ -99,7 +100,9 @@ async def test_a_branch_is_what_greedy_decoding_gives_behind_its_token(is_greedy
         stopped = await ended(stopping.branch(10, eos))
         assert (stopped.finish_reason, stopped.token_ids[10:]) == ("stop", [eos])
 
-        cancelled = root.branch(1, 99)
+        # It takes long enough to be cancelled on its way.
+        long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        cancelled = BranchTree.of(llm, output, long).branch(1, 99)
         cancelled.cancel()
         assert (await ended(cancelled)).finish_reason == "abort"
 

@@ -131,6 +131,10 @@ def check_embeddings(lines: list[str]) -> None:
     assert all(nearest[nearest[sentence]] == sentence for sentence in nearest)
 
 
+def check_own_model(lines: list[str]) -> None:
+    assert lines[-1] == "SquaredReluForCausalLM wrote 8 tokens of noise"
+
+
 def check_score(lines: list[str]) -> None:
     scores = [float(line.split()[0]) for line in lines[1:]]
     assert scores == sorted(scores, reverse=True)

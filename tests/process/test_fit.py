@@ -1,4 +1,4 @@
-"""What `nbengine.fit` foretells is what a start reports."""
+"""A start reports what `nbengine.fit` has foretold."""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield engine
 
 
-def test_alone_together_raw_chat_cold_and_warm(llm: LLM, assert_greedy: CheckTokens) -> None:
+def test_tokens_are_the_same_alone_together_raw_chat_cold_and_warm(
+    llm: LLM, assert_greedy: CheckTokens
+) -> None:
     alone = llm.generate(RAW_PROMPTS[0], GREEDY, use_tqdm=False)
     check_all(alone, assert_greedy)
     cold = llm.generate(RAW_PROMPTS, GREEDY, use_tqdm=False)
@@ -77,7 +79,7 @@ def small_pool(**arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("budget", [16, 2048])
-def test_with_preemption(budget: int, assert_greedy: CheckTokens) -> None:
+def test_tokens_are_the_same_with_preemption(budget: int, assert_greedy: CheckTokens) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     with LLM(**small_pool(max_num_batched_tokens=budget)) as engine:
         outputs = engine.generate(RAW_PROMPTS, params, use_tqdm=False)
@@ -87,7 +89,7 @@ def test_with_preemption(budget: int, assert_greedy: CheckTokens) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
-async def test_after_random_aborts_of_neighbours(assert_greedy: CheckTokens) -> None:
+async def test_tokens_are_the_same_after_random_aborts_of_neighbours(assert_greedy: CheckTokens) -> None:
     chooser = random.Random(7)
     engine = AsyncLLM(**small_pool(max_num_batched_tokens=64, num_gpu_blocks_override=48))
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from nbengine import LLM, Logprob, SamplingParams
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,8 @@ def random_tiny_oracle() -> PreTrainedModel:
 
 
 def reference(oracle: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """float32 [tokens - 1, vocabulary]: row p is the distribution of token p + 1."""
+    """Compute log probabilities, float32 [tokens - 1, vocabulary]: row p is the distribution of token p +
+    1."""
     import torch
 
     with torch.inference_mode():
@@ -48,7 +49,7 @@ def reference(oracle: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
 
 
 def check_entry(entry: dict[int, Logprob], token_id: int, count: int, expected: torch.Tensor) -> None:
-    """One place: the token itself, then the likeliest by rank."""
+    """Check one place: the token itself, then the likeliest ones by rank."""
     tokens = list(entry)
     assert tokens[0] == token_id
     assert all(abs(found.logprob - float(expected[token])) < TOLERANCE for token, found in entry.items())
@@ -99,7 +100,9 @@ def check(llm: LLM, oracle: PreTrainedModel) -> None:
     ],
     ids=["tokens-one-by-one", "chunks-of-7-without-prefix-cache", "whole-prompts", "preemption"],
 )
-def test_random_tiny(options: dict[str, Any], random_tiny_oracle: PreTrainedModel) -> None:
+def test_random_tinys_log_probabilities_are_those_of_transformers(
+    options: dict[str, Any], random_tiny_oracle: PreTrainedModel
+) -> None:
     with LLM("random-tiny", dtype="float32", **{"num_gpu_blocks_override": 64, **options}) as llm:
         check(llm, random_tiny_oracle)
         check(llm, random_tiny_oracle)
@@ -107,7 +110,9 @@ def test_random_tiny(options: dict[str, Any], random_tiny_oracle: PreTrainedMode
             assert llm.stats().engines[0].num_preemptions > 0
 
 
-def test_the_default_model_in_chunks(smollm2_oracle: PreTrainedModel) -> None:
+def test_the_default_models_log_probabilities_in_chunks_are_those_of_transformers(
+    smollm2_oracle: PreTrainedModel,
+) -> None:
     with LLM(
         "smollm2-135m",
         dtype="float32",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nbengine import LLM, SamplingParams
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, PreTrainedModel
         yield engine, oracle
 
 
-def test_greedy_tokens_alone_together_in_chunks_and_from_the_prefix_cache(
+def test_greedy_tokens_are_the_same_alone_together_in_chunks_and_from_the_prefix_cache(
     model: tuple[LLM, PreTrainedModel],
 ) -> None:
     llm, oracle = model

@@ -56,7 +56,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield engine
 
 
-def test_embeddings_beside_tokens(
+def test_embeddings_beside_tokens_are_continued_as_by_transformers(
     llm: LLM, smollm2_oracle: PreTrainedModel, check: CheckEmbeds, assert_greedy: Callable[..., None]
 ) -> None:
     table = smollm2_oracle.get_input_embeddings().weight.detach()

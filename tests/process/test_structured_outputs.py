@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from nbengine import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 SCHEMAS = json.loads((Path(__file__).parents[1] / "data" / "json_schemas.json").read_text(encoding="utf-8"))
 MAY_BE_CUT_OFF = ("linked_list", "tree")
@@ -147,7 +147,7 @@ NUMBER: /[0-9]{1,3}/
 """
 
 
-def test_regexes_choices_and_grammars(llm: LLM) -> None:
+def test_outputs_follow_regexes_choices_and_grammars(llm: LLM) -> None:
     params = [structured(seed, regex=regex) for regex in REGEXES for seed in range(4)]
     for param, output in zip(params, generate(llm, params), strict=True):
         assert param.structured_outputs is not None

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.magics.generation.request import Origin
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.tokens.branching import BranchTree, Origin
+from nbengine.magics.tokens.branching import BranchTree
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -21,7 +22,7 @@ VOCABULARY: dict[str, int] = {}
 
 
 def token_id(text: str) -> int:
-    """The same number for the same text."""
+    """Return a token id for a text, the same one for the same text."""
     return VOCABULARY.setdefault(text, len(VOCABULARY) + 10)
 
 
@@ -104,7 +105,7 @@ class HandDrivenClient:
         self.aborted.append(request_id)
 
     def read_transcripts(self, request_ids: Sequence[str]) -> None:
-        """What has been shown need not be kept."""
+        """Note that transcripts have been shown and need not be kept."""
         self.read += request_ids
 
 

@@ -211,7 +211,7 @@ PROGRESS = ("number", "num_computed_tokens", "num_output_tokens")
 
 
 def table_change(before: dict[int, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What makes the rows of an engine core, by number, into these."""
+    """Make the change that turns the rows of an engine core, by number, into these."""
     old = {number: tuple(part(row, names) for names in (STATUS, PROGRESS)) for number, row in before.items()}
     never = (None, None)
     return {
@@ -230,7 +230,7 @@ def table_change(before: dict[int, dict[str, Any]], rows: list[dict[str, Any]]) 
 
 
 def part(row: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """Some of a row's fields."""
+    """Return some of a row's fields."""
     return [row[name] for name in names]
 
 
@@ -255,7 +255,7 @@ class FakeEngine:
         self.all_spans: list[dict[str, Any]] = []
 
     def run(self, steps: int, arrivals: float = 0.15) -> None:
-        """Make so many steps on every rank; new requests come with a chance of `arrivals` a step."""
+        """Make `steps` steps on every rank; new requests come with a chance of `arrivals` a step."""
         for _ in range(steps):
             for rank in self.ranks:
                 if self.random.random() < arrivals:

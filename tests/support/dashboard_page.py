@@ -76,13 +76,15 @@ class DashboardPage:
         *,
         width: int = 1280,
         height: int = 1000,
-        as_bundle: bool = False,
+        as_modules: bool = False,
         config: dict[str, Any] | None = None,
         theme: dict[str, str] = LIGHT,
     ) -> None:
         self.page = page
         self.posts: list[tuple[str, dict[str, str]]] = []
         self.answer_status = 204
+        self.is_frozen = False
+        """The page's time passes only when the test says so."""
         page.set_default_timeout(20_000)
         page.set_viewport_size({"width": width, "height": height})
         self._text = page_text(config)
@@ -90,9 +92,9 @@ class DashboardPage:
         page.goto(f"{ADDRESS}/")
         self.set_theme(theme)
         script = (
-            f"URL.createObjectURL(new Blob([{json.dumps(bundled('dashboard'))}], {{type: 'text/javascript'}}))"
-            if as_bundle
-            else "'/static/dashboard/index.js'"
+            "'/static/dashboard/index.js'"
+            if as_modules
+            else f"URL.createObjectURL(new Blob([{json.dumps(bundled('dashboard'))}], {{type: 'text/javascript'}}))"
         )
         page.evaluate(f"window.script = {script}")
 
@@ -138,7 +140,7 @@ class DashboardPage:
         return found
 
     def text(self, selector: str) -> str:
-        """What an element shows."""
+        """Read the text of an element."""
         return self.page.locator(selector).first.inner_text()
 
     def pixel(self, canvas: str, x: float, y: float) -> tuple[int, int, int, int]:

@@ -25,7 +25,7 @@ class RankFailed(Exception):
 
 
 class ThreadGroup:
-    """What the ranks of one group meet at."""
+    """The meeting place of one group's ranks, which are threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -88,6 +88,9 @@ class ThreadCommunicator:
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
         self._group.exchange(self.rank, "barrier", None)
+
+    def operations(self) -> None:
+        """See `Communicator.operations`."""
 
     def close(self) -> None:
         """Nothing is held."""

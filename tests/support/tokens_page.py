@@ -61,7 +61,7 @@ class TokensPage:
         self.exchange()
 
     def send(self, content: dict[str, Any]) -> None:
-        """What the feed sends, on whatever thread; JSON, as over a comm."""
+        """Keep what the feed sends, on whatever thread, as JSON, which is what a comm carries."""
         with self._lock:
             self._pending.append(json.loads(json.dumps(content)))
 

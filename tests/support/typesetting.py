@@ -1,4 +1,5 @@
-"""What a notebook takes for mathematics in a piece of HTML: MathJax goes through all of it but what it is told to leave."""
+"""A notebook's MathJax goes through all of a piece of HTML but what it is told to leave; this does the
+same."""
 
 from __future__ import annotations
 

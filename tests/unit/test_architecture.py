@@ -1,74 +1,158 @@
-"""docs/architecture.md is how a newcomer finds things, so what it names must be there."""
+"""The pages of docs/ are how a newcomer finds things, so what they name must be there."""
 
 from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.tools.imports import statements
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-PATHS = sorted(
-    set(re.findall(r"`((?:nbengine|magics|kernels|widgets|tests|benchmarks|docs)(?:/[\w.-]+)*)`", PAGE))
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES["CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()
+
+_PATH = re.compile(r"`((?:nbengine|magics|kernels|widgets|tests|benchmarks|examples|docs)(?:/[\w.-]+)*)`")
+_NAMED = re.compile(r"`((?:nbengine|magics|kernels|widgets)/[\w./]+\.(?:py|js))`\s+`([A-Za-z_.]+)`")
+PATHS = sorted({path for page in PAGES.values() for path in _PATH.findall(page)})
+NAMED = sorted({named for page in PAGES.values() for named in _NAMED.findall(page)})
+MOST_WORDS = 1500
+QUESTIONS = (
+    "where a preempted request loses its blocks",
+    "what ends when the host dies",
+    "where an argument's help comes from",
+    "which file to open to add a model",
+    "which file to open to add a magic",
+    "which file to open to add a kernel",
+    "which file to open to add a widget panel",
 )
-NAMED = sorted(set(re.findall(r"`((?:nbengine|magics|kernels|widgets)/[\w./]+\.py)` `([A-Za-z_.]+)`", PAGE)))
 
 
-# What each part may not import, at whatever depth: data flows one way.
-FORBIDDEN = {
-    "nbengine/scheduler": ("torch", "zmq", "numpy", "nbengine.engine", "nbengine.worker", "nbengine.client"),
-    "nbengine/kv_cache": ("torch", "zmq", "numpy", "nbengine.engine", "nbengine.worker", "nbengine.client"),
-    "nbengine/models": ("nbengine.engine", "nbengine.client", "nbengine.frontend"),
-    "nbengine/engine": ("nbengine.frontend", "nbengine.magics", "nbengine.widgets"),
-    "nbengine/client": ("torch", "nbengine.frontend", "nbengine.magics", "nbengine.widgets"),
-    "nbengine/frontend": ("nbengine.magics",),
-    "kernels": ("nbengine.engine", "nbengine.models"),
-    "widgets": ("nbengine.magics", "nbengine.engine", "torch"),
-    "magics": ("torch", "zmq"),
+# From the bottom up: what is imported lies in the same layer, or in a lower one. A name is that of a package or a module
+# of `nbengine`; those of one line know nothing of each other.
+LAYERS = (
+    ("errors", "units", "version"),
+    ("checks",),
+    ("sampling_params", "outputs", "pooling_outputs", "metrics", "config"),
+    ("kernels",),
+    ("ipc",),
+    ("runtime",),
+    ("kv_cache",),
+    ("scheduler",),
+    ("distributed",),
+    ("sampling",),
+    ("models",),
+    ("worker",),
+    ("cluster",),
+    ("executor",),
+    ("engine",),
+    ("client",),
+    ("widgets",),
+    ("frontend",),
+    ("server",),
+    ("inputs", "magics"),
+    ("cli",),
+)
+HEIGHTS = {name: height for height, layer in enumerate(LAYERS) for name in layer}
+FOLDERS = {"kernels": ROOT / "kernels", "magics": ROOT / "magics", "widgets": ROOT / "widgets"}
+
+# What whole layers do without, at whatever depth: a frontend and a host start fast and stay small.
+WITHOUT = {
+    "torch": ("scheduler", "kv_cache", "client", "widgets", "server", "magics"),
+    "numpy": ("scheduler", "kv_cache"),
+    "zmq": ("scheduler", "kv_cache", "magics"),
 }
+NAME_EACH_OTHER = ("kernels", "magics", "widgets")
+"""Within them values and their views name each other's types, and so do kernels and what they are called with."""
+ONLY = {"kernels": ("errors", "units")}
+"""The kernels can be taken out and used alone."""
 
 
-def imports_of(path: Path) -> set[str]:
-    """The modules that a file imports when it is run; what only type checkers read does not count."""
+def files_of(name: str) -> list[Path]:
+    """The files of a package or module of `nbengine`."""
+    folder = FOLDERS.get(name, ROOT / "nbengine" / name)
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+@cache
+def imports_of(path: Path, *, of_type_checkers: bool = True) -> set[str]:
+    """The modules that a file imports, in functions, too; with or without what only type checkers read."""
     tree = ast.parse(path.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
+    skipped = set()
+    if not of_type_checkers:
+        skipped = {
+            id(inner)
+            for node in statements(tree)
+            if isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+            for inner in statements(node)
+        }
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
+    for node in statements(tree):
+        if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
+def module_of(name: str, path: Path) -> str:
+    """The module that a file of a package or module of `nbengine` is."""
+    root = FOLDERS.get(name, ROOT / "nbengine" / name).parent
+    return ".".join(("nbengine", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def parts_imported(path: Path) -> set[str]:
+    """The packages and modules of `nbengine` that a file imports; "" is the root itself."""
+    names = [name.split(".") for name in imports_of(path)]
+    return {
+        parts[1] if len(parts) > 1 and parts[1] in HEIGHTS else ""
+        for parts in names
+        if parts[0] == "nbengine"
+    }
+
+
+@cache
 def names_in(path: Path) -> set[str]:
     """Top-level names, and `Class.method` for methods."""
+    if path.suffix == ".js":
+        return set(
+            re.findall(r"^(?:export )?(?:class|function|const|let) (\w+)", path.read_text(), re.MULTILINE)
+        )
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.ClassDef):
             methods = (n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
             found |= {f"{node.name}.{method.name}" for method in methods}
     return found
 
 
-def test_the_page_names_files_and_symbols() -> None:
-    assert len(PATHS) > 30
-    assert len(NAMED) > 20
+def rows_under(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading of docs/architecture.md, row by row, without its head."""
+    [section] = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_the_pages_name_files_and_symbols() -> None:
+    assert len(PATHS) > 200
+    assert len(NAMED) > 150
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_path_exists(path: str) -> None:
+def test_every_path_in_the_pages_exists(path: str) -> None:
     assert (ROOT / path).exists()
 
 
@@ -77,15 +161,77 @@ def test_name_is_in_its_file(path: str, name: str) -> None:
     assert name in names_in(ROOT / path)
 
 
-@pytest.mark.parametrize("folder", FORBIDDEN)
-def test_data_flows_one_way(folder: str) -> None:
-    files = sorted((ROOT / folder).rglob("*.py"))
+def test_the_page_is_short() -> None:
+    text = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert len(text.split()) <= MOST_WORDS
+
+
+def test_the_page_has_the_layers_in_their_order() -> None:
+    layers = [tuple(re.findall(r"`(\w+)`", row[0])) for row in rows_under("Layers")]
+    assert layers == list(LAYERS)
+
+
+def test_the_page_names_every_room_of_a_large_package() -> None:
+    named = "|".join(cell for row in rows_under("Layers") for cell in row[1:])
+    tops = [ROOT / "nbengine", *FOLDERS.values()]
+    rooms = {init.parent.relative_to(ROOT) for top in tops for init in top.rglob("__init__.py")}
+    rooms = {room for room in rooms if len(room.parts) > (2 if room.parts[0] == "nbengine" else 1)}
+    assert len(rooms) > 20
+    assert [str(room) for room in sorted(rooms) if f"`{room}`" not in named] == []
+
+
+def test_a_reader_finds_each_answer_in_the_table() -> None:
+    answers = dict(rows_under("Where is ..."))
+    assert set(QUESTIONS) <= set(answers)
+    assert [question for question, answer in answers.items() if not _NAMED.search(answer)] == []
+
+
+def test_every_part_has_its_layer() -> None:
+    here = {path.stem for path in (ROOT / "nbengine").glob("*.py")} - {"__init__"}
+    here |= {path.name for path in (ROOT / "nbengine").iterdir() if any(path.glob("*.py"))}
+    assert here == set(HEIGHTS)
+
+
+@pytest.mark.parametrize("name", HEIGHTS)
+def test_imports_go_down_the_layers_or_stay(name: str) -> None:
+    files = files_of(name)
     assert files
     against = [
-        f"{path.relative_to(ROOT)} imports {module}"
+        f"{path.relative_to(ROOT)} imports {'nbengine.' + part if part else 'nbengine itself'}"
         for path in files
-        for module in imports_of(path)
-        for forbidden in FORBIDDEN[folder]
-        if module == forbidden or module.startswith(f"{forbidden}.")
+        for part in parts_imported(path)
+        if part != name
+        and (not part or HEIGHTS[part] >= HEIGHTS[name] or part not in ONLY.get(name, (part,)))
+    ]
+    assert not against, "\n".join(against)
+
+
+@pytest.mark.parametrize("name", [name for name in HEIGHTS if name not in NAME_EACH_OTHER])
+def test_no_modules_import_each_other_in_a_ring(name: str) -> None:
+    files = {module_of(name, path): path for path in files_of(name)}
+    waiting = {
+        module: {each if each in files else each.rpartition(".")[0] for each in imports_of(path)} - {module}
+        for module, path in files.items()
+    }
+    # A module whose imports have all been taken away is in no ring.
+    while free := [module for module, imported in waiting.items() if not imported & set(waiting)]:
+        for module in free:
+            del waiting[module]
+    rings = [
+        f"{module} imports {', '.join(sorted(imported & set(waiting)))}"
+        for module, imported in waiting.items()
+    ]
+    assert not rings, "\n".join(rings)
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [(library, name) for library in WITHOUT for name in WITHOUT[library]]
+)
+def test_a_layer_does_without_a_library(library: str, name: str) -> None:
+    against = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files_of(name)
+        for module in imports_of(path, of_type_checkers=False)
+        if module.split(".")[0] == library
     ]
     assert not against, "\n".join(against)

@@ -1,4 +1,4 @@
-"""What is said of a request's speed."""
+"""A request's speed is that of the tokens which came over a while."""
 
 from __future__ import annotations
 

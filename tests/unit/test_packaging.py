@@ -48,8 +48,8 @@ def test_kernels_has_no_init() -> None:
         "nbengine",
         "nbengine.magics.extension",
         "nbengine.frontend.async_llm",
-        "nbengine.engine.supervisor",
-        "nbengine.engine.ray_launcher",
+        "nbengine.engine.host.supervisor",
+        "nbengine.engine.host.ray_launcher",
         "nbengine.cluster.keeper",
     ],
 )

@@ -8,7 +8,12 @@ import msgspec
 import pytest
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
-from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nbengine.sampling_params import (
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("allowed_token_ids", []),
@@ -89,6 +94,10 @@ def test_spellings_of_the_field_are_taken() -> None:
     [
         ({"logit_bias": {7: "x"}}, r"logit_bias\[7\] must be a number, got 'x'"),
         ({"logit_bias": {7: float("inf")}}, r"logit_bias\[7\] must be finite, got inf"),
+        ({"logit_bias": {7: -1e39}}, r"logit_bias\[7\] must be at most 1e\+30 in size, got -1e\+39"),
+        ({"temperature": 1e39}, r"temperature must be at most 1e\+30 in size, got 1e\+39"),
+        ({"repetition_penalty": 1e39}, r"repetition_penalty must be at most 1e\+30 in size"),
+        ({"repetition_penalty": 1e-300}, r"repetition_penalty must be at least 1e-30, got 1e-300"),
         ({"extra_args": {"a": [1, {"b": object}]}}, r"extra_args\['a'\]\[1\]\['b'\] must be None, True"),
         ({"extra_args": {"a": {2: 1}}}, r"extra_args\['a'\] must be a dict with strings as keys, got 2"),
         ({"extra_args": {"a": 2**64}}, r"extra_args\['a'\] must be an integer of 64 bits"),
@@ -174,3 +183,33 @@ def test_penalties_are_on_or_off(options: dict[str, float], has: bool) -> None:
 def test_parameters_survive_the_wire() -> None:
     params = SamplingParams(temperature=0.5, top_k=3, stop=["x"], seed=2**63 - 1, logit_bias={7: -1.5})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "message"),
+    [
+        (
+            SamplingParams,
+            "temprature",
+            "SamplingParams has no argument 'temprature'; did you mean temperature?",
+        ),
+        (
+            SamplingParams,
+            "max_new_tokens",
+            "SamplingParams has no argument 'max_new_tokens'; did you mean max_tokens?",
+        ),
+        (PoolingParams, "normalise", "PoolingParams has no argument 'normalise'; did you mean normalize?"),
+        (
+            StructuredOutputsParams,
+            "choices",
+            "StructuredOutputsParams has no argument 'choices'; did you mean choice?",
+        ),
+    ],
+)
+def test_a_misspelt_argument_gets_the_one_that_was_meant(make: type[Any], name: str, message: str) -> None:
+    with pytest.raises(InvalidTypeError) as raised:
+        make(**{name: 1})
+    assert str(raised.value) == message
+    assert isinstance(raised.value, TypeError)
+    with pytest.raises(InvalidTypeError, match="no argument 'zzz'; there are "):
+        make(zzz=1)

@@ -1,1 +1,1 @@
-"""The dashboard as a widget: what its script is told, and what it asks."""
+"""The dashboard as a widget: the messages that its script receives, and its requests."""

@@ -1,33 +1,33 @@
-"""What is to be said of a KV block: who holds it, where in their texts it lies, what it contains."""
+"""The description of a KV block: its holders, its place in their texts, and its contents."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from nbengine.client.process_usage import printable
-from nbengine.client.trace_mirror import RequestView, TraceMirror
+from nbengine.client.observe.process_usage import printable
+from nbengine.client.observe.trace_mirror import BlockMap, RequestView, TraceMirror
 
 MOST_HOLDERS = 8
 MOST_CHARACTERS = 160
-"""Of each text."""
+"""The most characters of each text."""
 MOST_TOKENS_BEFORE = 4 * MOST_CHARACTERS
-"""That are decoded to show the end of a text: a token is a byte at least, a character four at most."""
+"""The most tokens decoded for the end of a text: a token is a byte at least, a character four at most."""
 MOST_TOKENS = 32
-"""That are shown as numbers where there is no tokenizer."""
+"""The most tokens that are shown as numbers where there is no tokenizer."""
 
 Decode = Callable[[Sequence[int]], str | None]
 
 
 def block_lines(mirror: TraceMirror | None, block: int, decode: Decode) -> list[str]:
-    """Lines of plain text. `decode` gives the text of tokens, None where there is no tokenizer."""
+    """Describe a block in lines of plain text; `decode` returns None where there is no tokenizer."""
     blocks = None if mirror is None else mirror.blocks
     if mirror is None or blocks is None or not 0 <= block < blocks.num_blocks:
         return [f"there is no block {block}"]
     holders = mirror.holders(block)
     lines = [f"block {block}: {_condition(int(blocks.ref_counts[block]), bool(blocks.cached[block]))}"]
     for number in holders[:MOST_HOLDERS]:
-        lines.append(_place(mirror.requests[number], block, blocks.block_size))
+        lines.append(_place(mirror.requests[number], block, blocks))
     if len(holders) > MOST_HOLDERS:
         lines.append(f"and {len(holders) - MOST_HOLDERS} more requests")
     if not holders:
@@ -37,7 +37,7 @@ def block_lines(mirror: TraceMirror | None, block: int, decode: Decode) -> list[
 
 
 def token_text(token_ids: Sequence[int], decode: Decode) -> str:
-    """The text of tokens in one line, or the tokens as numbers."""
+    """Return the text of tokens in one line, or the tokens as numbers."""
     text = decode(token_ids)
     if text is None:
         shown = ", ".join(map(str, token_ids[:MOST_TOKENS]))
@@ -53,13 +53,19 @@ def _condition(references: int, is_cached: bool) -> str:
     return f"{state}, cached" if is_cached else state
 
 
-def _place(view: RequestView, block: int, block_size: int) -> str:
-    position = view.block_ids.index(block)
-    first = position * block_size
+def _place(view: RequestView, block: int, blocks: BlockMap) -> str:
+    place, block_size = view.block_ids.index(block), blocks.block_size
+    first = place // blocks.num_tables * block_size
     known = view.added.num_prompt_tokens + view.num_output_tokens
     last = max(first, min(first + block_size, known) - 1)
     tokens = f"tokens {first} to {last} of {known}" if known > first else "for tokens to come"
-    return f"request {printable(view.added.request_id)}, its block {position}: {tokens}"
+    return f"request {printable(view.added.request_id)}, its {_numbered(place, blocks)}: {tokens}"
+
+
+def _numbered(place: int, blocks: BlockMap) -> str:
+    """Name a block by its place in a request's tables."""
+    column, group = divmod(place, blocks.num_tables)
+    return f"block {column}" if blocks.num_tables == 1 else f"block {column} of layer group {group}"
 
 
 def _last_holder(mirror: TraceMirror, block: int) -> list[str]:
@@ -68,11 +74,15 @@ def _last_holder(mirror: TraceMirror, block: int) -> list[str]:
         return ["nobody has held it"]
     view = mirror.finished.get(number) or mirror.requests.get(number)
     name = f"request {number}" if view is None else f"request {printable(view.added.request_id)}"
-    return [f"last held by {name}, as its block {int(mirror.blocks.position[block])}"]
+    return [f"last held by {name}, as its {_numbered(int(mirror.blocks.position[block]), mirror.blocks)}"]
 
 
 def _contents(mirror: TraceMirror, view: RequestView | None, block: int, decode: Decode) -> list[str]:
-    prompt, position = ([], 0) if view is None else (view.added.prompt_token_ids, view.block_ids.index(block))
+    prompt: Sequence[int] = []
+    position = 0
+    if view is not None:
+        prompt = view.added.prompt_token_ids
+        position = view.block_ids.index(block) // mirror.blocks.num_tables
     own = [token for token in _tokens(mirror, block, prompt, position) if token >= 0]
     if not own:
         return []
@@ -88,18 +98,20 @@ def _contents(mirror: TraceMirror, view: RequestView | None, block: int, decode:
 
 
 def _tokens_before(mirror: TraceMirror, view: RequestView, position: int) -> Iterator[int]:
-    """The tokens before a place in a request's table, backwards as far as they are known without a gap."""
-    prompt = view.added.prompt_token_ids
+    """Yield the tokens before a request's block of this number, backwards until the first unknown one."""
+    prompt, num_tables = view.added.prompt_token_ids, mirror.blocks.num_tables
     for earlier in reversed(range(position)):
-        for token in reversed(_tokens(mirror, view.block_ids[earlier], prompt, earlier)):
+        # Every table has the same tokens, as far as no window has passed them.
+        column = view.block_ids[earlier * num_tables : (earlier + 1) * num_tables]
+        for token in reversed(_tokens(mirror, max(column), prompt, earlier)):
             if token < 0:
                 return
             yield token
 
 
 def _tokens(mirror: TraceMirror, block: int, prompt: Sequence[int], position: int) -> list[int]:
-    """The tokens of a block, -1 for those that are not known: of one that is not cached all but the prompt's beginning."""
-    if mirror.blocks.cached[block]:
+    """Return the tokens of a block, -1 for unknown ones: if it is not cached, all but the prompt's."""
+    if block >= 0 and mirror.blocks.cached[block]:
         known: list[int] = mirror.blocks.token_ids[block].tolist()
         return known
     size = mirror.blocks.block_size

@@ -1,7 +1,8 @@
-"""What is known of an engine's last steps as a Chrome trace: a JSON text that Perfetto and chrome://tracing open.
+"""An engine's last known steps as a Chrome trace: a JSON text that Perfetto and chrome://tracing open.
 
-A process a rank: its steps, on as many tracks as were in flight at once, counters, and a track a request with spans for
-what was done for it. Spans of one track never overlap: viewers drop those that do.
+Each rank is a process. It has the rank's steps, on as many tracks as were in flight at once, counters, and a
+track for each request with spans for what was done for it. Spans of one track never overlap: viewers drop
+those that do.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from dataclasses import dataclass
 
 import msgspec
 
-from nbengine.client.trace_mirror import RequestView, StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import RequestView, StepView, TraceMirror
 from nbengine.widgets.following.dashboard_state import DashboardState, EngineLabel
 
 STEPS_TRACK = 0
-"""Thread id of a rank's first track of steps; the others follow, then requests by number."""
+"""The thread id of a rank's first track of steps; the other tracks follow, then requests by number."""
 
 Event = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class RankHistory:
-    """What is known of an engine core's last steps at one moment."""
+    """An engine core's last steps at one moment, as far as they are known."""
 
     steps: Sequence[StepView]
     requests: Mapping[int, RequestView]
-    """By number."""
+    """The requests by number."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHistory:
-    """What a trace tells. Nothing changes it any more: it can be read on any thread, for as long as that takes."""
+    """The contents of a trace, a frozen copy: any thread can read it at any time."""
 
     label: EngineLabel
     time: float
@@ -41,13 +42,13 @@ class EngineHistory:
 
 
 def history_of(state: DashboardState) -> EngineHistory:
-    """A copy of what a trace needs."""
+    """Copy what a trace needs."""
     ranks = {rank: _rank_history(mirror) for rank, mirror in sorted(state.mirrors.items())}
     return EngineHistory(state.label, state.time, ranks)
 
 
 def chrome_trace(history: EngineHistory) -> str:
-    """The trace of all ranks. Times are microseconds since the first event."""
+    """Make the trace of all ranks; times are microseconds since the first event."""
     zero = min((rank.steps[0].time for rank in history.ranks.values() if rank.steps), default=history.time)
     events: list[Event] = []
     for number, rank in history.ranks.items():
@@ -70,7 +71,7 @@ class _RankTrace:
         self._lanes = _lanes(history.steps)
         self._first_request = STEPS_TRACK + max(self._lanes, default=0) + 1
         self._kinds: dict[int, tuple[str, float, float, int]] = {}
-        """What is being done for a request: (name, begin, end, tokens)."""
+        """The span that is open for a request: (name, begin, end, tokens)."""
         self._recomputing: set[int] = set()
         self._events: list[Event] = []
 
@@ -137,7 +138,7 @@ class _RankTrace:
         self._instant("finished", number, ended_at, {"reason": reason})
 
     def _open(self, number: int, kind: str, begin: float, end: float, tokens: int) -> None:
-        """Begin a span of a request, or go on with the one that is open."""
+        """Begin a span of a request, or continue the one that is open."""
         known = self._kinds.get(number)
         if known is not None and known[0] == kind:
             self._kinds[number] = (kind, known[1], end, known[3] + tokens)
@@ -146,7 +147,10 @@ class _RankTrace:
         self._kinds[number] = (kind, begin, end, tokens)
 
     def _close(self, number: int, before: float = math.inf) -> None:
-        """End what is open. With several steps in flight one begins before the one before has ended."""
+        """End the open span of a request, at `before` at the latest.
+
+        With several steps in flight, a step begins before the previous one has ended.
+        """
         known = self._kinds.pop(number, None)
         if known is not None:
             name, begin, end, tokens = known
@@ -185,12 +189,12 @@ class _RankTrace:
 
 
 def _end_of(step: StepView) -> float:
-    """One that is not done yet, or whose outcome was lost, has no length."""
+    """Return the end of a step; one that is not done yet, or whose outcome was lost, has no length."""
     return step.time + (step.seconds or 0.0)
 
 
 def _lanes(steps: Sequence[StepView]) -> list[int]:
-    """For each step the first lane that is free when it begins."""
+    """Find for each step the first lane that is free when it begins."""
     lanes: list[int] = []
     ends: list[float] = []
     for step in steps:
@@ -202,7 +206,7 @@ def _lanes(steps: Sequence[StepView]) -> list[int]:
 
 def _rank_history(mirror: TraceMirror) -> RankHistory:
     steps = list(mirror.steps)
-    # Nothing more is learnt of the others: not how long they took, and not who has ended.
+    # Only unfinished steps and the newest one can still change: the others are shared, not copied.
     newest = len(steps) - 1
     steps = [
         copy.copy(step) if step.seconds is None or at == newest else step for at, step in enumerate(steps)

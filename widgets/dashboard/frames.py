@@ -1,64 +1,77 @@
-"""What the dashboard's kernel side sends to its script in the browser, at most five times a second.
+"""The frames that the dashboard's kernel side sends to its script in the browser, at most five a second.
 
-A frame is a custom message of the widget: JSON content, with binary buffers beside it. `FrameBuilder` makes those of one
-widget; a *reset* frame stands by itself, the others say what has changed since the one before (the script asks for a reset
-frame, `{"kind": "hello"}`, when it is mounted and when a frame's `seq` is not the one after the last).
+A frame is a custom message of the widget: JSON content, with binary buffers beside it. `FrameBuilder` makes
+the frames of one widget; a *reset* frame stands by itself, the others say what has changed since the one
+before. The script asks for a reset frame, `{"kind": "hello"}`, when it is mounted and when a frame's `seq`
+does not follow the last one.
 
 ```
 {"kind": "frame", "seq": 7, "reset": false, "time": 1700000000.0,
  "engine": {"name", "model", "topology", "device", "dtype", "lock_step", "state", "note"},
  "rates":  {"tokens_in_per_second", "tokens_out_per_second", "time_to_first_token", "inter_token_latency",
-            "memory_bytes"},                                   # numbers, or null: nothing is known
- "ranks": [{"rank": 0, "alive": true, "num_running", "num_waiting", "num_preemptions", "num_blocks", "num_free_blocks",
-            "num_cached_blocks", "block_size", "prefix_cache_queries", "prefix_cache_hits", "step", "wave", "is_paused",
-            "sleep_level", "max_num_batched_tokens", "max_num_seqs",
+            "memory_bytes"},                         # numbers, or null where nothing is known
+ "ranks": [{"rank": 0, "alive": true, "num_running", "num_waiting", "num_preemptions", "num_blocks",
+            "num_free_blocks", "num_cached_blocks", "block_size", "prefix_cache_queries", "prefix_cache_hits",
+            "step", "wave", "is_paused", "sleep_level", "max_num_batched_tokens", "max_num_seqs",
             "workers": [{"rank", "memory_bytes", "num_steps", "step_seconds"}],
-            "history_lost": false,                             # true: the steps below are not connected with earlier ones
-            "steps": [STEP, ...],                              # new ones, and older ones whose `seconds` are known now
-            "requests": null | REQUESTS,                       # what has changed of its part of the table, null: nothing
+            "history_lost": false,                   # true: the steps below do not follow the earlier ones
+            "steps": [STEP, ...],                    # new ones, and older ones whose `seconds` are known now
+            "requests": null | REQUESTS,             # changes of its part of the table; null: there are none
             "blocks": null | {"buffer": 0, "full": true}}],    # index into the buffers
- "waves": {"reset": true, "spans": [{"start", "end", "rank", "running", "steps", "dummy_steps", "wave", "num_requests"}]}}
+ "waves": {"reset": true, "spans": [{"start", "end", "rank", "running", "steps", "dummy_steps", "wave",
+                                     "num_requests"}]}}
 ```
-STEP is `[step, time, seconds, num_running, num_waiting, num_free_blocks, num_cached_blocks, entries, preempted, finished]`:
-`seconds` is null until its outcome is known; `entries` is null if the same requests as in the step before computed a token
-each and nothing else was done, else flat: `[number, tokens, kind, cached, ...]`, kind 0 a decode, 1 a part of a prompt, 2 a
-part of what was lost in a preemption, `cached` its prefix hit in tokens if it was admitted in this step, else -1.
-`preempted` and `finished` are lists of numbers, or null. A step is sent again when its `seconds` are known, or when another
-request has ended since, as `[step, null, seconds, finished]`, `finished` being the whole list or null. A long history comes in
-several frames, the oldest steps first. Two steps of a rank in a row may have the same number only when `history_lost` lies
-between them. Texts (ids, names, previews) are cut to at most 200 characters.
+STEP is `[step, time, seconds, num_running, num_waiting, num_free_blocks, num_cached_blocks, entries,
+preempted, finished]`. `seconds` is null until the step's outcome is known. `entries` is null if the same
+requests as in the step before computed a token each and nothing else was done; otherwise it is the flat list
+`[number, tokens, kind, cached, ...]`: kind 0 is a decode, 1 a part of a prompt, 2 a part of what a preemption
+lost, and `cached` is the prefix hit in tokens if the request was admitted in this step, otherwise -1.
+`preempted` and `finished` are lists of numbers, or null. A step is sent again when its `seconds` are known,
+or when another request has ended since, as `[step, null, seconds, finished]`, where `finished` is the whole
+list or null. A long history comes in several frames, the oldest steps first. Two successive steps of a rank
+may have the same number only when `history_lost` lies between them. Texts (ids, names, previews) are cut to
+at most 200 characters.
 
-The table of requests has at most 200, of which 40 have ended, of all engine cores together: first the unfinished ones in the
-order of `added_at`, then those that have ended, the latest `ended_at` first (null as 0); where these are equal, in the order of
-rank and number. REQUESTS says what is to be done with an engine core's part of it, in this order:
+The table of requests has at most 200 rows for all engine cores together, of which 40 have ended: first the
+unfinished ones in the order of `added_at`, then those that have ended, the latest `ended_at` first (null
+counts as 0); where these are equal, the order is that of rank and number. REQUESTS changes an engine core's
+part of the table, in this order:
 ```
-{"gone": [number, ...],                                        # have left the table
+{"gone": [number, ...],                              # these have left the table
  "new": [{"number", "id", "client", "num_prompt_tokens", "max_total_tokens", "added_at", "preview"}],
- "status": [[number, state, num_cached_tokens, num_preemptions, first_token_at, ended_at, finish_reason, own, foreground]],
- "progress": [number, num_computed_tokens, num_output_tokens, ...]}                                   # flat
+ "status": [[number, state, num_cached_tokens, num_preemptions, first_token_at, ended_at, finish_reason, own,
+             foreground]],
+ "progress": [number, num_computed_tokens, num_output_tokens, ...]}      # a flat list
 ```
-A new one takes the place of one with its number, if there is one. Its status and its progress come in the same frame; later
-they come when something in them has changed. An engine core that is not among `ranks` any more has left with its requests.
+A new request replaces one with its number, if there is one. Its status and its progress come in the same
+frame, and again when something in them has changed. An engine core that is missing from `ranks` has left with
+its requests.
 
-Wave spans come when they are settled, about a second late: what is sent is not changed any more. Those of a frame are new
-ones; with `reset` all earlier ones are void.
+Wave spans are sent when they are settled, about a second late, and do not change after that. The spans of a
+frame are new ones; with `reset` all earlier ones are void.
 
-A buffer of blocks is little-endian uint32: full, one word a block; else pairs (block, word). A word has the reference count in
-bits 0 to 11 (4095: that or more), bit 12 if the block is cached, and in bits 13 to 31 the number of the request that took it last,
-modulo 2**19 - 1, or 2**19 - 1 if none did.
+A buffer of blocks is little-endian uint32. If it is full, it has one word for each block, otherwise pairs
+(block, word). A word has the reference count in bits 0 to 11 (4095: that or more), bit 12 if the block is
+cached, and in bits 13 to 31 the number of the request that took the block last, modulo 2**19 - 1, or 2**19 -
+1 if none did.
 
-From the script to the kernel: `{"kind": "hello"}`, `{"kind": "alive"}` every five seconds while it is visible,
+The script sends the kernel `{"kind": "hello"}`, `{"kind": "alive"}` every five seconds while it is visible,
 `{"kind": "abort", "rank": 0, "number": 12}` (answer: `{"kind": "aborted", "rank", "number", "error": null}`),
-`{"kind": "block", "rank": 0, "block": 17}` (answer: `{"kind": "block", "rank", "block", "lines": [str, ...]}`), and
-`{"kind": "export"}` (answer: `{"kind": "export", "name": "trace.json", "text": str}`). Synchronised traits beside the
-messages: `snapshot` (a dict: a reset frame with one key more, `"buffers"`, a list of its buffers in base64; renewed now and then,
-so that a saved notebook has something to show; empty if there is none), `interrupt_path` (`api/kernels/<id>`, empty if unknown),
-`height` (pixels; 0: as high as its content; the script sets it when the handle is dragged) and `view` (a dict of the script's
-own, empty at first: which rank, where it is paused and how far zoomed, so that it is the same when the page is loaded again).
+`{"kind": "go_on"}`, which wakes a sleeping engine and lifts a pause (answer: `{"kind": "goes_on", "error":
+null}`), `{"kind": "block", "rank": 0, "block": 17}` (answer: `{"kind": "block", "rank", "block", "lines":
+[str, ...]}`), and `{"kind": "export"}` (answer: `{"kind": "export", "name": "trace.json", "text": str}`).
+
+Traits that are synchronised beside the messages: `snapshot` is a dict: a reset frame with one more key,
+`"buffers"`, a list of its buffers in base64; it is renewed now and then, so that a saved notebook has
+something to show, and empty before the first one. `interrupt_path` is `api/kernels/<id>`, or empty if it is
+unknown. `height` is in pixels; 0 means as high as the content; the script sets it when the handle is dragged.
+`view` is a dict that only the script reads, empty at first: the rank, the pause and the zoom, so that they
+are the same when the page is loaded again.
 
 All times are seconds of `time.time()`; a rank's spans come in order and do not overlap. While a widget is
-visible a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed: the script says that the
-kernel does not answer when none has come for fifteen, and at once when nothing can be sent, because the kernel was restarted.
+visible, a frame comes at least every five seconds, as an answer to `alive`, even if nothing has changed: the
+script says that the kernel does not answer when no frame has come for fifteen seconds, and at once when
+nothing can be sent because the kernel was restarted.
 """
 
 from __future__ import annotations
@@ -73,7 +86,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from nbengine.client.trace_mirror import BlockMap, TraceMirror
+from nbengine.client.observe.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import RequestAdded
 from nbengine.widgets.dashboard.request_frames import RequestEncoder, RequestRow, cut
@@ -82,17 +95,17 @@ from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed_state import is_blank
 
 MOST_REQUESTS = 200
-"""Rows of the table."""
+"""The most rows of the table."""
 MOST_ENDED = 40
-"""Of them those of requests that have ended."""
+"""The most rows of requests that have ended, among those rows."""
 FRAME_BYTES = 60_000
-"""About what a frame may have before the rest of its steps waits for the next."""
+"""The size that a frame may have, roughly, before the rest of its steps waits for the next."""
 RESET_BYTES = 240_000
 SNAPSHOT_STEP_BYTES = 60_000
 LEAST_STEP_BYTES = 8_000
-"""For the steps of an engine core, whatever else is in a frame."""
+"""The least room for the steps of an engine core, whatever else is in a frame."""
 SETTLE_SECONDS = 1.0
-"""After which a wave's span is not changed any more by what is reported late."""
+"""Seconds after which a wave's span is not changed any more by late reports."""
 NOBODY = 2**19 - 1
 MOST_REFERENCES = 2**12 - 1
 
@@ -102,7 +115,7 @@ _RANK_BYTES, _SPAN_BYTES, _HEAD_BYTES = 600, 130, 700
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A message of the protocol above; `size` is about its bytes on the wire."""
+    """A message of the protocol above; `size` is roughly its bytes on the wire."""
 
     content: dict[str, object]
     buffers: list[bytes]
@@ -111,17 +124,17 @@ class Frame:
 
 @dataclass(slots=True)
 class _RankSeen:
-    """What the script has of an engine core."""
+    """The state of an engine core as the script has it."""
 
     requests: RequestEncoder
     steps: StepEncoder = field(default_factory=StepEncoder)
     blocks: ref[BlockMap] | None = None
-    """After a pause in following a mirror has another one; the old one is not to be kept for a script that is silent."""
+    """A weak reference: after a pause a mirror has another map, and a silent script must not keep the old."""
     version: int = 0
 
 
 class FrameBuilder:
-    """Makes the frames of one widget. For one thread at a time.
+    """A maker of the frames of one widget, to be used by one thread at a time.
 
     Args:
         preview: the beginning of a request's prompt in words.
@@ -139,11 +152,11 @@ class FrameBuilder:
         self._spans_until = 0.0
         self._settled_until = 0.0
         self._span_marks: deque[tuple[float, float]] = deque()
-        """(when, end of the newest span then)."""
+        """Pairs of (time, end of the newest span at that time)."""
         self._sent: dict[str, object] = {}
 
     def snapshot(self, state: DashboardState) -> Frame:
-        """A frame that stands by itself, with the latest steps alone where there are many."""
+        """Make a frame that stands by itself; where there are many steps, it has only the latest."""
         self.reset()
         self._ranks.clear()
         for rank, mirror in state.mirrors.items():
@@ -156,14 +169,14 @@ class FrameBuilder:
         self._needs_reset = True
 
     def build(self, state: DashboardState, *, force: bool = False) -> Frame | None:
-        """The next frame; None if nothing has changed, except with `force` or after a `reset`."""
+        """Make the next frame; None if nothing has changed, except with `force` or after a `reset`."""
         if self._needs_reset:
             self._ranks.clear()
         frame = self._build(state, is_reset=self._needs_reset, force=force)
         return frame if frame.content else None
 
     def _build(self, state: DashboardState, *, is_reset: bool, force: bool) -> Frame:
-        """The next frame, without content if nothing has changed."""
+        """Make the next frame, without content if nothing has changed."""
         self._needs_reset = False
         if is_reset:
             self._spans_until = 0.0
@@ -246,7 +259,7 @@ class FrameBuilder:
         return steps.size
 
     def _spans(self, state: DashboardState) -> list[dict[str, object]]:
-        """Those that are settled and were not sent yet."""
+        """List the spans that are settled and were not sent yet."""
         waves, now = state.waves, self._clock()
         newest = waves.began + waves.seconds
         if not self._span_marks or newest > self._span_marks[-1][1]:
@@ -277,7 +290,7 @@ class FrameBuilder:
 
 
 def block_words(blocks: BlockMap, block_ids: NDArray[np.int64] | None = None) -> NDArray[np.uint32]:
-    """A word a block, of all or of these, as the protocol has them."""
+    """Pack one word for each block, of all or of `block_ids`, as the protocol has them."""
     chosen: Any = slice(None) if block_ids is None else block_ids
     references = np.minimum(blocks.ref_counts[chosen], MOST_REFERENCES).astype("<u4")
     holders = blocks.holder[chosen]

@@ -1,22 +1,22 @@
-"""An engine's state for as long as somebody looks, without a widget."""
+"""A look at an engine's state without a widget."""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Self
 
-from nbengine.client.connection import ConnectionInfo
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed, Subscribe
 from nbengine.widgets.following.ownership import Owner
 from nbengine.widgets.pictures.html import static_bundle
 
 FIRST_STATE_SECONDS = 2.0
-"""For how long the engine is waited for."""
+"""Seconds that the first look waits for the engine."""
 
 
 class Glance:
-    """A context manager; `bundle()` has the state by MIME type."""
+    """A context manager that follows an engine; `bundle()` has its state by MIME type."""
 
     follows = True
 
@@ -38,10 +38,10 @@ class Glance:
             self._feed.join()
 
     def bundle(self) -> dict[str, str]:
-        """How things stand."""
+        """Render the present state, by MIME type."""
         with self._feed.state() as state:
             return static_bundle(state)
 
     def on_state(self, state: DashboardState) -> None:
-        """Note the end."""
+        """Note whether the engine has ended."""
         self.has_ended = state.state == "ended"

@@ -1,8 +1,8 @@
 """The dashboard's colours: one table for the static forms and the script in the browser.
 
-They show on light and on dark ground and stay apart for colour-blind eyes; where several mean different things in one
-picture, their shapes differ, too. The greys of free blocks are half transparent, so that they follow the ground.
-`widgets/static/dashboard/palette.js` is made by `python -m nbengine.widgets.dashboard.palette`.
+They show on light and on dark ground and stay apart for colour-blind eyes; where several mean different
+things in one picture, their shapes differ, too. The greys of free blocks are half transparent, so they follow
+the ground. `widgets/static/dashboard/palette.js` is made by `python -m nbengine.widgets.dashboard.palette`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REQUESTS = (
     "#8b8702",
     "#91607d",
 )
-"""Of requests, by number: neighbours differ most."""
+"""The colours of requests, by number: neighbours differ most."""
 
 ROLES = {
     "prefill": "#2a6de0",
@@ -35,26 +35,26 @@ ROLES = {
     "free": "#8a8f98",
     "dummy": "#d9822b",
 }
-"""Of everything else: what a step does, what the scheduler counts, blocks that nobody holds (`cached` at
-`CACHED_OPACITY`, `free` at `FREE_OPACITY`)."""
+"""The colours of everything else: what a step does, what the scheduler counts, blocks that nobody holds
+(`cached` at `CACHED_OPACITY`, `free` at `FREE_OPACITY`)."""
 
 CACHED_OPACITY = 0.6
 FREE_OPACITY = 0.16
 
 
 def request_color(number: int) -> str:
-    """The colour of a request, by the number that its engine core has given it."""
+    """Return the colour of a request, by the number that its engine core has given it."""
     return REQUESTS[number % len(REQUESTS)]
 
 
 def ink_on(color: str) -> str:
-    """Black or white: what can be read on a colour."""
+    """Choose black or white, whichever can be read on a colour."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
 
 
 def script() -> str:
-    """The same as an ES module."""
+    """Render the tables as an ES module."""
     tables = {
         "REQUESTS": REQUESTS,
         "ROLES": ROLES,

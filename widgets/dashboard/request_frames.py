@@ -1,29 +1,29 @@
-"""The requests of an engine core on their way to a dashboard's script: of each one what has changed."""
+"""The requests of an engine core on their way to a dashboard's script: of each one, only the changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from nbengine.client.trace_mirror import RequestView
+from nbengine.client.observe.trace_mirror import RequestView
 from nbengine.metrics.trace import RequestAdded
 
 MOST_TEXT = 200
-"""Characters of an id, a name or a preview."""
+"""The most characters of an id, a name or a preview."""
 _NEW_BYTES, _STATUS_BYTES, _PROGRESS_BYTES, _GONE_BYTES = 150, 75, 15, 5
 
 RequestRow = tuple[RequestView, bool | None]
-"""A request of the table; None if it is not this notebook's own, else whether the cell that is running waits for it."""
+"""A request of the table, and whether the running cell waits for it; None if another notebook sent it."""
 Status = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What a frame has of an engine core's requests; `item` is None if nothing has changed."""
+    """The part of a frame about an engine core's requests; `item` is None if nothing has changed."""
 
     item: dict[str, list[object]] | None
     size: int
-    """Bytes of JSON, about."""
+    """The size in bytes of JSON, roughly."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Sent:
 
 
 class RequestEncoder:
-    """Makes the `requests` of an engine core for the protocol in `nbengine.widgets.dashboard.frames`, for one reader.
+    """A maker of an engine core's `requests` for the protocol in `nbengine.widgets.dashboard.frames`.
 
     Args:
         preview: the beginning of a request's prompt in words.
@@ -45,7 +45,7 @@ class RequestEncoder:
         self._sent: dict[int, _Sent] = {}
 
     def take(self, rows: Iterable[RequestRow]) -> Requests:
-        """What has changed, given all that the table has of this engine core now."""
+        """Encode what has changed, given all rows that the table has of this engine core now."""
         new: list[object] = []
         status: list[object] = []
         progress: list[object] = []
@@ -54,7 +54,7 @@ class RequestEncoder:
         for view, own in rows:
             added = view.added
             sent = known.pop(added.number, None)
-            # A number is given again by an engine core that was started again.
+            # An engine core that was started again gives the same numbers again.
             if sent is None or sent.added is not added:
                 sent = _Sent(added)
                 row = _unchanging(added, cut(self._preview(added)))
@@ -76,7 +76,7 @@ class RequestEncoder:
 
 
 def cut(text: str) -> str:
-    """The beginning of a text that may be of any length."""
+    """Cut a text of any length to `MOST_TEXT` characters."""
     return text if len(text) <= MOST_TEXT else text[: MOST_TEXT - 1] + "…"
 
 

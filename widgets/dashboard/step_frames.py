@@ -1,15 +1,15 @@
-"""The steps of an engine core on their way to a dashboard's script: each once, what is learnt of it later after it."""
+"""The steps of an engine core for a dashboard's script: each is sent once, with later news after it."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 
-from nbengine.client.trace_mirror import StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import StepView, TraceMirror
 
 DECODE, PROMPT, RECOMPUTED = 0, 1, 2
 MOST_LAG = 10.0
-"""Seconds by which what is sent may lie behind what is known, once it was level with it."""
+"""The most seconds that the sent steps may lie behind the known ones, once they were level."""
 _STEP_BYTES = 75
 _NUMBER_BYTES = 5
 
@@ -18,12 +18,12 @@ StepItem = list[object]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a frame has of an engine core's steps; `lost`: they are not connected with those before."""
+    """The part of a frame about an engine core's steps; `lost`: they do not follow the earlier ones."""
 
     items: list[StepItem]
     lost: bool
     size: int
-    """Bytes of JSON, about."""
+    """The size in bytes of JSON, roughly."""
 
 
 @dataclass(slots=True)
@@ -34,15 +34,15 @@ class _Sent:
 
 
 class StepEncoder:
-    """Makes the STEP items of the protocol in `nbengine.widgets.dashboard.frames`, for one reader."""
+    """A maker of the STEP items of the protocol in `nbengine.widgets.dashboard.frames`, for one reader."""
 
     def __init__(self) -> None:
         self._last: StepView | None = None
-        """The last one that was sent."""
+        """The last step that was sent."""
         self._before: StepView | None = None
-        """The same, where the next one is connected with it."""
+        """The last step that was sent, where the next one is connected with it."""
         self._is_plain = False
-        """Whether each of its requests computed a token and no more."""
+        """Each request of that step computed a token and no more."""
         self._source: tuple[int, int] | None = None
         self._open: list[_Sent] = []
         """Steps that were sent before everything was known of them."""
@@ -50,19 +50,19 @@ class StepEncoder:
         self._is_level = False
 
     def skip_to_latest(self, mirror: TraceMirror, max_bytes: int) -> None:
-        """Leave out what lies so far back that the rest would have more than about so many bytes."""
+        """Skip the oldest steps, so that the rest has about `max_bytes` bytes."""
         size, newer = 0, None
         for view in reversed(mirror.steps):
             if size > max_bytes:
                 self._last = view
                 break
-            # What the newer one repeats is not sent twice.
+            # A step that only repeats the one before is sent without entries.
             is_repeated = newer is not None and _is_same(newer, view)
             size += _STEP_BYTES + (0 if is_repeated else 4 * _NUMBER_BYTES * len(view.numbers))
             newer = view
 
     def take(self, mirror: TraceMirror, max_bytes: int) -> Steps:
-        """What is new in a mirror, up to about so many bytes; the rest comes with the next call."""
+        """Encode what is new in a mirror, up to about `max_bytes` bytes; the next call has the rest."""
         source = (mirror.incarnation, mirror.num_snapshots)
         lost = self._source is not None and source != self._source
         self._source = source
@@ -86,7 +86,7 @@ class StepEncoder:
         return Steps(items, lost, size)
 
     def _new_steps(self, mirror: TraceMirror) -> tuple[list[StepView], bool]:
-        """The steps after the last one that was sent, and whether none between them is missing."""
+        """Return the steps after the last one that was sent, and whether none between them is missing."""
         last = self._last
         new = list(itertools.takewhile(lambda view: view is not last, reversed(mirror.steps)))[::-1]
         is_connected = last is None or len(new) < len(mirror.steps)
@@ -130,7 +130,7 @@ class StepEncoder:
         return item, _STEP_BYTES + _NUMBER_BYTES * numbers
 
     def _entries(self, view: StepView) -> list[int] | None:
-        """What each request did; None if that is what it did in the step before, and a decode."""
+        """List what each request did; None if that was the same as in the step before, and a decode."""
         before = self._before
         shares = self._is_plain and before is not None and _is_same(view, before)
         self._is_plain = not view.prefills and not view.admitted and (shares or set(view.num_tokens) <= {1})

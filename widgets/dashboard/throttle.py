@@ -1,4 +1,4 @@
-"""How often something may be sent: no more than so many times, and so many bytes, a second."""
+"""A limit on how often something may be sent: a number of times, and of bytes, a second."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 
 class Throttle:
-    """Keeps a rate: after each message the next one is due when both limits allow it.
+    """A rate: after each message the next one is due when both limits allow it.
 
     Args:
-        interval: seconds between two messages at least.
-        bytes_per_second: on average.
-        slack: seconds of either limit that are kept while nothing is sent, and may be used at once later: who looks only now
-            and then is not to lose what was free meanwhile.
-        clock: in seconds.
+        interval: the least seconds between two messages.
+        bytes_per_second: the average rate.
+        slack: seconds of either limit that are kept while nothing is sent, and may be used at once later: a
+            caller that asks only now and then must not lose the room that was free meanwhile.
+        clock: a clock in seconds.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Throttle:
 
     @property
     def is_due(self) -> bool:
-        """Whether something may be sent now."""
+        """Return whether something may be sent now."""
         return self._clock() >= self._due
 
     def sent(self, num_bytes: int) -> None:
-        """Something has been sent."""
+        """Note that a message of `num_bytes` bytes has been sent."""
         pause = max(self._interval, num_bytes / self._bytes_per_second)
         self._due = max(self._due, self._clock() - self._slack) + pause

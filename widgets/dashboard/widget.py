@@ -1,4 +1,4 @@
-"""The dashboard as a widget: what the kernel does for the script in the browser."""
+"""The dashboard as a widget: the kernel's side of the script in the browser."""
 
 from __future__ import annotations
 
@@ -10,60 +10,59 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import anywidget
 import traitlets
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.getipython import get_ipython
 
-from nbengine.client.connection import ConnectionInfo
 from nbengine.errors import NBEngineError
 from nbengine.metrics.trace import RequestAdded
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.comms import answer_at_once
 from nbengine.widgets.dashboard.block_lines import block_lines, token_text
 from nbengine.widgets.dashboard.chrome_trace import chrome_trace, history_of
 from nbengine.widgets.dashboard.frames import FrameBuilder
-from nbengine.widgets.dashboard.open_dashboards import BYTES_PER_SECOND, OPEN
+from nbengine.widgets.dashboard.open_dashboards import BYTES_PER_SECOND, LINE, OPEN, num_watched
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed, Subscribe
-from nbengine.widgets.following.feed_answers import abort, decode
+from nbengine.widgets.following.feed_answers import abort, decode, go_on
 from nbengine.widgets.following.ownership import Owner
 from nbengine.widgets.idle import IdleClock
-from nbengine.widgets.live import in_kernel
-from nbengine.widgets.output import ReplaceableOutput
+from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.pictures.html import static_bundle
 from nbengine.widgets.scripts import bundled, stylesheet
 
 if TYPE_CHECKING:
-    from nbengine.widgets.dashboard.plain_view import PlainView
+    from nbengine.widgets.dashboard.plain import PlainDashboard
 
 FRAME_INTERVAL = 0.2
-"""Seconds between two frames at least."""
+"""The least seconds between two frames."""
 SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
 QUIET = 2.0
 """Seconds since the last frame after which a sign of life is answered."""
 FIRST_STATE_SECONDS = 1.0
-"""For how long a picture waits for the engine to say how it is."""
+"""Seconds that a picture waits for the engine to report its state."""
 SNAPSHOT_INTERVAL = 5.0
-"""Seconds between two snapshots at least."""
+"""The least seconds between two snapshots."""
 SNAPSHOT_BYTES_PER_SECOND = 30_000
-"""Of all dashboards, too."""
+"""The rate of the snapshots of all dashboards together."""
 LOADING_SECONDS = 10.0
-"""Seconds of an idle kernel after which a script that has not said anything is taken not to be there."""
+"""Seconds of an idle kernel after which a script that has not said anything is taken to be missing."""
 
 _PREVIEW_TOKENS = 64
 
 
 class Dashboard(anywidget.AnyWidget):
-    """A live view of an engine, read-only but for ending this notebook's own requests.
+    """A live view of an engine, which changes nothing except that it can end this notebook's own requests.
 
-    Its script is served with frames (`nbengine.widgets.dashboard.frames`) while it gives signs of life. With the engine's end, or
-    with `close`, a picture of the last state takes its place. Usable from any thread.
+    Its script gets frames (`nbengine.widgets.dashboard.frames`) while it gives signs of life. With the
+    engine's end, or with `close`, a picture of the last state takes its place. Usable from any thread.
 
     Args:
         info: the engine.
         owner: the client of this process that has it, if there is one.
         height: in pixels; 0: as high as its content.
         falls_back: take the plain widget instead if the script cannot be loaded.
-        subscribe: where messages come from; the coordinator's publish socket if None.
+        subscribe: the source of messages; the coordinator's publish socket if None.
     """
 
     _esm = bundled("dashboard")
@@ -76,8 +75,10 @@ class Dashboard(anywidget.AnyWidget):
 
     _is_closed = True
     _snapshots: ClassVar[Throttle] = Throttle(0.0, SNAPSHOT_BYTES_PER_SECOND, 0.0)
-    """The part of the way to the browser that snapshots have: one after the other, or frames would have to wait for all
-    of them."""
+    """The part of the line to the browser that snapshots have.
+
+    They are sent one after the other, or frames would have to wait for all of them.
+    """
 
     def __init__(
         self,
@@ -89,14 +90,13 @@ class Dashboard(anywidget.AnyWidget):
         subscribe: Subscribe | None = None,
     ) -> None:
         super().__init__(interrupt_path=interrupt_path(), height=height)
-        shell: Any = InteractiveShell.instance() if InteractiveShell.initialized() else None
-        self._info = info
-        self._output = ReplaceableOutput()
-        self._plain: PlainView | None = None
-        self._idle = IdleClock.of(shell) if falls_back and shell is not None and in_kernel(shell) else None
+        shell: Any = get_ipython()
+        self.info = info
+        self._output = LiveDisplay(shell)
+        self._plain: PlainDashboard | None = None
+        self._idle = IdleClock.of(shell) if falls_back and in_kernel(shell) else None
         self._heard_at: float | None = None
-        """When the script has last given a sign of life, on `time.monotonic()`."""
-        self._shown_at = time.monotonic()
+        """The time of the script's last sign of life, on `time.monotonic()`."""
         self._sent_at = 0.0
         self._snapshot_due = time.monotonic() + SNAPSHOT_INTERVAL
         self._snapshot_of = 0.0
@@ -110,29 +110,19 @@ class Dashboard(anywidget.AnyWidget):
         self._feed = EngineFeed.listen(info, self, owner, subscribe)
 
     @property
-    def info(self) -> ConnectionInfo:
-        """The engine."""
-        return self._info
-
-    @property
     def is_closed(self) -> bool:
-        """Whether what is shown does not change any more."""
+        """Return whether the view does not change any more."""
         return self._is_closed if self._plain is None else self._plain.is_closed
 
     @property
     def is_watched(self) -> bool:
-        """Whether its script gives signs of life."""
+        """Return whether the script gives signs of life."""
         return self._heard_at is not None and time.monotonic() - self._heard_at < SILENCE
 
-    @property
-    def looked_at(self) -> float:
-        """When it was last displayed, or its script was heard."""
-        return max(self._shown_at, self._heard_at or 0.0)
-
     def close(self) -> None:
-        """Stop following the engine and show the last state for good; again does nothing."""
+        """Stop following the engine and keep the last state; a second call does nothing."""
         if self._plain is None and not self._is_closed:
-            # If nobody has looked for a while, what is known is old.
+            # If nobody has looked for a while, the known state is old.
             self._feed.wait_until_known(FIRST_STATE_SECONDS)
             with self._feed.state() as state:
                 if not self._is_closed:
@@ -148,7 +138,7 @@ class Dashboard(anywidget.AnyWidget):
         return path
 
     def static(self) -> dict[str, str]:
-        """The state as it is now, or was at the end, by MIME type, without a script."""
+        """Render the present state, or the last one after the end, by MIME type, without a script."""
         if self._final is not None:
             return dict(self._final)
         self._feed.wait_until_known(FIRST_STATE_SECONDS)
@@ -163,16 +153,17 @@ class Dashboard(anywidget.AnyWidget):
         return {**data, **static}, metadata
 
     def _ipython_display_(self, **kwargs: Any) -> None:
-        self._shown_at = time.monotonic()
+        if not self._is_closed:
+            OPEN.add(self)
         OPEN.close_superfluous()
-        # What is the value of a cell could not be replaced later: it has no display id.
-        self._output.show(*self._repr_mimebundle_(**kwargs))
+        # The widget is displayed by hand: a cell's value has no display id and could not be replaced later.
+        self._output.show(*self._repr_mimebundle_(**kwargs), again=True)
 
-    # What the feed tells, with its lock held.
+    # The feed calls these, with its lock held.
 
     @property
     def follows(self) -> bool:
-        """Whether anybody looks: a script that has not been heard of yet may be loading, or saved outputs need it."""
+        """Return whether states are needed: by a script, which may still be loading, or for saved outputs."""
         return self._heard_at is None or self.is_watched
 
     def on_state(self, state: DashboardState) -> None:
@@ -190,49 +181,50 @@ class Dashboard(anywidget.AnyWidget):
 
     @property
     def _must_fall_back(self) -> bool:
-        if self._heard_at is not None or self._idle is None or not self._output.is_shown:
+        if self._heard_at is not None or self._idle is None or not self._output.shown:
             return False
         return self._idle.idle_seconds > LOADING_SECONDS
 
     def _send_frame(self, state: DashboardState, *, force: bool = False) -> None:
-        if not (self._throttle.is_due and OPEN.line.is_due):
+        if not (self._throttle.is_due and LINE.is_due):
             return
         frame = self._builder.build(state, force=force)
         if frame is not None:
             self.send(frame.content, frame.buffers)
-            # Its own pause leaves the line to the others.
-            OPEN.line.sent(frame.size)
-            self._throttle.sent(frame.size * OPEN.num_watched)
+            # The widget's own pause leaves the line to the others.
+            LINE.sent(frame.size)
+            self._throttle.sent(frame.size * num_watched())
             self._sent_at = time.monotonic()
 
     def _renew_snapshot(self, state: DashboardState, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        is_due = now >= self._snapshot_due and self._snapshots.is_due and OPEN.line.is_due
+        is_due = now >= self._snapshot_due and self._snapshots.is_due and LINE.is_due
         if not at_once and (not is_due or state.time == self._snapshot_of):
             return
         frame = FrameBuilder(self._preview).snapshot(state)
         buffers = [base64.b64encode(buffer).decode() for buffer in frame.buffers]
         self.snapshot = {**frame.content, "buffers": buffers}
         size = frame.size + sum(map(len, buffers)) - sum(map(len, frame.buffers))
-        OPEN.line.sent(size)
+        LINE.sent(size)
         self._snapshots.sent(size)
         self._snapshot_of = state.time
-        share = OPEN.num_watched * size / SNAPSHOT_BYTES_PER_SECOND
+        share = num_watched() * size / SNAPSHOT_BYTES_PER_SECOND
         self._snapshot_due = now + max(SNAPSHOT_INTERVAL, share)
 
     def _finish(self, state: DashboardState) -> None:
-        """Put a picture in the widget's place."""
+        """Replace the widget by a picture."""
         self._final = static_bundle(state)
         self._renew_snapshot(state, at_once=True)
-        self._output.replace(self._final)
+        if self._output.shown:
+            self._output.show(self._final)
         self._end()
 
     def _fall_back(self, state: DashboardState) -> None:
-        """Put the plain widget in this one's place: the script is not there."""
-        from nbengine.widgets.dashboard.plain_view import PlainView
+        """Replace this widget by the plain one, since the script is missing."""
+        from nbengine.widgets.dashboard.plain import PlainDashboard
 
-        self._plain = PlainView(self._info, output=self._output)
-        self._output.replace(*self._plain.bundle(state))
+        self._plain = PlainDashboard(self.info, output=self._output)
+        self._output.show(*self._plain.bundle(state))
         self._feed.leave(self)
         self._end()
 
@@ -241,12 +233,15 @@ class Dashboard(anywidget.AnyWidget):
         OPEN.discard(self)
         super().close()
 
-    # What the script says, on any thread.
+    # The script's messages arrive here, on any thread.
 
     def _on_message(self, widget: object, content: object, buffers: object) -> None:  # noqa: ARG002
-        if self._is_closed or not isinstance(content, dict):
+        if not isinstance(content, dict):
             return
         with self._feed.state() as state:
+            if self._is_closed:
+                return
+            OPEN.add(self)
             was_following, self._heard_at = self.follows, time.monotonic()
             kind = content.get("kind")
             if kind == "hello":
@@ -258,15 +253,17 @@ class Dashboard(anywidget.AnyWidget):
                 self._answer_abort(state, content.get("rank"), content.get("number"))
             elif kind == "block":
                 self._answer_block(state, content.get("rank"), content.get("block"))
+            elif kind == "go_on":
+                self._answer_go_on()
         if not was_following:
             self._feed.look_again()
         if kind == "export":
-            self.send({"kind": "export", "name": f"{self._info.name}-trace.json", "text": self._trace()})
+            self.send({"kind": "export", "name": f"{self.info.name}-trace.json", "text": self._trace()})
 
     def _trace(self) -> str:
         with self._feed.state() as state:
             history = history_of(state)
-        # A long one takes its time, for which the feed and the other dashboards need not wait.
+        # A long trace takes time, so it is made without the feed's lock.
         return chrome_trace(history)
 
     def _answer_abort(self, state: DashboardState, rank: object, number: object) -> None:
@@ -276,6 +273,14 @@ class Dashboard(anywidget.AnyWidget):
         except NBEngineError as refusal:
             error = str(refusal)
         self.send({"kind": "aborted", "rank": rank, "number": number, "error": error})
+
+    def _answer_go_on(self) -> None:
+        error = None
+        try:
+            go_on(self._feed)
+        except NBEngineError as refusal:
+            error = str(refusal)
+        self.send({"kind": "goes_on", "error": error})
 
     def _answer_block(self, state: DashboardState, rank: object, block: object) -> None:
         if not isinstance(rank, int) or not isinstance(block, int):
@@ -294,9 +299,8 @@ class Dashboard(anywidget.AnyWidget):
 
 
 def interrupt_path() -> str:
-    """Where the notebook's server interrupts this kernel, `api/kernels/<id>`; empty outside of a server's kernel."""
-    shell: Any = InteractiveShell.instance() if InteractiveShell.initialized() else None
-    if shell is None or not in_kernel(shell):
+    """Return the path where a server interrupts this kernel, `api/kernels/<id>`; empty without a server."""
+    if not in_kernel(get_ipython()):
         return ""
     from ipykernel.connect import get_connection_file
 

@@ -1,1 +1,1 @@
-"""Following an engine through its publish socket: messages in, the state that a dashboard shows out."""
+"""This package follows an engine through its publish socket, and makes a dashboard's state of it."""

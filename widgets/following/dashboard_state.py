@@ -1,4 +1,4 @@
-"""What a dashboard shows at one moment: the seam between what follows an engine and what draws it."""
+"""The state that a dashboard shows at one moment: the seam between following an engine and drawing it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nbengine.client.trace_mirror import RequestView, TraceMirror
+from nbengine.client.observe.trace_mirror import RequestView, TraceMirror
 from nbengine.metrics.stats import EngineStats
 from nbengine.widgets.waves.timeline import WaveTimeline
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLabel:
-    """What does not change while an engine runs."""
+    """The facts that do not change while an engine runs."""
 
     name: str
     model: str
@@ -26,42 +26,45 @@ class EngineLabel:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured over the last seconds from what the engine cores have published; None where nothing is known.
+    """The rates of the last seconds, from what the engine cores have published; None where nothing is known.
 
-    Times to the first token and between tokens are those inside the engine: medians in seconds.
+    The times to the first token and between tokens are medians in seconds, measured inside the engine.
     """
 
     tokens_in_per_second: float | None = None
-    """Prompt tokens computed, without those found in the prefix cache."""
+    """Prompt tokens computed per second, without those found in the prefix cache."""
     tokens_out_per_second: float | None = None
     time_to_first_token: float | None = None
     inter_token_latency: float | None = None
     memory_bytes: int | None = None
-    """Of all workers together."""
+    """The memory of all workers together, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardState:
-    """One moment of an engine. `mirrors` are live objects: to be read on the thread that gave the state, at once."""
+    """One moment of an engine.
+
+    `mirrors` are live objects, which may be read only at once and on the thread that gave the state.
+    """
 
     label: EngineLabel
     state: str
     """"starting", "running", "idle", "paused", "asleep" or "ended"."""
     time: float
-    """`time.time()` of the newest message; what is shown is how things stood then."""
+    """`time.time()` of the newest message; the state is as of that time."""
     stats: EngineStats
-    """As published, with the statistics of each mirror's latest message where these are newer."""
+    """The published statistics, with those of each mirror's latest message where these are newer."""
     rates: Rates
     mirrors: Mapping[int, TraceMirror]
-    """By rank."""
+    """The mirrors by rank."""
     waves: WaveTimeline
     own_requests: Mapping[str, bool]
-    """Engine request ids of this notebook's unfinished requests; whether the cell that is running waits for it."""
+    """Engine request ids of this notebook's unfinished requests; True if the running cell waits for one."""
     note: str = ""
-    """Why it ended, or that something was lost."""
+    """The reason why the engine ended, or a note that something was lost."""
 
     def requests(self, limit: int) -> Sequence[tuple[int, RequestView]]:
-        """(rank, request): the unfinished ones in the order in which they came, then the latest that have ended."""
+        """List (rank, request): the unfinished ones in the order of arrival, then the latest ended ones."""
         unfinished = [
             (rank, request) for rank, mirror in self.mirrors.items() for request in mirror.requests.values()
         ]

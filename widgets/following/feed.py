@@ -1,4 +1,4 @@
-"""One thread an engine and process that follows what the engine publishes, for any number of dashboards."""
+"""The feed of an engine: one thread of this process follows the engine for any number of dashboards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Protocol
 
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed_state import FeedState
 from nbengine.widgets.following.ownership import Owner
@@ -19,11 +19,11 @@ from nbengine.widgets.following.ownership import Owner
 logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL = 0.2
-"""Seconds between two states at least."""
+"""The least seconds between two states."""
 IDLE_INTERVAL = 0.5
-"""Seconds after which the thread looks around though nothing comes."""
+"""Seconds after which the thread looks around even if no message comes."""
 ALIVE_INTERVAL = 1.0
-"""Seconds between two looks at whether the engine's host lives."""
+"""Seconds between two checks that the engine's host lives."""
 _MESSAGES_A_TURN = 1000
 
 
@@ -32,32 +32,34 @@ class Source(Protocol):
 
     @property
     def num_losses(self) -> int:
-        """How often something was lost."""
+        """Count how often messages were lost."""
 
     def poll(self, timeout: float | None = None) -> object:
-        """The next message, None if there is none in time."""
+        """Return the next message, None if there is none within `timeout` seconds."""
 
 
 Subscribe = Callable[[ConnectionInfo], AbstractContextManager[Source]]
 
 
 class FeedListener(Protocol):
-    """What a feed tells; on any thread, with the feed's lock held."""
+    """A listener of a feed, which is called on any thread with the feed's lock held."""
 
     @property
     def follows(self) -> bool:
-        """Whether it needs states now; nothing is read from the engine while nobody does."""
+        """Return whether states are needed now; while no listener needs any, nothing is read."""
 
     def on_state(self, state: DashboardState) -> None:
-        """How things stand, every `PUBLISH_INTERVAL` while they change, else every `IDLE_INTERVAL`; a state that says
-        "ended" is the last."""
+        """Take in a state: every `PUBLISH_INTERVAL` seconds while it changes, else every `IDLE_INTERVAL`.
+
+        A state that says "ended" is the last.
+        """
 
 
 class EngineFeed:
-    """Follows one engine while somebody listens.
+    """A follower of one engine, while there are listeners.
 
-    `state()` and the listeners' calls hold its lock: nobody else touches the mirrors meanwhile. A listener needs no lock
-    of its own.
+    `state()` and the calls of listeners hold its lock: nothing else touches the mirrors meanwhile. A listener
+    needs no own lock.
     """
 
     _feeds: ClassVar[dict[str, EngineFeed]] = {}
@@ -69,7 +71,7 @@ class EngineFeed:
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._known = threading.Event()
-        """Whether every engine core has been heard of since the subscription that there is began."""
+        """Every engine core has been heard of since the present subscription began."""
         self._num_waiting = 0
         self._started = False
         self._closed = False
@@ -87,11 +89,11 @@ class EngineFeed:
         owner: Owner | None = None,
         subscribe: Subscribe | None = None,
     ) -> EngineFeed:
-        """Have a listener told how an engine is, from the one feed of this engine in this process.
+        """Add a listener to the one feed of this engine in this process, and return the feed.
 
         Args:
             owner: a client of this process, whose requests are then known as its own.
-            subscribe: where messages come from, if the feed is not there yet; the coordinator's publish socket if None.
+            subscribe: the source of messages for a new feed; the coordinator's publish socket if None.
         """
         while True:
             with cls._feeds_lock:
@@ -104,17 +106,17 @@ class EngineFeed:
 
     @classmethod
     def announce_end(cls, info: ConnectionInfo, reason: str) -> None:
-        """An engine has ended, as this process knows: its listeners hear of it before this returns."""
+        """Note that an engine has ended, as this process knows; its listeners hear of it at once."""
         with cls._feeds_lock:
             feed = cls._feeds.get(info.run_dir)
         if feed is not None:
             feed._end(reason)
 
     def leave(self, listener: FeedListener) -> bool:
-        """Tell a listener nothing more; with the last one the thread ends. Again does nothing.
+        """Remove a listener; with the last one the thread ends. A second call does nothing.
 
         Returns:
-            Whether the thread ends now.
+            True if the thread ends now.
         """
         with self._lock:
             if listener in self._listeners:
@@ -124,7 +126,7 @@ class EngineFeed:
             return self._closed
 
     def look_again(self) -> None:
-        """A listener follows again."""
+        """Wake the thread, because a listener follows again."""
         self._wake.set()
 
     def join(self, timeout: float | None = None) -> None:
@@ -133,13 +135,13 @@ class EngineFeed:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def wait_until_known(self, timeout: float) -> bool:
-        """Wait until every engine core has said how it is, or until the end; False if that takes longer.
+        """Wait until every engine core has reported, or until the end; return False after `timeout` seconds.
 
-        Meanwhile the engine is followed, whether a listener does or not. Not to be called by a listener that is told.
+        Meanwhile the engine is followed even if no listener asks for it. A listener must not call this.
         """
         with self._lock:
             self._num_waiting += 1
@@ -152,17 +154,17 @@ class EngineFeed:
 
     @contextmanager
     def state(self) -> Iterator[DashboardState]:
-        """How things stand, with its mirrors, for as long as the context lasts."""
+        """Yield the present state with its mirrors, which stay unchanged while the context lasts."""
         with self._lock:
             yield self._state.build(time.time())
 
     @property
     def owners(self) -> Sequence[Owner]:
-        """The clients of this process that have the engine."""
+        """Return the clients of this process that have the engine."""
         with self._lock:
             return list(self._state.owners)
 
-    # On the thread.
+    # These run on the feed's thread.
 
     def _run(self) -> None:
         try:
@@ -222,7 +224,7 @@ class EngineFeed:
         if now - self._published_at >= (PUBLISH_INTERVAL if self._state.changed else IDLE_INTERVAL):
             self._published_at = now
             with self._lock:
-                # Before anything has come there is nothing to say.
+                # Before the first statistics there is nothing to show.
                 if self._state.has_stats:
                     self._tell()
 
@@ -236,10 +238,10 @@ class EngineFeed:
             cause = f"its host, process {self._info.host_pid}, is gone; the log is {self._info.log_path}"
         return cause
 
-    # On any thread.
+    # These run on any thread.
 
     def _add(self, listener: FeedListener, owner: Owner | None) -> bool:
-        """False if the feed has ended meanwhile."""
+        """Add a listener; return False if the feed has ended meanwhile."""
         with self._lock:
             if self._closed:
                 return False
@@ -268,7 +270,7 @@ class EngineFeed:
             try:
                 listener.on_state(state)
             except Exception:
-                # The others are not to suffer.
+                # A listener that fails must not stop the others.
                 logger.exception("a dashboard of engine %s has failed, and is left alone", self._info.name)
                 self._listeners.remove(listener)
 
@@ -289,7 +291,7 @@ def _subscribe(info: ConnectionInfo) -> AbstractContextManager[Source]:
 
 
 def _forget_after_fork() -> None:
-    # A forked child has the objects but not the threads.
+    # A forked child has the objects but not the threads, so it begins without feeds.
     EngineFeed._feeds = {}
     EngineFeed._feeds_lock = threading.Lock()
 

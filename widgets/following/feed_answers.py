@@ -1,4 +1,4 @@
-"""What a dashboard asks the clients of its process for, through its feed: texts of tokens, the end of a request."""
+"""The answers that a dashboard gets from its process's clients: texts of tokens, the end of a request."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ from nbengine.widgets.following.feed import EngineFeed
 
 
 def decode(feed: EngineFeed, token_ids: Sequence[int]) -> str | None:
-    """The text of tokens; None if no client of this process has the engine."""
+    """Decode tokens to text; None if no client of this process has the engine."""
     texts = (owner.decode(token_ids) for owner in feed.owners)
     return next((text for text in texts if text is not None), None)
 
 
-def abort(feed: EngineFeed, state: DashboardState, rank: object, number: object) -> None:
-    """Ask for the end of a request, given by its number on a rank; one completion where it is one of several.
+def go_on(feed: EngineFeed) -> None:
+    """Wake the engine, or lift its pause.
 
     Raises:
-        NBEngineError: it has ended, or is not this process's; the message says so.
+        NBEngineError: this process is not attached to the engine, or its client cannot wake it.
+    """
+    if not any(owner.go_on() for owner in feed.owners):
+        raise NBEngineError("this notebook is not attached to the engine: `%engine attach` does that")
+
+
+def abort(feed: EngineFeed, state: DashboardState, rank: object, number: object) -> None:
+    """End a request, given by its number on a rank; if it has several completions, end only that one.
+
+    Raises:
+        NBEngineError: the request has ended, or is not this process's; the message says which.
     """
     mirror = state.mirrors.get(rank) if isinstance(rank, int) else None
     view = mirror.requests.get(number) if mirror is not None and isinstance(number, int) else None
     if view is None:
-        raise NBEngineError(f"request {number!r} of rank {rank!r} has ended already, or never was")
+        raise NBEngineError(f"request {number!r} of rank {rank!r} has ended already, or never existed")
     owner = next((owner for owner in feed.owners if owner.owns(view.added)), None)
     if owner is None:
         raise NBEngineError(

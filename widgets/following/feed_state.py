@@ -1,4 +1,4 @@
-"""What is known of an engine that is followed: messages in, a `DashboardState` out. No I/O but the connection file's."""
+"""The state of a followed engine: messages in, a `DashboardState` out; it reads only the connection file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nbengine.client.connection import ConnectionInfo, newest
-from nbengine.client.trace_mirror import TraceMirror
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.config import ParallelConfig
 from nbengine.errors import WireError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.metrics.trace import TraceBatch, TraceMessage, TraceSnapshot
+from nbengine.runtime.connection import ConnectionInfo, newest
 from nbengine.widgets.following.dashboard_state import DashboardState, EngineLabel, Rates
 from nbengine.widgets.following.ownership import WAITING, Owner, own_requests
 from nbengine.widgets.following.rates import RateMeter
@@ -23,16 +23,16 @@ from nbengine.widgets.waves.timeline import WaveRecorder
 logger = logging.getLogger(__name__)
 
 TRACE_LAG = 0.5
-"""Seconds by which a mirror may be older than the published statistics and still be what is shown: an engine core that
-makes steps sends its trace oftener."""
+"""The most seconds that a mirror may be older than the published statistics and still be shown: an engine
+core that makes steps sends its trace more often."""
 WAVE_SPANS = 1_200
-"""Time between two snapshots of the statistics that are kept: two minutes of a busy engine."""
+"""The number of wave spans that are kept: two minutes of a busy engine."""
 LOSS_SECONDS = 30.0
-"""For how long it is said that something was lost."""
+"""Seconds for which the state notes that messages were lost."""
 
 
 class FeedState:
-    """For one thread at a time."""
+    """The state of one engine, to be used by one thread at a time."""
 
     def __init__(self, info: ConnectionInfo) -> None:
         self._info = info
@@ -43,7 +43,7 @@ class FeedState:
         self._heard: set[int] = set()
         """Ranks whose mirrors go on from a snapshot of this subscription."""
         self.has_stats = False
-        """Whether anything has been heard of the engine cores since the subscription began."""
+        """Statistics of the engine cores have come since the subscription began."""
         self._meter = RateMeter()
         self._recorder = WaveRecorder(info.name, info.config.lock_step, keep=WAVE_SPANS)
         self._owners: list[Owner] = []
@@ -54,43 +54,43 @@ class FeedState:
         self._rates = Rates()
         self._ended_because: str | None = None
         self.is_disconnected = False
-        """Whether only another subscription goes on from where the mirrors are."""
+        """Only another subscription can continue the mirrors."""
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has ended."""
+        """Return whether the engine has ended."""
         return self._ended_because is not None
 
     @property
     def changed(self) -> bool:
-        """Whether a state would differ from the last one: something has come, or a rate is still going down."""
+        """Return whether a state would differ from the last one: by a message, or by a falling rate."""
         rates = self._rates
         moves = (rates.tokens_in_per_second, rates.tokens_out_per_second, rates.inter_token_latency)
         return self._has_news or any(moves)
 
     @property
     def is_known(self) -> bool:
-        """Whether every engine core has said how it is since the subscription began."""
+        """Return whether every engine core has reported its state since the subscription began."""
         return self.has_stats and all(engine.engine_index in self._heard for engine in self._stats.engines)
 
     def begin_subscription(self) -> None:
-        """From here on the engine is heard again: what is known is how things stood before."""
+        """Note that a subscription begins: the known state is from before it."""
         self.is_disconnected = self.has_stats = False
         self._heard.clear()
         self._recorder.break_off()
 
     def add_owner(self, owner: Owner) -> None:
-        """A client of this process that has the engine."""
+        """Add a client of this process that has the engine."""
         if not any(owner.same_as(known) for known in self._owners):
             self._owners.append(owner)
 
     @property
     def owners(self) -> Sequence[Owner]:
-        """The clients of this process."""
+        """Return the clients of this process that have the engine."""
         return self._owners
 
     def take(self, message: object) -> None:
-        """Take in what the engine has published."""
+        """Take in a message that the engine has published."""
         if isinstance(message, EngineStats):
             self._take_stats(message)
         elif isinstance(message, TraceBatch | TraceSnapshot):
@@ -104,23 +104,23 @@ class FeedState:
         self._has_news = True
 
     def note_losses(self, num_losses: int) -> None:
-        """How many times the subscriber has lost something, as far as it knows."""
+        """Note how many times the subscriber has lost messages, as far as it knows."""
         if num_losses > self._num_losses:
             self._lost_at = time.monotonic()
         self._num_losses = num_losses
 
     def cause_of_death(self) -> str | None:
-        """Why the engine has ended, if a client of this process knows."""
+        """Say why the engine has ended, if a client of this process knows."""
         causes = (owner.cause_of_death() for owner in self._owners)
         return next((cause for cause in causes if cause is not None), None)
 
     def end(self, reason: str) -> None:
-        """The engine has ended."""
+        """Note that the engine has ended."""
         self._ended_because = reason
         self._has_news = True
 
     def build(self, now: float) -> DashboardState:
-        """How things stand at `now`, a `time.time()` here."""
+        """Make the state at `now`, a `time.time()` of this machine."""
         stats = merged(self._stats, self._mirrors)
         moment = max([self._stats.timestamp, *(mirror.time for mirror in self._mirrors.values())])
         self._relabel()
@@ -164,7 +164,7 @@ class FeedState:
             self._heard.discard(rank)
 
     def _relabel(self) -> None:
-        """Look again what the engine says of itself when its engine cores are others."""
+        """Read the connection file again for the label, when the engine cores have changed."""
         cores = {
             engine.engine_index: self._incarnation(engine.engine_index) for engine in self._stats.engines
         }
@@ -185,7 +185,7 @@ class FeedState:
 
 
 def label_of(info: ConnectionInfo) -> EngineLabel:
-    """What an engine says of itself."""
+    """Make the label of an engine from its connection info."""
     first: EngineReady | None = info.ready[0] if info.ready else None
     return EngineLabel(
         name=info.name,
@@ -198,7 +198,7 @@ def label_of(info: ConnectionInfo) -> EngineLabel:
 
 
 def topology(parallel: ParallelConfig) -> str:
-    """As in `TP 2 × PP 2`; `1 engine core` where nothing is divided."""
+    """Describe how the engine is divided, as in `TP 2 × PP 2`; `1 engine core` where nothing is divided."""
     sizes = {
         "DP": parallel.data_parallel_size,
         "TP": parallel.tensor_parallel_size,
@@ -208,7 +208,7 @@ def topology(parallel: ParallelConfig) -> str:
 
 
 def state_word(info: ConnectionInfo, stats: EngineStats) -> str:
-    """ "starting", "asleep", "paused", "running" or "idle"."""
+    """Choose the word for the state: "starting", "asleep", "paused", "running" or "idle"."""
     if not stats.engines:
         return "idle" if info.ready else "starting"
     if any(engine.is_sleeping for engine in stats.engines):
@@ -220,10 +220,10 @@ def state_word(info: ConnectionInfo, stats: EngineStats) -> str:
 
 
 def merged(stats: EngineStats, mirrors: dict[int, TraceMirror]) -> EngineStats:
-    """The published statistics, each engine core's as of its mirror where that is not long behind.
+    """Merge the published statistics with those of the mirrors that are not long behind.
 
-    What a mirror's blocks and requests say, and its numbers, are of one moment. What is changed without a step, such as
-    a pause, is taken from whichever is newer.
+    The figures of a mirror are of the same moment as its blocks and requests. Figures that change without a
+    step, such as a pause, are taken from the newer one of the two.
     """
     published = {engine.engine_index: engine for engine in stats.engines}
     engines = dict(published)
@@ -247,5 +247,5 @@ def merged(stats: EngineStats, mirrors: dict[int, TraceMirror]) -> EngineStats:
 
 
 def is_blank(stats: SchedulerStats) -> bool:
-    """Whether nothing is known of an engine core: it has not reported yet, or has ended and is being started again."""
+    """Return whether nothing is known of an engine core: it has not reported yet, or restarts."""
     return stats == SchedulerStats(engine_index=stats.engine_index)

@@ -1,4 +1,4 @@
-"""Which of an engine's requests are this process's own, and how they are ended: what a dashboard asks a client for."""
+"""This module finds an engine's requests that are this process's own, and ends them through a client."""
 
 from __future__ import annotations
 
@@ -15,39 +15,46 @@ class Client(Protocol):
 
     @property
     def client_index(self) -> int:
-        """By which the engine knows its requests."""
+        """Return the index with which the engine marks the client's requests."""
 
     @property
     def death(self) -> NBEngineError | None:
-        """Why it cannot be used any more, if so."""
+        """Say why the client cannot be used any more; None if it can."""
 
     def abort_soon(self, request_id: str) -> None:
         """End a request, given by its engine request id, on any thread and without waiting.
 
         Raises:
-            NBEngineError: it cannot; the message says what can.
+            NBEngineError: the client cannot; the message says what can.
+        """
+
+    def go_on_soon(self) -> None:
+        """Wake the engine if it sleeps and lift a pause, on any thread and without waiting.
+
+        Raises:
+            NBEngineError: the client cannot.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Decode tokens to text."""
 
 
 class Waiting:
-    """What the process waits for: whether the running cell does, by engine request id."""
+    """The requests that the process waits for, by engine request id; True if the running cell waits."""
 
     def __init__(self) -> None:
         self._sources: list[Callable[[], Mapping[str, bool]]] = []
 
     def add(self, source: Callable[[], Mapping[str, bool]]) -> None:
-        """Ask this from now on."""
+        """Ask a source from now on."""
         self._sources.append(source)
 
     def remove(self, source: Callable[[], Mapping[str, bool]]) -> None:
-        """Ask this no more."""
+        """Stop asking a source."""
         self._sources.remove(source)
 
     def requests(self) -> dict[str, bool]:
-        """All that is waited for now."""
+        """Collect all requests that are waited for now."""
         found: dict[str, bool] = {}
         for source in self._sources:
             found.update(source())
@@ -55,7 +62,7 @@ class Waiting:
 
 
 WAITING = Waiting()
-"""Of this process: the notebook's magics add theirs."""
+"""The waited-for requests of this process, to which the notebook's magics add theirs."""
 
 
 class Owner:
@@ -65,16 +72,16 @@ class Owner:
         self._client = weakref.ref(client)
 
     def same_as(self, other: Owner) -> bool:
-        """Whether both stand for one client."""
+        """Return whether both owners stand for one client."""
         return self._client() is other._client()
 
     def owns(self, request: RequestAdded) -> bool:
-        """Whether the client has sent it."""
+        """Return whether the client has sent a request."""
         client = self._client()
         return client is not None and client.client_index == request.client_index
 
     def abort(self, request: RequestAdded) -> None:
-        """End a request of the client's: one completion where it is one of several.
+        """End a request of the client; if it has several completions, end only that one.
 
         Raises:
             NBEngineError: the client cannot.
@@ -84,13 +91,25 @@ class Owner:
             raise NBEngineError(f"the client of request {request.request_id} is gone")
         client.abort_soon(request.request_id)
 
+    def go_on(self) -> bool:
+        """Let the engine go on; False if the client is gone.
+
+        Raises:
+            NBEngineError: the client cannot.
+        """
+        client = self._client()
+        if client is None:
+            return False
+        client.go_on_soon()
+        return True
+
     def decode(self, token_ids: Sequence[int]) -> str | None:
-        """The text of tokens; None if the client is gone."""
+        """Decode tokens to text; None if the client is gone."""
         client = self._client()
         return None if client is None else client.decode(token_ids)
 
     def cause_of_death(self) -> str | None:
-        """Why the engine has ended, if the client knows that it has."""
+        """Say why the engine has ended; None unless the client knows that it has."""
         client = self._client()
         error = None if client is None else client.death
         return None if error is None else str(getattr(error, "cause", error))
@@ -99,9 +118,9 @@ class Owner:
 def own_requests(
     owners: Sequence[Owner], requests: Iterable[RequestAdded], waited_for: Mapping[str, bool]
 ) -> dict[str, bool]:
-    """What is waited for, and of these requests those of the owners: whether the running cell waits for it.
+    """Collect the requests that are waited for or were sent by the owners; True if the running cell waits.
 
-    The completions of a request with `n > 1` are requests of their own, `{index}_{id}`, and share its answer.
+    The completions of a request with `n > 1` are separate requests, `{index}_{id}`, and share its answer.
     """
     found = dict(waited_for)
     for request in requests:

@@ -1,4 +1,4 @@
-"""How fast an engine is: from the steps and requests that its engine cores have published over the last seconds."""
+"""The rates of an engine, measured from the steps and requests that were published in the last seconds."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nbengine.client.trace_mirror import RequestView, StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import RequestView, StepView, TraceMirror
 from nbengine.metrics.stats import EngineStats
 from nbengine.widgets.following.dashboard_state import Rates
 
 WINDOW = 5.0
-"""Seconds over which tokens, and the times between them, are looked at."""
+"""Seconds over which tokens, and the times between them, are measured."""
 FIRST_TOKEN_WINDOW = 60.0
-"""Seconds over which times to the first token are: there is one a request."""
+"""Seconds over which times to the first token are measured: there is only one for each request."""
 SHORTEST = 0.5
 """Seconds that an engine must have been followed before a rate means anything."""
 _MOST_REQUESTS = 4096
 
 
 class RateMeter:
-    """Measures one engine, all its engine cores together. For one thread."""
+    """A meter of one engine, all its engine cores together, for one thread."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _RankMeter] = {}
 
     def take(self, mirrors: Mapping[int, TraceMirror]) -> None:
-        """Look at what is new in the mirrors; to be called oftener than their steps are forgotten."""
+        """Take in what is new in the mirrors; the calls must come before the mirrors forget their steps."""
         for rank in self._ranks.keys() - mirrors.keys():
             del self._ranks[rank]
         for rank, mirror in mirrors.items():
@@ -35,7 +35,7 @@ class RateMeter:
                 self._ranks.setdefault(rank, _RankMeter()).take(mirror)
 
     def rates(self, stats: EngineStats, now: float) -> Rates:
-        """The figures at `now`, seconds of `time.time()` on the engine's machine."""
+        """Return the figures at `now`, seconds of `time.time()` on the engine's machine."""
         meters = list(self._ranks.values())
         for meter in meters:
             meter.forget(now)
@@ -52,7 +52,7 @@ class RateMeter:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """So many durations of `seconds` each, which ended at `time`."""
+    """A number (`weight`) of durations of `seconds` each, which ended at `time`."""
 
     time: float
     seconds: float
@@ -63,17 +63,17 @@ class _Measured:
 class _RankMeter:
     began: float = 0.0
     tokens: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(time, computed of prompts, sampled)."""
+    """(time, computed tokens of prompts, sampled tokens)."""
     gaps: deque[_Measured] = field(default_factory=deque)
     first_tokens: deque[_Measured] = field(default_factory=deque)
     _source: tuple[TraceMirror, int] | None = None
-    """The mirror and its number of snapshots: a change is a break."""
+    """The mirror and its number of snapshots; a change of either breaks the measurement off."""
     _newest: StepView | None = None
-    """The last step that was looked at."""
+    """The last step that was taken in."""
     _group: tuple[Sequence[int], float] = ((), 0.0)
-    """The requests of that step, and when it was done."""
+    """The requests of that step, and the time when it was done."""
     _last_tokens: dict[int, float] = field(default_factory=dict)
-    """When a request that is not in it got its last token."""
+    """The time of the last token of each request that is not in the group."""
     _first_tokens_until: float = 0.0
 
     def take(self, mirror: TraceMirror) -> None:
@@ -95,11 +95,11 @@ class _RankMeter:
             }
 
     def tokens_per_second(self, index: int, now: float) -> float:
-        """Of prompts (0) or sampled (1)."""
+        """Return the rate of prompt tokens (`index` 0) or of sampled tokens (1)."""
         return sum(item[1 + index] for item in self.tokens) / min(WINDOW, now - self.began)
 
     def forget(self, now: float) -> None:
-        """Drop what lies too far back."""
+        """Drop what is older than the windows."""
         while self.tokens and self.tokens[0][0] <= now - WINDOW:
             self.tokens.popleft()
         for measured, window in ((self.gaps, WINDOW), (self.first_tokens, FIRST_TOKEN_WINDOW)):
@@ -109,7 +109,7 @@ class _RankMeter:
     def _start(self, mirror: TraceMirror) -> None:
         self.began = mirror.time
         self.tokens.clear()
-        # What came before the snapshot may never be completed.
+        # The steps before the snapshot may never be completed.
         self._newest = mirror.steps[-1] if mirror.steps else None
         self._group = ((), 0.0)
         self._last_tokens.clear()

@@ -1,1 +1,1 @@
-"""Answers side by side."""
+"""Grids, which show answers side by side."""

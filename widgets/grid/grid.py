@@ -1,4 +1,4 @@
-"""What a grid of answers consists of, and which settings become its rows and which its columns."""
+"""The contents of a grid of answers, and the choice of the settings that become its rows and its columns."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_COLUMNS = 4
-"""More side by side are too narrow to read in a notebook."""
+"""The most columns: more of them are too narrow to read in a notebook."""
 
 
 @dataclass(frozen=True)
 class GridCell:
-    """One request's answers as they stand. `state` is "waiting", "running", "done" or "failed"."""
+    """The present answers of one request; `state` is "waiting", "running", "done" or "failed"."""
 
     answers: tuple[str, ...] = ()
     state: str = "waiting"
     foot: str = ""
     error: str = ""
     rich: tuple[str, ...] = ()
-    """HTML to show in the place of each answer."""
+    """HTML that is shown in the place of each answer."""
 
 
 @dataclass(frozen=True)
 class GridLayout:
-    """Labels of rows and columns; cells are given row by row. A side without labels has one row, or one column."""
+    """Labels of rows and columns; cells come row by row, and a side without labels has one row or column."""
 
     row_names: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -33,7 +33,7 @@ class GridLayout:
     columns: tuple[tuple[str, ...], ...]
 
     def label(self, index: int) -> str:
-        """What is special about a cell, in one line."""
+        """Return a cell's settings in one line."""
         row, column = divmod(index, len(self.columns))
         names = (*self.row_names, *self.column_names)
         values = (*self.rows[row], *self.columns[column])
@@ -45,8 +45,8 @@ class GridLayout:
 def layout_of(axes: Sequence[tuple[str, Sequence[Any]]], num_rows_first: int) -> GridLayout:
     """Lay axes out, given by name and values, the first `num_rows_first` as rows.
 
-    Of the others the last ones become columns as long as there are not more than `MOST_COLUMNS`. The order of the
-    cells, row by row, is the axes' own: the last one's values change fastest.
+    Of the others the last ones become columns, while there are not more than `MOST_COLUMNS`. The cells, row
+    by row, keep the axes' order: the last one's values change fastest.
     """
     split, width = len(axes), 1
     while split > num_rows_first and width * len(axes[split - 1][1]) <= MOST_COLUMNS:

@@ -1,4 +1,4 @@
-"""A grid of answers as an HTML table: while it grows, and as it stays in the notebook."""
+"""A grid of answers as an HTML table, while it grows and as it stays in the notebook."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from html import escape
 
 from nbengine.widgets.grid.grid import GridCell, GridLayout
-from nbengine.widgets.words import PLAIN
+from nbengine.widgets.words import PLAIN, PROSE
 
 _MUTED = "color:var(--jp-ui-font-color2,#767676);font-size:85%"
-_PROSE = "white-space:pre-wrap;overflow-wrap:anywhere"
 _BOX = (
     "display:block;box-sizing:border-box;border:1px solid rgba(128,128,128,0.35);margin:0 -1px -1px 0;"
     "padding:0.4em 0.6em;text-align:left;white-space:normal;max-width:none;background:none"
 )
-# A table whose rows wrap: in a narrow window cells stand below each other, with their labels; where styles are
+# The table's rows wrap: in a narrow window cells stand below each other, with their labels. Where styles are
 # stripped it is a plain table.
 _TABLE = "display:block;border:none;margin:0 0 0.3em;padding:0 1px 1px 0;font-size:inherit"
 _ROW = "display:flex;flex-wrap:wrap;background:none;padding:0"
@@ -23,15 +22,15 @@ _ABOVE, _BESIDE = "flex:1 1 100%", "flex:1 1 11em"
 _CELL = f"{_BOX};flex:4 1 13em;min-width:0"
 _LABEL_CHARACTERS = 300
 _LIVE_CHARACTERS = 16_000
-"""Of all answers together while they stream: the ends, which is where something happens."""
+"""The most characters of all answers while they stream: their ends are shown, where new text comes."""
 _FINAL_CHARACTERS = 400_000
-"""Of all answers together in the end: a message of this size passes, and a notebook can keep it."""
+"""The most characters of all answers in the end: such a message passes, and a notebook can keep it."""
 _LEAST_CHARACTERS = 100
 _STATES = {"waiting": "waiting", "failed": "failed"}
 
 
 class GridHtml:
-    """Makes the HTML of a grid; what has not changed since the last time is not made again."""
+    """The HTML of a grid; cells that have not changed since the last time are not made again."""
 
     def __init__(self, layout: GridLayout) -> None:
         self._layout = layout
@@ -43,7 +42,7 @@ class GridHtml:
         self._column_heads = [_labels(layout.column_names, labels) for labels in layout.columns]
 
     def live(self, head: str, fraction: float, cells: Sequence[GridCell]) -> str:
-        """The grid while it grows, below a line with a bar that is filled up to `fraction`."""
+        """Render the grid while it grows, below a line with a bar that is filled up to `fraction`."""
         bar = (
             '<div style="height:3px;background:rgba(128,128,128,0.25);margin:0.2em 0 0.4em">'
             f'<div style="height:3px;width:{100 * fraction:.1f}%;background:#2684ff"></div></div>'
@@ -52,7 +51,7 @@ class GridHtml:
         return f'<div {PLAIN} style="{_MUTED}">{escape(head)}</div>{bar}{self._table(drawn)}'
 
     def final(self, foot: str, cells: Sequence[GridCell], notes: Sequence[str] = ()) -> str:
-        """The grid as it stays, above a line with the sums and one for each note."""
+        """Render the grid as it stays, above a line with the sums and one for each note."""
         drawn = [
             self._cell(index, cell, self._final_limit, from_end=False) for index, cell in enumerate(cells)
         ]
@@ -77,10 +76,10 @@ class GridHtml:
             if several:
                 parts.append(f'<div style="{_MUTED};margin-top:0.3em">{number}.</div>')
             shown = cell.rich[number - 1] if cell.rich else escape(_cut(text, limit, from_end=from_end))
-            parts.append(f'<div style="{_PROSE}">{shown}</div>')
+            parts.append(f'<div style="{PROSE}">{shown}</div>')
         if cell.error:
             parts.append(
-                f'<div style="{_PROSE};color:var(--jp-error-color1,#d32f2f)">{escape(cell.error)}</div>'
+                f'<div style="{PROSE};color:var(--jp-error-color1,#d32f2f)">{escape(cell.error)}</div>'
             )
         foot = cell.foot or ("" if cell.error else _STATES.get(cell.state, ""))
         if foot:
@@ -107,14 +106,14 @@ class GridHtml:
 
 
 def side_by_side(parts: Sequence[str]) -> str:
-    """Pieces of HTML in boxes beside each other, as far as there is room."""
+    """Put pieces of HTML in boxes beside each other, as far as there is room."""
     boxes = "".join(f'<div style="{_CELL}">{part}</div>' for part in parts)
     return f'<div style="{_ROW};margin-bottom:0.3em">{boxes}</div>'
 
 
 def _labels(names: Sequence[str], values: Sequence[str]) -> str:
     return "".join(
-        f'<div style="{_PROSE}"><span style="{_MUTED}">{escape(name)}</span> '
+        f'<div style="{PROSE}"><span style="{_MUTED}">{escape(name)}</span> '
         f"<b>{escape(_cut(value, _LABEL_CHARACTERS, from_end=False))}</b></div>"
         for name, value in zip(names, values, strict=True)
     )

@@ -1,4 +1,4 @@
-"""How fast the answers of a comparison come, and how long they will take: arithmetic on times that are given."""
+"""The pace of the answers of a comparison, and the time that is left: arithmetic on times that are given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WINDOW_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class AnswerCount:
-    """One answer's tokens so far, and how many there can be (None: nobody knows)."""
+    """The number of tokens of one answer, and the limit of that number (None: unknown)."""
 
     tokens: int
     limit: int | None
@@ -19,35 +19,35 @@ class AnswerCount:
 
 
 class Pace:
-    """Tokens a second over the last seconds, and from it an estimate of the time left."""
+    """The tokens per second of the last seconds, and from it an estimate of the time left."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
 
     def take(self, now: float, tokens: int) -> None:
-        """There are so many tokens, of all answers, at `now` (seconds)."""
+        """Note that all answers together have `tokens` tokens at `now` (seconds)."""
         self._points.append((now, tokens))
         while len(self._points) > 2 and self._points[1][0] <= now - WINDOW_SECONDS:
             self._points.popleft()
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second; None before there is anything to go by."""
+        """Return the tokens per second; None before there are two points to compare."""
         if len(self._points) < 2:
             return None
         (start, before), (end, after) = self._points[0], self._points[-1]
         return (after - before) / (end - start) if after > before and end > start else None
 
     def seconds_left(self, answers: Iterable[AnswerCount]) -> tuple[float, bool] | None:
-        """How long the rest takes at this pace, and whether that is a guess from the answers that have ended.
+        """Estimate the seconds left at this pace; True if it is a guess from the answers that have ended.
 
         Otherwise it is an upper bound: every answer might go up to its limit.
         """
         rate, counts = self.rate, list(answers)
         if rate is None:
             return None
-        # How likely the next token is an answer's last one, by all tokens so far: short answers end first, so that the
-        # mean of those that have ended would be too small.
+        # The chance that the next token is an answer's last one comes from all tokens so far: short answers
+        # end first, so the mean length of the ended ones would be too small.
         ended = sum(answer.ended and answer.tokens != answer.limit for answer in counts)
         expected = sum(answer.tokens for answer in counts) / ended if ended else None
         remaining = 0.0

@@ -12,13 +12,13 @@ _LEAST_CHARACTERS = 100
 
 
 def live_text(head: str, cells: Sequence[GridCell]) -> str:
-    """One line: a frontend that shows plain text cannot show how a grid grows."""
+    """Render one line, since a frontend that shows plain text cannot show how a grid grows."""
     written = sum(len(answer) for cell in cells for answer in cell.answers)
     return f"[{head} · {written:,} characters]"
 
 
 def final_text(layout: GridLayout, cells: Sequence[GridCell], foot: str, notes: Sequence[str] = ()) -> str:
-    """All answers, and the sums."""
+    """Render all answers, and the sums."""
     limit = max(_LEAST_CHARACTERS, _FINAL_CHARACTERS // len(cells))
     blocks = [cell_text(layout.label(index), cell, limit) for index, cell in enumerate(cells)]
     lines = [f"[{line}]" for line in (foot, *notes) if line]
@@ -26,7 +26,7 @@ def final_text(layout: GridLayout, cells: Sequence[GridCell], foot: str, notes: 
 
 
 def cell_text(label: str, cell: GridCell, limit: int | None = None) -> str:
-    """One request's answers under their settings."""
+    """Render one request's answers under their settings."""
     if len(label) > _LABEL_CHARACTERS:
         label = label[: _LABEL_CHARACTERS - 1] + "…"
     lines = [f"── {label} ──"]

@@ -1,1 +1,1 @@
-"""The dashboard without a script: the same state as a page part, as pictures and as text."""
+"""The dashboard without a script: the same state as a part of a page, as pictures and as text."""

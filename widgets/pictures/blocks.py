@@ -1,4 +1,4 @@
-"""The KV blocks in as many cells as there is room for: one cell a block, or several blocks a cell."""
+"""The KV blocks in as many cells as there is room for: a cell has one block or several."""
 
 from __future__ import annotations
 
@@ -7,38 +7,36 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nbengine.client.trace_mirror import BlockMap
+from nbengine.client.observe.trace_mirror import BlockMap
 from nbengine.widgets.dashboard.palette import REQUESTS
-
-HELD, CACHED, FREE = "held", "cached", "free"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCells:
-    """Arrays with one element a cell; each block is in exactly one cell, in the order of their ids."""
+    """Arrays with one element for each cell; each block is in exactly one cell, in the order of their ids."""
 
     blocks_per_cell: int
-    """Of the last cell fewer, where it does not come out even."""
+    """Blocks in each cell but the last, which may have fewer."""
     total: NDArray[np.int64]
-    """Blocks in the cell; it is the sum of `held`, `cached` and `free`."""
+    """Blocks in the cell; this is the sum of `held`, `cached` and `free`."""
     held: NDArray[np.int64]
-    """That requests hold."""
+    """Blocks that requests hold."""
     cached: NDArray[np.int64]
-    """That nobody holds and can be found by hash."""
+    """Blocks that nobody holds and that can be found by hash."""
     free: NDArray[np.int64]
-    """That nobody holds and nobody can find."""
+    """Blocks that nobody holds and that cannot be found."""
     shared: NDArray[np.int64]
-    """Held by more than one request."""
+    """Blocks that more than one request holds."""
     most_references: NDArray[np.int64]
     """The greatest reference count in the cell."""
     color: NDArray[np.int64]
-    """Index into `REQUESTS`: the one that has most of the held blocks; -1 where none is held."""
+    """Index into `REQUESTS` of the colour that most of the held blocks have; -1 where none is held."""
     holder: NDArray[np.int64]
-    """Number of the request that took the cell's first held block last; -1 where none is held or it is not known."""
+    """Number of the request that took the cell's first held block last; -1: none is held, or unknown."""
 
 
 def cells_of(blocks: BlockMap, max_cells: int) -> BlockCells:
-    """Put the blocks, of which there is at least one, into `max_cells` cells at most."""
+    """Put the blocks, of which there is at least one, into at most `max_cells` cells."""
     num_blocks = blocks.num_blocks
     width = max(1, -(-num_blocks // max_cells))
     cell = np.arange(num_blocks) // width
@@ -48,7 +46,7 @@ def cells_of(blocks: BlockMap, max_cells: int) -> BlockCells:
         return np.bincount(cell[mask], minlength=num_cells)
 
     held = blocks.ref_counts > 0
-    # One that nobody is known to have taken is in the first colour.
+    # A held block whose request is unknown gets the first colour.
     color_of_block = np.maximum(blocks.holder, 0) % len(REQUESTS)
     table = np.bincount(
         cell[held] * len(REQUESTS) + color_of_block[held], minlength=num_cells * len(REQUESTS)
@@ -73,7 +71,7 @@ def cells_of(blocks: BlockMap, max_cells: int) -> BlockCells:
 
 
 def summary(blocks: BlockMap) -> str:
-    """How many blocks there are of each kind, in one line."""
+    """Count the blocks of each kind, in one line."""
     held = blocks.ref_counts > 0
     num_held = int(np.count_nonzero(held))
     shared = int(np.count_nonzero(blocks.ref_counts > 1))
@@ -84,7 +82,7 @@ def summary(blocks: BlockMap) -> str:
 
 
 def top_holders(blocks: BlockMap, limit: int) -> list[tuple[int, int]]:
-    """(number, held blocks that it took last) of the requests with most of them."""
+    """Return (number, held blocks that it took last) of the requests with most of them."""
     holders = blocks.holder[(blocks.ref_counts > 0) & (blocks.holder >= 0)]
     numbers, amounts = np.unique(holders, return_counts=True)
     order = np.lexsort((numbers, -amounts))[:limit]

@@ -1,12 +1,12 @@
-"""The dashboard's figures in words: what its static forms and its text have in common. What is not known shows as "–"."""
+"""The dashboard's figures in words, for its static forms and its text; an unknown one shows as "–"."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nbengine.client.process_usage import printable
-from nbengine.client.trace_mirror import RequestView, TraceMirror
+from nbengine.client.observe.process_usage import printable
+from nbengine.client.observe.trace_mirror import RequestView, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.units import size
 from nbengine.widgets.following.dashboard_state import DashboardState
@@ -14,22 +14,22 @@ from nbengine.widgets.waves.timeline import WaveTimeline
 
 UNKNOWN = "–"
 MAX_REQUESTS = 30
-"""Rows that the static forms have."""
+"""The most rows of the static forms."""
 MAX_RANKS = 4
-"""Engine cores that are drawn one by one."""
+"""The most engine cores that are drawn one by one."""
 MAX_WAVE_RANKS = 8
-"""Engine cores in the picture of the waves."""
+"""The most engine cores in the picture of the waves."""
 
 
 def count(value: float | None) -> str:
-    """A count, or a rate of more than a few a second."""
+    """Format a count, or a rate of more than a few a second."""
     if value is None:
         return UNKNOWN
     return f"{value:,.1f}" if value < 10 and value != int(value) else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """A time, three digits: `0.41 ms`, `12.3 ms`, `1.25 s`, `3 min 20 s`."""
+    """Format a time with three digits: `0.41 ms`, `12.3 ms`, `1.25 s`, `3 min 20 s`."""
     if seconds is None:
         return UNKNOWN
     if seconds < 0.9995:
@@ -41,18 +41,18 @@ def duration(seconds: float | None) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A share in per cent; unknown if there is no whole."""
+    """Format a share in per cent; unknown if `whole` is 0."""
     return f"{100 * part / whole:.3g} %" if whole else UNKNOWN
 
 
 def kv_use(engines: Sequence[SchedulerStats]) -> str:
-    """The share of the KV blocks in use."""
+    """Format the share of the KV blocks in use."""
     blocks = sum(engine.num_blocks for engine in engines)
     return share(blocks - sum(engine.num_free_blocks for engine in engines), blocks)
 
 
 def hit_rate(engines: Sequence[SchedulerStats]) -> str:
-    """The share of the prompt tokens looked up that were in the prefix cache, since the start."""
+    """Format the share of the looked-up prompt tokens that were in the prefix cache, since the start."""
     return share(
         sum(engine.prefix_cache_hits for engine in engines),
         sum(engine.prefix_cache_queries for engine in engines),
@@ -60,14 +60,14 @@ def hit_rate(engines: Sequence[SchedulerStats]) -> str:
 
 
 def title(state: DashboardState) -> tuple[str, str]:
-    """The model, and what follows it: the engine, its topology, device and number format."""
+    """Return the model, and the facts behind it: the engine, its topology, device and number format."""
     label = state.label
     facts = (f"engine {label.name}", label.topology, label.device, label.dtype)
     return printable(label.model), " · ".join(printable(fact) for fact in facts)
 
 
 def header(state: DashboardState) -> list[tuple[str, str]]:
-    """(name, value) of what stands at the top."""
+    """List (name, value) of the figures at the top."""
     rates, engines = state.rates, state.stats.engines
     return [
         ("tokens in", per_second(rates.tokens_in_per_second)),
@@ -82,12 +82,12 @@ def header(state: DashboardState) -> list[tuple[str, str]]:
 
 
 def per_second(rate: float | None) -> str:
-    """A rate."""
+    """Format a rate."""
     return UNKNOWN if rate is None else f"{count(rate)}/s"
 
 
 def requests_line(stats: EngineStats) -> str:
-    """How many requests run and wait."""
+    """Count the requests that run and wait."""
     if not stats.engines:
         return UNKNOWN
     running = sum(engine.num_running_reqs for engine in stats.engines)
@@ -96,7 +96,7 @@ def requests_line(stats: EngineStats) -> str:
 
 
 def mirrors(state: DashboardState) -> tuple[list[tuple[int, TraceMirror]], str]:
-    """The engine cores that are drawn, by rank, and a note about those that are not."""
+    """Choose the engine cores that are drawn, by rank, and make a note about the others."""
     ranked = sorted(state.mirrors.items())
     more = len(ranked) - MAX_RANKS
     note = f"… and {more:,} more engine core{'' if more == 1 else 's'}" if more > 0 else ""
@@ -104,12 +104,12 @@ def mirrors(state: DashboardState) -> tuple[list[tuple[int, TraceMirror]], str]:
 
 
 def has_waves(state: DashboardState) -> bool:
-    """Whether there is more than one engine core to compare over time."""
+    """Return whether there is more than one engine core to compare over time."""
     return len(state.mirrors) > 1 or state.label.lock_step
 
 
 def waves(state: DashboardState) -> WaveTimeline:
-    """The timeline, with a name that can be printed and no more engine cores than there is room for."""
+    """Prepare the timeline: with a printable name and no more engine cores than there is room for."""
     timeline = state.waves
     shown = set(timeline.ranks[:MAX_WAVE_RANKS])
     spans = tuple(
@@ -121,7 +121,7 @@ def waves(state: DashboardState) -> WaveTimeline:
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """A request as a row of the table; texts are printable, not escaped. Parts are tokens."""
+    """A request as a row of the table; texts are printable, but not escaped."""
 
     rank: int
     number: int
@@ -134,20 +134,23 @@ class RequestRow:
     preemptions: str
     is_own: bool
     cached: int
-    """Parts of `whole`: found in the prefix cache, prompt tokens computed, output tokens."""
+    """The tokens found in the prefix cache.
+
+    `computed` has the computed prompt tokens and `generated` the output tokens; all three are parts of
+    `whole`.
+    """
     computed: int
     generated: int
     whole: int
-    is_finished: bool
 
     @property
     def done(self) -> float:
-        """How much of what it may need at most is done, 0 to 1."""
+        """Return the share that is done of all that the request may need, 0 to 1."""
         return min(1.0, (self.cached + self.computed + self.generated) / self.whole) if self.whole else 0.0
 
 
 def request_rows(state: DashboardState, limit: int = MAX_REQUESTS) -> tuple[list[RequestRow], int]:
-    """The table, and how many requests it leaves out."""
+    """Make the table, and count the requests that it leaves out."""
     rows = [_row(state, rank, request) for rank, request in state.requests(limit)]
     known = sum(len(mirror.requests) + len(mirror.finished) for mirror in state.mirrors.values())
     return rows, known - len(rows)
@@ -176,7 +179,6 @@ def _row(state: DashboardState, rank: int, request: RequestView) -> RequestRow:
         computed=in_prompt - cached_now,
         generated=request.num_output_tokens,
         whole=added.max_total_tokens,
-        is_finished=request.ended_at is not None,
     )
 
 

@@ -1,17 +1,17 @@
-"""The dashboard as a page part without a script: what a saved notebook keeps, and what a code host shows.
+"""The dashboard as a part of a page without a script: a saved notebook keeps it, and a code host shows it.
 
-Pictures are images with their data in the address: inline SVG is taken out of notebooks that are not trusted and by code
-hosts, images are shown by all of them, and they follow the page's `color-scheme`. Figures and requests are text around
-them, whose styles may be lost without harm.
+Pictures are images with their data in the address: untrusted notebooks and code hosts remove inline SVG, but
+show images, which follow the page's `color-scheme`. Figures and requests are text around them, whose styles
+may be lost without harm.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 
-from nbengine.client.process_usage import printable
+from nbengine.client.observe.process_usage import printable
 from nbengine.widgets.dashboard.palette import ROLES
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.pictures.figures import (
@@ -44,19 +44,17 @@ _LINE = '<p style="margin:4px 0">'
 _BAR_WIDTH = 60.0
 _BAR_GROUND = "rgba(138,143,152,0.3)"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-"""A style that forbids line breaks in a cell would be lost where styles are."""
+"""A no-break space: a style that forbids line breaks in a cell would be lost where styles are stripped."""
 _NARROW = f"max-width:{WIDTH:g}px"
-
-Picture = Callable[[DashboardState], str]
 
 
 def static_bundle(state: DashboardState) -> dict[str, str]:
-    """The state by MIME type."""
+    """Render the state by MIME type."""
     return {"text/html": page(state), "text/plain": text_dashboard(state)}
 
 
 def page(state: DashboardState) -> str:
-    """The whole dashboard as HTML that also shows where only harmless HTML is let through."""
+    """Render the whole dashboard as HTML that also shows where only harmless HTML is let through."""
     parts = [
         header_part(state),
         *(f"<div>{_image(name, svg)}</div>" for name, svg in pictures(state, standalone=True)),
@@ -66,7 +64,7 @@ def page(state: DashboardState) -> str:
 
 
 def pictures(state: DashboardState, *, standalone: bool) -> list[tuple[str, str]]:
-    """(name, SVG) of all pictures; in the page's colours or with a ground of their own."""
+    """Draw all pictures, as (name, SVG): in the page's colours, or with their own ground if `standalone`."""
     drawn = [
         ("scheduler", draw_scheduler(state, standalone=standalone)),
         ("KV blocks", draw_blocks(state, standalone=standalone)),
@@ -78,7 +76,7 @@ def pictures(state: DashboardState, *, standalone: bool) -> list[tuple[str, str]
 
 
 def header_part(state: DashboardState) -> str:
-    """Model, state, figures, and the engine cores if there are several."""
+    """Render model, state and figures, and the engine cores if there are several."""
     model, facts = title(state)
     note = f"{_LINE}{escape(printable(state.note))}</p>" if state.note else ""
     figures = f"{_NO_BREAK}· ".join(
@@ -91,7 +89,7 @@ def header_part(state: DashboardState) -> str:
 
 
 def requests_part(state: DashboardState) -> str:
-    """The table of requests."""
+    """Render the table of requests."""
     rows, num_more = request_rows(state, MAX_REQUESTS)
     if not rows:
         return f"{_LINE}no requests yet</p>"
@@ -111,7 +109,7 @@ def _image(name: str, svg: str) -> str:
 
 
 def _ranks(state: DashboardState) -> str:
-    """A row an engine core, where there are several."""
+    """Render a row for each engine core, where there are several."""
     engines = sorted(state.stats.engines, key=lambda engine: engine.engine_index)
     if len(engines) < 2:
         return ""
@@ -166,7 +164,7 @@ def _row(row: RequestRow, *, several: bool) -> str:
 
 
 def _bar(row: RequestRow) -> str:
-    """Cached, computed and generated tokens of all that the request may need, and the share as text."""
+    """Render cached, computed and generated tokens as parts of a bar, and their share as text."""
     parts = (("hit", row.cached), ("prefill", row.computed), ("decode", row.generated))
     width = _BAR_WIDTH
     spans = []

@@ -1,15 +1,15 @@
-"""How many requests an engine core has had over the last seconds, and what the token budget of its steps went to."""
+"""The requests that an engine core has had over the last seconds, and the titles of two charts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbengine.client.trace_mirror import StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import StepView, TraceMirror
 from nbengine.widgets.pictures.figures import duration
 
 SECONDS = 60.0
-"""How far back it goes."""
+"""Seconds that the chart goes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,16 @@ class Loads:
     running: tuple[int | None, ...] = ()
     waiting: tuple[int | None, ...] = ()
     preempted: tuple[int, ...] = ()
-    """How often a request was preempted."""
+    """The number of preemptions in each column."""
 
     @property
     def title(self) -> str:
-        """What it is."""
+        """Return the title of the chart."""
         return f"requests, last {duration(self.seconds)}" if self.running else "requests: no steps yet"
 
 
 def loads_of(mirror: TraceMirror, num_columns: int) -> Loads:
-    """The most that ran and waited in each of so many columns, and how often a request was preempted in it."""
+    """Find the most requests that ran and waited in each of `num_columns` columns, and the preemptions."""
     steps: list[StepView] = []
     for step in reversed(mirror.steps):
         if mirror.steps[-1].time - step.time > SECONDS:
@@ -57,7 +57,7 @@ def loads_of(mirror: TraceMirror, num_columns: int) -> Loads:
 
 
 def budget_title(steps: Sequence[StepView]) -> str:
-    """What a chart of the tokens of these steps is called."""
+    """Return the title of a chart of the tokens of these steps."""
     if not steps:
         return "tokens a step: no steps yet"
     return f"tokens a step, last {len(steps):,} step{'' if len(steps) == 1 else 's'}"

@@ -1,15 +1,15 @@
-"""The last steps as a grid: a column a step, a row a request."""
+"""The last steps as a grid: each step is a column, each request a row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
 
-from nbengine.client.trace_mirror import StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import StepView, TraceMirror
 from nbengine.widgets.dashboard.step_frames import DECODE, PROMPT, RECOMPUTED
 
 _LOOK_BACK = 2
-"""How many times the grid's length is gone through, to know what was lost before it."""
+"""Multiples of the grid's length that are read, to know which requests were preempted before the grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,13 @@ class StepRow:
 
     number: int
     kinds: tuple[int | None, ...]
-    """By column, `DECODE`, `PROMPT` or `RECOMPUTED`; None: it had no part in the step."""
+    """`DECODE`, `PROMPT` or `RECOMPUTED` by column; None: the request had no part in the step."""
     hits: tuple[int, ...]
-    """Where it was admitted with a part of its prompt found in the prefix cache."""
+    """Columns of the admissions that found a part of the prompt in the prefix cache."""
     preempted: tuple[int, ...]
-    """Before which steps it was preempted."""
+    """Columns of the steps before which the request was preempted."""
     finished: int | None
-    """After which step it ended."""
+    """Column of the step after which the request ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class StepGrid:
 
     steps: tuple[StepView, ...]
     rows: tuple[StepRow, ...]
-    """By number: those that had a part in the latest steps."""
+    """The rows of the requests with a part in the latest steps, by number."""
     num_more: int
-    """Further requests had a part in these steps."""
+    """The number of further requests that had a part in these steps."""
 
 
 def grid_of(mirror: TraceMirror, max_steps: int, max_rows: int) -> StepGrid:
-    """The last steps, and the requests with the latest part in them."""
+    """Make the grid of the last steps, and of the requests with the latest part in them."""
     known = last_steps(mirror, _LOOK_BACK * max_steps)
     steps = known[-max_steps:]
     latest: dict[int, int] = {}
@@ -63,17 +63,17 @@ def grid_of(mirror: TraceMirror, max_steps: int, max_rows: int) -> StepGrid:
 
 @dataclass(slots=True)
 class _Track:
-    """What is known of a request while the steps are gone through; columns before the grid's are negative."""
+    """The facts about a request while the steps are read; columns before the grid's are negative."""
 
     kinds: dict[int, int] = field(default_factory=dict)
     hits: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     finished: int | None = None
     is_recomputing: bool = False
-    """Its last admission was after a preemption."""
+    """The last admission was after a preemption."""
 
     def row(self, number: int, num_columns: int) -> StepRow:
-        """What lies in the grid."""
+        """Make the row of the columns that lie in the grid."""
         return StepRow(
             number,
             tuple(self.kinds.get(column) for column in range(num_columns)),
@@ -84,7 +84,7 @@ class _Track:
 
 
 def _take(tracks: dict[int, _Track], places: dict[int, int], step: StepView, column: int) -> None:
-    """`places` says where in the step's lists the requests with a track are."""
+    """Take a step into the tracks; `places` has the positions of their requests in the step's lists."""
     for number in step.preempted:
         if number in tracks:
             tracks[number].preempted.append(column)
@@ -104,12 +104,12 @@ def _take(tracks: dict[int, _Track], places: dict[int, int], step: StepView, col
 
 
 def last_steps(mirror: TraceMirror, limit: int) -> tuple[StepView, ...]:
-    """The last ones, the latest last."""
+    """Return the last steps, the latest last."""
     return tuple(reversed(tuple(islice(reversed(mirror.steps), limit))))
 
 
 def summary(grid: StepGrid) -> str:
-    """Which steps there are, in a line."""
+    """Name the first and the last step, in a line."""
     if not grid.steps:
         return "no steps yet"
     first, last = grid.steps[0], grid.steps[-1]

@@ -1,4 +1,4 @@
-"""The KV blocks as a picture: every block a cell in the colour of its request, or several blocks a cell."""
+"""The KV blocks as a picture: a cell has one block in the colour of its request, or several blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from nbengine.client.trace_mirror import BlockMap
+from nbengine.client.observe.trace_mirror import BlockMap
 from nbengine.widgets.dashboard.palette import (
     CACHED_OPACITY,
     FREE_OPACITY,
@@ -24,14 +24,14 @@ from nbengine.widgets.pictures.svg_parts import PAD, SMALL_GAP, WIDTH, LegendEnt
 from nbengine.widgets.svg import LINE, Drawing
 
 PITCHES = ((16, 12), (12, 16), (9, 20))
-"""(distance of cells, most rows): the first in which all blocks have a cell of their own, else the last."""
+"""(distance of cells, most rows): the first with a cell for each block is chosen, otherwise the last."""
 _LEVELS = 8
-"""In how many parts a cell's height is divided where it stands for several blocks."""
+"""The number of levels of a cell's height where it stands for several blocks."""
 _TOP_HOLDERS = 8
 
 
 def draw_blocks(state: DashboardState, *, standalone: bool) -> str:
-    """The block maps of all engine cores that are drawn."""
+    """Draw the block maps of all engine cores that are drawn."""
     drawing = Drawing()
     shown, note = mirrors(state)
     y = 1.0
@@ -58,7 +58,7 @@ def _map(drawing: Drawing, blocks: BlockMap, y: float, num_maps: int) -> float:
 
 
 def geometry(num_blocks: int, num_maps: int) -> tuple[int, int, int]:
-    """(distance of cells, columns, most rows) for so many blocks where so many maps share the picture."""
+    """Return (distance of cells, columns, most rows) for `num_blocks` blocks in one of `num_maps` maps."""
     for pitch, rows in PITCHES:
         num_columns = int(WIDTH - 2 * PAD) // pitch
         max_rows = max(2, rows // num_maps)
@@ -68,7 +68,7 @@ def geometry(num_blocks: int, num_maps: int) -> tuple[int, int, int]:
 
 
 class _Grid:
-    """Paints cells row by row; neighbours that look alike are one stroke, dashed into cells."""
+    """A painter of cells row by row; neighbours that look alike are one stroke, dashed into cells."""
 
     def __init__(self, drawing: Drawing, cells: BlockCells, pitch: int, num_columns: int, top: float) -> None:
         self._drawing = drawing
@@ -78,7 +78,7 @@ class _Grid:
         self._top = top
 
     def paint(self) -> None:
-        """The ground of free blocks, above it from the foot of each cell what is cached, above that what is held."""
+        """Paint free blocks as ground, from each cell's foot the cached ones, and on these the held ones."""
         cells, drawing = self._cells, self._drawing
         drawing.open_group("free", role="free")
         self._layer(np.full(len(cells.total), _LEVELS), ROLES["free"], FREE_OPACITY)
@@ -96,7 +96,7 @@ class _Grid:
         self._references()
 
     def _layer(self, level_of: NDArray[np.int64], color: str, opacity: float) -> None:
-        """Fill each cell up to its level; neighbours at the same level in one go."""
+        """Fill each cell up to its level; neighbours at the same level become one stroke."""
         pitch, size = self._pitch, self._pitch - 1
         runs: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
         values = level_of.tolist()
@@ -113,7 +113,7 @@ class _Grid:
             self._drawing.runs(places, color, thickness=thickness, opacity=opacity, dash=(size, 1))
 
     def _references(self) -> None:
-        """A digit on each cell with a shared block: how many requests hold it, "+" from ten on."""
+        """Write a digit on each cell with a shared block: the number of its holders, "+" from ten on."""
         cells, pitch = self._cells, self._pitch
         rows: dict[tuple[int, str], list[tuple[float, str]]] = defaultdict(list)
         for cell in np.flatnonzero(cells.shared > 0):
@@ -132,7 +132,7 @@ class _Grid:
 
 
 def levels(part: NDArray[np.int64], total: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How high a part reaches in each cell; what is there at all is seen, and only the whole fills the cell."""
+    """Return the level of a part in each cell: at least 1 for any part, and full only for the whole."""
     level = np.rint(part * _LEVELS / total).astype(np.int64)
     level = np.where((part > 0) & (level == 0), 1, level)
     return np.where((part < total) & (level == _LEVELS), _LEVELS - 1, level)

@@ -1,4 +1,4 @@
-"""What the dashboard's pictures have in common: their width, their ground, legends that wrap."""
+"""The common parts of the dashboard's pictures: their width, their ground, legends that wrap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP = "m0-4.5v9"
 
 
 class LegendEntry:
-    """A name and what stands before it: a box, or one of the shapes."""
+    """A name and the sign before it: a box, or one of the shapes."""
 
     def __init__(
         self, color: str, name: str, *, opacity: float = 1.0, shape: str = "", low: bool = False
@@ -29,15 +29,15 @@ class LegendEntry:
         self.opacity = opacity
         self.shape = shape
         self.low = low
-        """Half as high."""
+        """The box is half as high."""
 
     @property
     def width(self) -> float:
-        """With the space after it."""
+        """Return the width with the space after it."""
         return (_SWATCH + SMALL_GAP if self.color else 0.0) + text_width(self.name) + _BETWEEN
 
     def draw(self, drawing: Drawing, x: float, y: float) -> None:
-        """Paint it in a line that begins at the height `y`."""
+        """Paint the entry in a line that begins at the height `y`."""
         if self.shape:
             drawing.marks([(x + _SWATCH / 2, y + 8)], self.shape, self.color, filled=self.shape.endswith("z"))
         elif self.color:
@@ -48,7 +48,7 @@ class LegendEntry:
 
 
 def legend(drawing: Drawing, entries: Sequence[LegendEntry], y: float, left: float, right: float) -> float:
-    """Entries from left to right, wrapped at `right`; returns the height below them."""
+    """Draw entries from left to right, wrapped at `right`, and return the height below them."""
     x = left
     for entry in entries:
         if x > left and x + entry.width - _BETWEEN > right:
@@ -60,6 +60,6 @@ def legend(drawing: Drawing, entries: Sequence[LegendEntry], y: float, left: flo
 
 
 def finish(drawing: Drawing, height: float, label: str, description: str, *, standalone: bool) -> str:
-    """The SVG: for a page, whose colours it takes, or with a ground of its own."""
+    """Render the SVG: in the colours of its page, or with its own ground if `standalone`."""
     style, sheet = ("", STANDALONE_SHEET) if standalone else (PAGE_STYLE, "")
     return drawing.render(WIDTH, height, label, description, style=style, sheet=sheet)

@@ -1,10 +1,10 @@
-"""The scheduler as a picture: who runs and waits over time, and what the token budget of each step went to."""
+"""The scheduler as a picture: the requests that run and wait over time, and each step's token budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbengine.client.trace_mirror import StepView
+from nbengine.client.observe.trace_mirror import StepView
 from nbengine.widgets.dashboard.palette import ROLES
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.pictures.figures import mirrors
@@ -14,20 +14,20 @@ from nbengine.widgets.pictures.svg_parts import CROSS, PAD, SMALL_GAP, WIDTH, Le
 from nbengine.widgets.svg import LINE, Drawing, Rect
 
 COLUMNS = 120
-"""Of the first chart; half as many where there are several."""
+"""The columns of the first chart; half as many where there are several engine cores."""
 MAX_STEPS = 200
-"""Of all engine cores together."""
+"""The most steps of all engine cores together."""
 HEIGHT = 64.0
-"""Of a chart."""
+"""The height of a chart."""
 _GAP = 24.0
 _CHART = (WIDTH - 2 * PAD - _GAP) / 2
 _WIDEST = 12.0
 _CROSSES = 8.0
-"""Height above the bars for the crosses."""
+"""The height above the bars for the crosses."""
 
 
 def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
-    """Both charts of all engine cores that are drawn."""
+    """Draw both charts of all engine cores that are drawn."""
     drawing = Drawing()
     shown, note = mirrors(state)
     y = 1.0
@@ -47,7 +47,7 @@ def draw_scheduler(state: DashboardState, *, standalone: bool) -> str:
 
 
 def _loads(drawing: Drawing, loads: Loads, prefix: str, y: float) -> float:
-    """Waiting requests upon running ones; crosses where some were preempted."""
+    """Draw waiting requests upon running ones, and crosses where some were preempted."""
     foot = _frame(drawing, prefix + loads.title, PAD, y)
     width = _CHART / max(1, len(loads.running))
     places = [PAD + (column + 0.5) * width for column in range(len(loads.running))]
@@ -68,7 +68,7 @@ def _loads(drawing: Drawing, loads: Loads, prefix: str, y: float) -> float:
 
 
 def _budget(drawing: Drawing, budget: int, steps: Sequence[StepView], y: float) -> float:
-    """Tokens of prompts upon those of decodes; a line at the budget, unless all steps stay far below it."""
+    """Draw tokens of prompts upon those of decodes, and a line at the budget, if it is not far above."""
     left = PAD + _CHART + _GAP
     foot = _frame(drawing, budget_title(steps), left, y)
     width = min(_WIDEST, _CHART / max(1, len(steps)))
@@ -91,7 +91,7 @@ def _budget(drawing: Drawing, budget: int, steps: Sequence[StepView], y: float) 
 
 
 def _frame(drawing: Drawing, title: str, left: float, y: float) -> float:
-    """The title and the ground line; returns its height."""
+    """Draw the title and the ground line, and return the line's height."""
     drawing.text(left, y + 12, title, width=_CHART, bold=True)
     foot = y + LINE + 4 + HEIGHT
     drawing.bar(Rect(left, foot, _CHART, 1), "currentColor", opacity=0.4)
@@ -107,7 +107,7 @@ def _stacked(
     *,
     most: int,
 ) -> None:
-    """(x, lower part, upper part) as columns; `most` is what has to fit at least."""
+    """Draw (x, lower part, upper part) as columns; `most` is the least value that has to fit."""
     scale = _scale(max(most, max((lower + upper for _, lower, upper in bars), default=0)))
     lower_bars = ((x, foot, lower * scale) for x, lower, _ in bars if lower)
     upper_bars = ((x, foot - lower * scale, upper * scale) for x, lower, upper in bars if upper)

@@ -1,12 +1,12 @@
-"""The step timeline as a picture: a column a step, a row a request."""
+"""The step timeline as a picture: each step is a column, each request a row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
 
-from nbengine.client.process_usage import printable
-from nbengine.client.trace_mirror import TraceMirror
+from nbengine.client.observe.process_usage import printable
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.widgets.dashboard.palette import ROLES, request_color
 from nbengine.widgets.dashboard.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.following.dashboard_state import DashboardState
@@ -26,10 +26,10 @@ from nbengine.widgets.pictures.svg_parts import (
 from nbengine.widgets.svg import LINE, Drawing, Rect
 
 MAX_STEPS = (200, 120, 60, 30)
-"""As many as there are, up to the first of these with which the picture is no longer than `MAX_LENGTH`."""
+"""The numbers of steps that are tried, until the picture is no longer than `MAX_LENGTH`."""
 MAX_LENGTH = 32_000
 MAX_ROWS = 20
-"""Of all engine cores together."""
+"""The most rows of all engine cores together."""
 _LEFT = 152.0
 _ROW = 15.0
 _BAR = 11.0
@@ -39,7 +39,7 @@ _HEIGHTS = {PROMPT: _BAR, DECODE: _BAR / 2, RECOMPUTED: _BAR}
 
 
 def draw_steps(state: DashboardState, *, standalone: bool) -> str:
-    """The last steps of all engine cores that are drawn."""
+    """Draw the last steps of all engine cores that are drawn."""
     for max_steps in MAX_STEPS:
         svg = _draw(state, max_steps, standalone=standalone)
         if len(svg) <= MAX_LENGTH:
@@ -66,7 +66,7 @@ def _draw(state: DashboardState, max_steps: int, *, standalone: bool) -> str:
 
 
 class _Timeline:
-    """Paints one engine core's grid."""
+    """A painter of one engine core's grid."""
 
     def __init__(self, drawing: Drawing, mirror: TraceMirror, grid: StepGrid, top: float) -> None:
         self._drawing = drawing
@@ -76,7 +76,7 @@ class _Timeline:
         self._width = min(_WIDEST, (WIDTH - PAD - _LEFT) / max(1, len(grid.steps)))
 
     def paint(self) -> float:
-        """Returns the height below it."""
+        """Paint the grid, and return the height below it."""
         rows = self._grid.rows
         for index, row in enumerate(rows):
             self._row(row, self._top + index * _ROW)
@@ -106,7 +106,7 @@ class _Timeline:
         drawing.close_group()
 
     def _bars(self, row: StepRow, kind: int, middle: float) -> None:
-        """Steps in a row are one stroke, dashed into steps; the colour and the height tell the kind."""
+        """Paint the steps of a kind; adjacent ones are one dashed stroke; colour and height tell the kind."""
         gap = 1.0 if self._width >= 5 else 0.6
         height = _HEIGHTS[kind]
         y = middle + (_BAR - height) / 2
@@ -120,7 +120,7 @@ class _Timeline:
 
 
 def _stretches(kinds: tuple[int | None, ...], kind: int) -> Iterable[tuple[int, int]]:
-    """(first column, length) where a kind stands without a break."""
+    """Find (first column, length) of each stretch of a kind."""
     start = 0
     for value, group in groupby(kinds):
         length = sum(1 for _ in group)

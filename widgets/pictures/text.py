@@ -1,4 +1,4 @@
-"""The dashboard as text, for a terminal and for wherever no picture shows."""
+"""The dashboard as text, for a terminal and for other places where no picture shows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 import unicodedata
 from collections.abc import Sequence
 
-from nbengine.client.process_usage import printable
-from nbengine.client.trace_mirror import BlockMap, TraceMirror
+from nbengine.client.observe.process_usage import printable
+from nbengine.client.observe.trace_mirror import BlockMap, TraceMirror
 from nbengine.widgets.dashboard.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.pictures.blocks import BlockCells, cells_of
@@ -35,7 +35,7 @@ _LABEL = 11
 _FIGURES = 25
 _STEP_LABEL = 22
 _TABLE = 79
-"""Places of all columns but the request's name."""
+"""The places of all columns but the request's name."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CACHED, _FREE = "░", "·"
@@ -44,7 +44,7 @@ _HIT, _PREEMPTED, _ENDED = "◆", "×", "╷"
 
 
 def text_dashboard(state: DashboardState, width: int = WIDTH) -> str:
-    """The whole state, no line wider than `width` (at least `MIN_WIDTH`)."""
+    """Render the whole state; no line is wider than `width` (at least `MIN_WIDTH`)."""
     width = max(MIN_WIDTH, width)
     shown, note = mirrors(state)
     lines = _header(state, width)
@@ -62,7 +62,7 @@ def text_dashboard(state: DashboardState, width: int = WIDTH) -> str:
 
 
 def cut(line: str, width: int) -> str:
-    """The line, ended with an ellipsis if it takes more places than `width`."""
+    """Cut a line with an ellipsis if it takes more places than `width`."""
     line = line.rstrip()
     if cells(line) <= width:
         return line
@@ -72,7 +72,7 @@ def cut(line: str, width: int) -> str:
 
 
 def cells(text: str) -> int:
-    """How many places a terminal needs for the text."""
+    """Count the places that a terminal needs for the text."""
     return sum(
         0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
         for character in text
@@ -80,7 +80,7 @@ def cells(text: str) -> int:
 
 
 def padded(text: str, width: int) -> str:
-    """The text cut or filled to exactly `width` places."""
+    """Cut or fill the text to exactly `width` places."""
     text = cut(text, width)
     return text + " " * (width - cells(text))
 
@@ -125,9 +125,9 @@ def _spark_line(name: str, values: Sequence[int | None], places: int, most: int 
 
 
 def sparkline(values: Sequence[int | None], places: int, most: int | None = None) -> str:
-    """A bar a place, as high as the greatest of the values that fall upon it; a space where nothing is known.
+    """Draw one bar for each place, as high as the greatest of its values; a space where nothing is known.
 
-    `most` is the value of a full bar, else it is the greatest one.
+    `most` is the value of a full bar; if it is None, the greatest value is.
     """
     top = max([1, most or 0, *(value or 0 for value in values)])
     count = min(places, len(values))
@@ -151,11 +151,14 @@ def _blocks(blocks: BlockMap, prefix: str, width: int, max_rows: int) -> list[st
     text = "".join(_block(found, index) for index in range(len(found.total)))
     lines += [f"  {text[start : start + columns]}" for start in range(0, len(text), columns)]
     size = f", {found.blocks_per_cell:,} blocks each" if found.blocks_per_cell > 1 else ""
-    return [*lines, f"  a-Z by request, 2-9 + held by so many, {_CACHED} cached and free, {_FREE} free{size}"]
+    return [
+        *lines,
+        f"  a-Z by request, 2-9 + number of holders, {_CACHED} cached and free, {_FREE} free{size}",
+    ]
 
 
 def _block(found: BlockCells, index: int) -> str:
-    """What most of the blocks of a cell are."""
+    """Choose the sign of a cell: that of the most of its blocks."""
     held, cached, free = found.held[index], found.cached[index], found.free[index]
     if held and held >= max(cached, free):
         if found.shared[index] * 2 > held:
@@ -166,7 +169,7 @@ def _block(found: BlockCells, index: int) -> str:
 
 
 def letter(number: int) -> str:
-    """A request in the map of the blocks."""
+    """Choose the letter of a request in the map of the blocks."""
     return _LETTERS[number % len(_LETTERS)] if number >= 0 else "?"
 
 

@@ -1,1 +1,1 @@
-"""The processes of an engine: those that run, how far their start has come, what they would take."""
+"""The processes of an engine: those that run, the progress of their start, and their future needs."""

@@ -1,20 +1,21 @@
-"""What an engine would take of this machine, as figures, text and tables."""
+"""The resources that an engine would take of this machine, as figures, text and tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
 
+from nbengine.kv_cache.specs import ONE_GROUP, CacheGroups
 from nbengine.units import size
 from nbengine.widgets.words import count, table
 
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
-"""Tokens of requests that the report counts."""
+"""The lengths of requests, in tokens, that the report counts."""
 
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """A memory: the machine's, or a GPU's. `total` and `free` are bytes."""
+    """A memory: the machine's, or a GPU's; `total` and `free` are bytes."""
 
     name: str
     total: int
@@ -23,7 +24,7 @@ class MemoryPlace:
 
 @dataclass(frozen=True)
 class TensorParallelFit:
-    """How it would come out with another number of tensor-parallel workers; bytes are those of one worker."""
+    """The fit with another number of tensor-parallel workers; bytes are those of one worker."""
 
     tensor_parallel_size: int
     weights_bytes: int
@@ -33,13 +34,13 @@ class TensorParallelFit:
 
     @property
     def fits(self) -> bool:
-        """Whether it would start."""
+        """Return whether the engine would start."""
         return not self.problem
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """How an engine would come out on this machine. Sizes are bytes, of all workers of one engine core together.
+    """The fit of an engine on this machine; sizes are bytes, of all workers of one engine core together.
 
     `problem` says why it would not start, and is empty if it would; `advice` has flags with which it would.
     """
@@ -50,13 +51,21 @@ class FitReport:
     device: str = ""
     dtype: str = ""
     file_bytes: int = 0
-    """Of the weights on disk."""
+    """The bytes of the weights on disk."""
     weights_bytes: int = 0
-    """Of the weights in memory."""
+    """The bytes of the weights in memory."""
     page_bytes: int = 0
-    """Of a KV cache block."""
+    """The bytes of a KV cache block."""
     block_size: int = 0
     num_blocks: int = 0
+    groups: CacheGroups = ONE_GROUP
+    """The groups of the model's layers, each of which takes blocks for a request's tokens."""
+    slot_bytes: int = 0
+    """The bytes of a request's recurrent state."""
+    num_state_slots: int = 0
+    """The slots for recurrent state: of requests, and of checkpoints of prompts."""
+    num_spare_slots: int = 0
+    """Those of them that are for checkpoints alone."""
     max_model_len: int = 0
     """The longest request, in tokens."""
     context_limit: int = 0
@@ -68,44 +77,48 @@ class FitReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the engine would start."""
+        """Return whether the engine would start."""
         return not self.problem
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of the whole KV cache."""
-        return self.num_blocks * self.page_bytes
+        """Return the bytes of the whole KV cache."""
+        return self.num_blocks * self.page_bytes + self.num_state_slots * self.slot_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What a token takes of the KV cache."""
-        return self.page_bytes // self.block_size if self.block_size else 0
+        """Return the bytes of the KV cache that a token takes, while no window has passed it."""
+        return self.groups.num_tables * self.page_bytes // self.block_size if self.block_size else 0
 
     def concurrency(self, length: int) -> int:
-        """How many requests of so many tokens, prompt and answer together, an engine core works on at once."""
+        """Count the requests of `length` tokens, prompt and answer, that an engine core works on at once."""
         if not self.fits or length > self.max_model_len:
             return 0
+        most = self.max_num_seqs
+        if self.num_state_slots:
+            most = min(most, self.num_state_slots - self.num_spare_slots)
         if not self.num_blocks:
-            return self.max_num_seqs
-        return min(self.max_num_seqs, self.num_blocks // -(-length // self.block_size))
+            return most
+        # Most steps compute one token of a request.
+        return min(most, self.num_blocks // self.groups.most_blocks(length, self.block_size, 1))
 
     @property
     def verdict(self) -> str:
-        """In one sentence whether it fits, and if not, why and what would."""
+        """Say in one sentence whether the model fits, and if not, why and what would help."""
         if self.fits:
             return f"{self.model} fits"
         advice = f"; try {self.advice}" if self.advice else ""
         return f"{self.model} does not fit, because {self.problem}{advice}"
 
     def tables(self) -> tuple[str, str]:
-        """Everything as (plain text, HTML)."""
+        """Render the whole report as (plain text, HTML)."""
         parts = [(self.verdict, f"<p><b>{escape(self.verdict)}</b></p>")]
         if self.weights_bytes:
             parts.append(table(self._figures()))
         if self.fits and self.num_blocks:
             parts.append(table(self._requests(), ["REQUESTS OF", "AT ONCE"]))
         if len(self.tensor_parallel) > 1:
-            header = ["--tp", "WEIGHTS A WORKER", "KV A TOKEN A WORKER", "BLOCKS", ""]
+            header = ["--tp", "WEIGHTS PER WORKER", "KV PER TOKEN AND WORKER", "BLOCKS", ""]
             rows = [_size_row(each, self.block_size, self.problem) for each in self.tensor_parallel]
             parts.append(table(rows, header))
         return "\n\n".join(plain for plain, _ in parts), "".join(html for _, html in parts)
@@ -119,6 +132,9 @@ class FitReport:
             blocks = f"{count(self.num_blocks, 'block')} of {count(self.block_size, 'token')}"
             each = " in each engine core" if self.num_engine_cores > 1 else ""
             rows[-1][1] += f", {blocks} ({size(self.kv_cache_bytes)}){each}"
+        if self.slot_bytes:
+            slots = f", {count(self.num_state_slots, 'slot')}" if self.num_state_slots else ""
+            rows.append(["recurrent state", f"{size(self.slot_bytes)} a request{slots}"])
         limit = f"{count(self.context_limit, 'token')}"
         if self.fits and self.max_model_len != self.context_limit:
             limit = f"{count(self.max_model_len, 'token')} of the model's {limit}"
@@ -138,7 +154,7 @@ class FitReport:
 
 
 def _size_row(each: TensorParallelFit, block_size: int, said: str) -> list[str]:
-    """A row of the table; `said` is the problem that stands above it already."""
+    """Make a row of the table; `said` is the problem that stands above it already."""
     outcome = "does not fit" if each.problem == said else each.problem
     if each.fits:
         outcome = f"{count(each.num_blocks * block_size, 'token')} of KV cache"

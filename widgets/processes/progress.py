@@ -1,4 +1,4 @@
-"""Stages of an engine's start, with their seconds, while it starts."""
+"""The stages of an engine's start, with their seconds, while it starts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _REFRESH_SECONDS = 0.2
 
 
 class StartProgress:
-    """Shows the stages of a start: in a notebook one output that is replaced in place, with a line for each engine core
-    and each worker where there are several; in a terminal a line for each stage, and each part of one, that is over. A
-    context manager: leaving it with an exception marks what runs as failed. `conclusion` is the last line; `ranks` are
-    the engine cores that start, all of them unless given.
+    """A context manager that shows the stages of a start.
+
+    In a notebook they are one output that is replaced in place, with a line for each engine core and each
+    worker where there are several; in a terminal a line is printed for each stage, and each part of one, that
+    is over. Leaving it with an exception marks what runs as failed. `conclusion` is the last line; `ranks`
+    are the engine cores that start, all of them unless given.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class StartProgress:
             print(self.conclusion, flush=True)
 
     def update(self, progress: Progress) -> None:
-        """Take a report from the engine; callable from any thread."""
+        """Take in a report from the engine; callable from any thread."""
         with self._lock:
             self._print(self._stages.take(progress))
 

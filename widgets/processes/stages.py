@@ -1,4 +1,4 @@
-"""How far the start of engine cores has come: its stages, and what each core and each worker does of them."""
+"""The progress of the start of engine cores: its stages, and the part of each core and worker in them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from nbengine.ipc.control_messages import Progress
 
 _MARKS = {"done": "✓", "running": "▸", "failed": "✗"}
 PartKey = tuple[int, int | None]
-"""An engine core and its worker; None is the core itself."""
+"""An engine core and its worker; the worker is None for the core itself."""
 
 
 @dataclass
 class Part:
-    """A stage, or what one core or worker does of it. `state` is "running", "done" or "failed"."""
+    """A stage, or the part of one core or worker in it; `state` is "running", "done" or "failed"."""
 
     name: str
     started: float
-    """`time.monotonic()`."""
+    """The time of the start, on `time.monotonic()`."""
     detail: str = ""
     fraction: float | None = None
     seconds: float = 0.0
     state: str = "running"
 
     def take(self, progress: Progress) -> None:
-        """Take in what has been reported."""
+        """Take in a report."""
         self.fraction = progress.fraction
         self.detail = progress.detail or self.detail
         self.seconds = max(self.seconds, progress.seconds)
@@ -40,63 +40,64 @@ class Part:
 
     @property
     def is_running(self) -> bool:
-        """Whether it goes on."""
+        """Return whether the part still runs."""
         return self.state == "running"
 
     def line_below(self, width: int) -> str:
-        """One line of text, under that of the stage; names take `width` places."""
+        """Render one line of text, to stand under that of the stage; names take `width` places."""
         detail = "" if self.state == "done" else self.detail
         return f"    {_MARKS[self.state]} {self.name:<{width}} {self.seconds:5.1f} s  {self.share}{detail}".rstrip()
 
     @property
     def share(self) -> str:
-        """How much is done, while it runs and if that is known."""
+        """Format the share that is done, while the part runs and if the share is known."""
         return f"{self.fraction:4.0%}  " if self.fraction is not None and self.is_running else ""
 
 
 @dataclass
 class Stage(Part):
-    """A stage with the parts of those cores and workers that have reported something of it."""
+    """A stage with the parts of those cores and workers that have reported on it."""
 
     num_cores: int = 1
     world_size: int = 1
-    """Workers of a core."""
+    """The workers of a core."""
     parts: dict[PartKey, Part] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """The stage and its parts, a line each."""
+        """Render the stage and its parts, a line each."""
         width = max((len(part.name) for part in self.parts.values()), default=0)
         parts = [part.line_below(max(width, 7)) for _, part in sorted(self.parts.items(), key=_order)]
         return [self.line_of(self, self.detail), *parts]
 
     def line_of(self, part: Part, detail: str) -> str:
-        """One line of text about the stage or a part of it, to stand alone."""
+        """Render one line of text about the stage or a part of it, to stand alone."""
         return f"  {_MARKS[part.state]} {self.name:<8} {part.seconds:6.1f} s  {part.share}{detail}".rstrip()
 
     @property
     def is_of_workers(self) -> bool:
-        """Whether workers report it, rather than engine cores."""
+        """Return whether workers report the stage, rather than engine cores."""
         return any(worker is not None for _, worker in self.parts)
 
     @property
     def num_parts(self) -> int:
-        """How many have a part in it."""
+        """Count the cores or workers that have a part in the stage."""
         return self.num_cores * (self.world_size if self.is_of_workers else 1)
 
     @property
     def num_done(self) -> int:
-        """How many have done their part."""
+        """Count the cores or workers that have done their part."""
         return sum(part.state == "done" for part in self.parts.values())
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have done their part."""
+        """Return whether all have done their part."""
         return self.num_done >= self.num_parts
 
     def sum_up(self) -> None:
-        """Say of the stage what its parts come to.
+        """Set the stage's detail and share from its parts.
 
-        The share is that of all, those not heard of yet included, so that it never goes down when one of them begins.
+        The share counts all parts, also those that have not reported yet, so that it never goes down when one
+        of them begins.
         """
         noun = "worker" if self.is_of_workers else "engine core"
         self.detail = f"{self.num_done} of {self.num_parts} {noun}{'' if self.num_parts == 1 else 's'}"
@@ -105,14 +106,15 @@ class Stage(Part):
 
 
 class StartStages:
-    """The stages so far. Those that report need not be at the same stage; a stage is over when all who have a part in
-    it have left it, or when whoever started them is at a later one.
+    """The stages so far. Those that report need not be at the same stage.
 
-    Where one engine core starts, as rank 0, what it reports is the stage; each of several has a part in it.
+    A stage is over when all who have a part in it have left it, or when the process that starts them is at a
+    later one. Where one engine core starts, as rank 0, its reports are the stage; each of several has a part
+    in it.
     """
 
     def __init__(self, parallel: ParallelConfig, ranks: Sequence[int] | None = None) -> None:
-        """`ranks`: the engine cores that start, all of the configuration's unless given."""
+        """Prepare the stages; `ranks` are the engine cores that start, all that are configured by default."""
         self._parallel = parallel
         self._ranks = range(parallel.data_parallel_size) if ranks is None else ranks
         self._names_cores = list(self._ranks) != [0]
@@ -144,11 +146,11 @@ class StartStages:
         return over
 
     def end(self, state: str) -> list[str]:
-        """End what still runs, and return a line for each."""
+        """End the stages that still run, and return a line for each."""
         return [line for stage in self._running() for line in _end_stage(stage, state)]
 
     def tick(self) -> None:
-        """Let the seconds of what runs go on."""
+        """Let the seconds of the running stages go on."""
         now = time.monotonic()
         for stage in self._running():
             for part in (stage, *stage.parts.values()):
@@ -156,11 +158,11 @@ class StartStages:
                     part.seconds = now - part.started
 
     def lines(self) -> list[str]:
-        """All of it, a line each."""
+        """Render all stages, a line each."""
         return [line for stage in self._stages for line in stage.lines()]
 
     def _key(self, progress: Progress) -> PartKey | None:
-        """Whose part a report is about; None: the stage's own."""
+        """Find the part that a report is about; None: the report is about the stage itself."""
         if progress.rank is None or (progress.worker is None and not self._names_cores):
             return None
         return progress.rank, progress.worker
@@ -190,7 +192,10 @@ class StartStages:
         return over
 
     def _find(self, name: str, key: PartKey | None) -> Stage | None:
-        """The stage that a report is about, if there is one: one that is over where a word on it comes late."""
+        """Find the stage that a report is about; None if there is none.
+
+        It runs, or it is over and the report comes late.
+        """
         for stage in self._stages:
             is_late = key is not None and key in stage.parts
             if stage.name == name and (stage.is_running or is_late):
@@ -202,7 +207,7 @@ class StartStages:
 
 
 def _covers(key: PartKey, owner: PartKey) -> bool:
-    """Whether who reports a later stage has left the part of `owner` with it: a core speaks for its workers."""
+    """Return whether a later stage's report from `key` ends `owner`'s part: a core speaks for its workers."""
     return key == owner or key == (owner[0], None)
 
 

@@ -1,7 +1,7 @@
-"""The processes of a running engine and what connects them: one structure, shown as text and as a picture.
+"""The processes of a running engine and their connections: one structure, shown as text and as a picture.
 
-Made from what the engine has told about itself (`ConnectionInfo`, `EngineReady`) and from the processes as the
-system has them now.
+It is made from what the engine has told about itself (`ConnectionInfo`, `EngineReady`) and from the processes
+as the system has them now.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from nbengine.client.connection import ConnectionInfo, newest
-from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
-from nbengine.client.processes import session_processes
+from nbengine.client.engines.processes import session_processes
+from nbengine.client.observe.process_usage import ProcessUsage, client_pids, printable, usage_of
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.ipc.control_messages import EngineReady, WorkerInfo
+from nbengine.runtime.connection import ConnectionInfo, newest
 
 CLIENT_TO_HOST = "host.sock: DEALER ↔ ROUTER"
 STATS = ("stats.sock: SUB (on demand) ← XPUB", "stats.sock: XSUB ↔ XPUB")
-"""With one engine core, and where the client balances among several or wakes those in lock step."""
+"""The channels with one engine core, and with a client that balances or wakes several engine cores."""
 CLIENT_TO_CORE = ("c-<id>.in: ROUTER → DEALER", "c-<id>.out: PULL ← PUSH")
 HOST_TO_CORE = ("core.sock: ROUTER ↔ DEALER", "back-out.sock: PULL ← PUSH", "pipe: each sees the other's end")
 WAVES = "back-pub.sock: XPUB → SUB"
-"""To engine cores in lock step."""
+"""The channel to engine cores in lock step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects processes, given by their pids: every source with every target.
+    """A connection of processes, given by their pids: every source with every target.
 
-    `kind` is "host" or "requests" (of a frontend), "control" (host and engine core), "queues" (engine core and
-    workers), "tensor" (the tensor-parallel group of a stage: sources and targets are the same) or "pipeline"
-    (a rank of a stage and the same of the next). `channels` has a line of text for each connection.
+    `kind` is "host" or "requests" (of a frontend), "control" (host and engine core), "queues" (engine core
+    and workers), "tensor" (the tensor-parallel group of a stage: sources and targets are the same) or
+    "pipeline" (a rank of a stage and the same of the next). `channels` has a line of text for each
+    connection.
     """
 
     kind: str
@@ -41,12 +42,12 @@ class Link:
     targets: tuple[int, ...]
     channels: tuple[str, ...]
     is_intact: bool = True
-    """Whether there still is a process at each end."""
+    """There still is a process at each end."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNode:
-    """A worker. `process` is its engine core's where it has none of its own."""
+    """A worker; `process` is its engine core's where the worker has no separate one."""
 
     process: ProcessUsage
     info: WorkerInfo
@@ -62,12 +63,12 @@ class CoreNode:
 
     @property
     def outside(self) -> tuple[WorkerNode, ...]:
-        """The workers in processes of their own."""
+        """Return the workers that run in separate processes."""
         return tuple(worker for worker in self.workers if worker.process.pid != self.process.pid)
 
     @property
     def stages(self) -> tuple[tuple[WorkerNode, ...], ...]:
-        """The workers in processes of their own: a tensor-parallel group for each stage of the pipeline."""
+        """Return the workers in separate processes: a tensor-parallel group for each pipeline stage."""
         ranks = sorted({worker.info.pp_rank for worker in self.outside})
         return tuple(
             tuple(worker for worker in self.outside if worker.info.pp_rank == rank) for rank in ranks
@@ -76,7 +77,7 @@ class CoreNode:
 
 @dataclass(frozen=True, slots=True)
 class ProcessTree:
-    """An engine's processes at one moment. Those that are known and gone are there, with `is_running` False.
+    """An engine's processes at one moment; those that have ended are kept, with `is_running` False.
 
     `str(tree)` is a tree of text, `tree.svg()` a picture; a notebook shows the picture.
     """
@@ -85,25 +86,25 @@ class ProcessTree:
     model: str
     parallel: ParallelConfig
     frontends: tuple[ProcessUsage, ...]
-    """Processes with a client of the engine, this one first if it is one."""
+    """Processes with a client of the engine; this process is the first if it has one."""
     host: ProcessUsage | None
-    """None: the engine core is in the frontend's process."""
+    """The host's process; None where the engine core is in the frontend's process."""
     cores: tuple[CoreNode, ...]
     others: tuple[ProcessUsage, ...] = ()
     """Further processes of the engine."""
     lock_step: bool = False
     """The engine cores step together."""
     own_pid: int = field(default_factory=os.getpid)
-    """Of the process that has taken the picture."""
+    """The pid of the process that has made the tree."""
 
     @property
     def workers(self) -> tuple[WorkerNode, ...]:
-        """The workers of all engine cores, by rank."""
+        """Return the workers of all engine cores, by rank."""
         return tuple(worker for core in self.cores for worker in core.workers)
 
     @property
     def processes(self) -> tuple[ProcessUsage, ...]:
-        """Every process once: frontends, host, engine cores and workers, others."""
+        """Return every process once: frontends, host, engine cores and workers, others."""
         found: dict[int, ProcessUsage] = {process.pid: process for process in self.frontends}
         if self.host is not None:
             found[self.host.pid] = self.host
@@ -116,24 +117,24 @@ class ProcessTree:
 
     @property
     def engine_processes(self) -> tuple[ProcessUsage, ...]:
-        """The processes that are the engine's own."""
+        """Return the processes that belong to the engine, without frontends."""
         frontends = {process.pid for process in self.frontends}
         return tuple(process for process in self.processes if process.pid not in frontends)
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """What connects the processes, or has connected those that are gone."""
+        """Return the connections of the processes, also those of processes that have ended."""
         running = {process.pid for process in self.processes if process.is_running}
         return tuple(replace(link, is_intact=_is_intact(link, running)) for link in _links(self))
 
     def svg(self) -> str:
-        """A picture that stands by itself, as in a file: on a ground of its own, dark where the reader's system is."""
+        """Draw a picture that stands by itself, as in a file: on its own ground, dark in a dark system."""
         from nbengine.widgets.processes.tree_svg import draw
 
         return draw(self, standalone=True)
 
     def html(self) -> str:
-        """The picture in the colours of the page that it is put in, and the text, folded."""
+        """Render the picture in the colours of its page, and below it the text, folded."""
         from nbengine.widgets.processes.tree_svg import page_part
 
         return page_part(self)
@@ -144,7 +145,7 @@ class ProcessTree:
         return text_tree(self)
 
     def bundle(self) -> dict[str, str]:
-        """All its forms, by MIME type."""
+        """Render all forms, by MIME type."""
         return {"text/plain": str(self), "text/html": self.html(), "image/svg+xml": self.svg()}
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -152,7 +153,7 @@ class ProcessTree:
 
 
 def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> ProcessTree:
-    """Look at the processes of an engine; `attached`: this process has a client of it."""
+    """Read the processes of an engine; `attached`: this process has a client of it."""
     info = newest(info)
     own, host = os.getpid(), info.host_pid
     clients = [own] if attached else []
@@ -174,7 +175,7 @@ def read_process_tree(info: ConnectionInfo, *, attached: bool = True) -> Process
 
 
 def read_own_process_tree(config: EngineConfig, ready: EngineReady) -> ProcessTree:
-    """Look at an engine whose core is in this process, and at its workers."""
+    """Read the processes of an engine whose core is in this process, and of its workers."""
     own = usage_of(os.getpid())
     return ProcessTree(
         engine="in this process",
@@ -244,7 +245,7 @@ def _links_between_workers(core: CoreNode) -> Iterator[Link]:
 
 
 def _channel(kind: str, device: str) -> str:
-    """What tensors go through: the class at both ends, and what carries them."""
+    """Describe the path of tensors: the class at both ends, and the transport."""
     if not kind:
         return "not told"
     if kind.startswith("Shm"):

@@ -1,6 +1,6 @@
 """An engine's processes as a picture: frontends on top, host and engine cores, workers by stage and rank.
 
-Text takes the colour of what is around it, boxes take colours that show on light and on dark ground.
+Text takes the colour of its surroundings, boxes take colours that show on light and on dark ground.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from nbengine.client.process_usage import ProcessUsage
+from nbengine.client.observe.process_usage import ProcessUsage
 from nbengine.units import size
 from nbengine.widgets.processes.tree import CoreNode, Link, ProcessTree, WorkerNode
 from nbengine.widgets.processes.tree_text import (
@@ -40,26 +40,26 @@ _EDGE = 1.0
 _PAD = 9.0
 _GAP = 18.0
 _BETWEEN = 26.0
-"""Between the boxes of a tensor-parallel group."""
+"""The space between the boxes of a tensor-parallel group."""
 _BOX_WIDTH = 236.0
 _BOXES_A_ROW = 3
 _WORKERS_A_ROW = 4
 _WIRES = 64.0
-"""Height of the space for the lines between two levels."""
+"""The height of the space for the lines between two levels."""
 _BUS = 14.0
-"""Where in it the frontends' lines meet."""
+"""The height in that space at which the frontends' lines meet."""
 _LANE = 24.0
-"""Width of the space beside the workers for the lines of further engine cores."""
+"""The width of the space beside the workers for the lines of further engine cores."""
 
 
 def draw(tree: ProcessTree, *, standalone: bool = False) -> str:
-    """The picture as SVG; `standalone` gives it a ground and a text colour of its own."""
+    """Draw the picture as SVG; `standalone` gives it its own ground and text colour."""
     return _Picture(tree).render(standalone=standalone)
 
 
 def page_part(tree: ProcessTree) -> str:
-    """The picture for a page, and below it the text for whoever cannot see it or wants to copy it."""
-    # Where a page's SVG is taken out, as in a notebook that is not trusted, its words stay: without size, unseen.
+    """Draw the picture for a page, with the text below it for readers who cannot see or want to copy it."""
+    # Where a page's SVG is removed, as in an untrusted notebook, its words stay: the font size 0 hides them.
     return (
         f'<div style="font-size:0">{draw(tree)}</div><details><summary>as text</summary>'
         f'<pre style="margin:0;overflow-x:auto;white-space:pre">{escape(str(tree))}</pre></details>'
@@ -68,7 +68,7 @@ def page_part(tree: ProcessTree) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """What a box says: a heading and lines below it."""
+    """The text of a box: a heading and lines below it."""
 
     name: str
     lines: list[str]
@@ -90,7 +90,7 @@ class _Label:
 
 
 class _Picture:
-    """Lays the tree out from top to bottom while it draws it; `_y` is how far down it has come."""
+    """A drawing of the tree, laid out from top to bottom; `_y` is how far down it has come."""
 
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
@@ -100,7 +100,7 @@ class _Picture:
         self._right = WIDTH - (_LANE if len(tree.cores) > 1 else _EDGE)
 
     def render(self, *, standalone: bool) -> str:
-        """The whole picture."""
+        """Draw the whole picture."""
         tree = self._tree
         self._drawing.text(_EDGE, self._y + 12, summary(tree), width=WIDTH - 2 * _EDGE, bold=True)
         self._y += LINE + _PAD
@@ -135,7 +135,7 @@ class _Picture:
     # Boxes.
 
     def _row(self, labels: Sequence[_Label]) -> list[Rect]:
-        """Boxes side by side in the middle, `_BOXES_A_ROW` at most in a row; returns where they are."""
+        """Draw boxes side by side in the middle, at most `_BOXES_A_ROW` in a row, and return their places."""
         rects: list[Rect] = []
         for start in range(0, len(labels), _BOXES_A_ROW):
             row = labels[start : start + _BOXES_A_ROW]
@@ -165,7 +165,7 @@ class _Picture:
         drawing.close_group()
 
     def _core(self, core: CoreNode, label: _Label, x: float, beside: Rect | None = None) -> Rect:
-        """An engine core and what is below it; the first one stands beside the host."""
+        """Draw an engine core and its workers below it; the first one stands beside the host."""
         rect = Rect(x, self._y, _BOX_WIDTH, label.height)
         self._box(rect, label)
         self._y = max(rect.bottom, beside.bottom if beside else 0.0)
@@ -189,7 +189,7 @@ class _Picture:
         self._y = rect.bottom
 
     def _stage(self, stage: Sequence[WorkerNode], x: float, width: float) -> list[float]:
-        """A stage's workers in a frame; returns where the columns' middles are."""
+        """Draw a stage's workers in a frame, and return the middles of the columns."""
         top, inner = self._y, width - 2 * _PAD
         self._drawing.text(x + _PAD, top + LINE, stage_words(stage), width=inner / 2, bold=True)
         self._y += LINE + _PAD
@@ -222,7 +222,7 @@ class _Picture:
             before = worker.process
         self._y += height + _GAP
 
-    # Lines. Those whose other end is gone are broken, and nothing is said about them.
+    # Lines. A line whose other end has ended is dashed, and its channels are not named.
 
     def _link(self, kind: str, *pids: int) -> Link:
         return next(

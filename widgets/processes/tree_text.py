@@ -1,11 +1,11 @@
-"""An engine's processes as a tree of text, and the words for them that the picture has, too."""
+"""An engine's processes as a tree of text, and the words for them that the picture uses, too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from nbengine.client.process_usage import ProcessUsage
+from nbengine.client.observe.process_usage import ProcessUsage
 from nbengine.units import size
 from nbengine.widgets.processes.tree import CoreNode, Link, ProcessTree, WorkerNode
 
@@ -14,7 +14,7 @@ HOST = "host, coordinator"
 
 
 def text_tree(tree: ProcessTree) -> str:
-    """The processes, each below the one that has started it, and what connects them."""
+    """Render the processes, each below the one that has started it, and their connections."""
     rows = [_row(frontend_name(tree, process), process) for process in tree.frontends]
     if tree.host is not None:
         rows.append(_row(HOST, tree.host))
@@ -30,7 +30,7 @@ def text_tree(tree: ProcessTree) -> str:
 
 
 def _joined(links: Sequence[Link]) -> list[Link]:
-    """The intact links, those from the same processes over the same kind of channels as one."""
+    """Join the intact links that have the same sources and the same kind of channels."""
     groups: dict[tuple[object, ...], Link] = {}
     for link in links:
         if not link.is_intact:
@@ -43,7 +43,7 @@ def _joined(links: Sequence[Link]) -> list[Link]:
 
 
 def summary(tree: ProcessTree) -> str:
-    """One line: the engine, its model, its sizes, how many processes it has."""
+    """Describe the tree in one line: the engine, its model, its sizes, and the number of its processes."""
     own = tree.engine_processes or tree.processes
     running = sum(process.is_running for process in own)
     gone = f", {len(own) - running} gone" if running < len(own) else ""
@@ -52,7 +52,7 @@ def summary(tree: ProcessTree) -> str:
 
 
 def sizes(tree: ProcessTree) -> str:
-    """As in `TP 2 × PP 2`."""
+    """Format the sizes, as in `TP 2 × PP 2`."""
     parallel = tree.parallel
     parts = [f"TP {parallel.tensor_parallel_size}", f"PP {parallel.pipeline_parallel_size}"]
     if parallel.data_parallel_size > 1:
@@ -61,35 +61,35 @@ def sizes(tree: ProcessTree) -> str:
 
 
 def usage_lines(process: ProcessUsage) -> list[str]:
-    """The pid and what the process uses, as far as it is known, in two lines."""
+    """Format the pid and the resources that the process uses, as far as they are known, in two lines."""
     memory, cpu, threads = _figures(process)
-    first = ", ".join(filter(None, [f"pid {process.pid}", threads]))
+    first = ", ".join(filter(None, [_pid(process), threads]))
     return [first, ", ".join(filter(None, [memory, cpu]))]
 
 
 def narrow_usage_lines(process: ProcessUsage) -> list[str]:
-    """The same without threads, in shorter lines."""
+    """Format pid and resources without threads, in shorter lines."""
     memory, cpu, _ = _figures(process)
-    return [f"pid {process.pid}", *filter(None, [memory, cpu])]
+    return [_pid(process), *filter(None, [memory, cpu])]
 
 
 def frontend_name(tree: ProcessTree, process: ProcessUsage) -> str:
-    """What a process with a client is called."""
+    """Return the name of a process with a client."""
     return "frontend (this process)" if process.pid == tree.own_pid else "frontend"
 
 
 def core_name(core: CoreNode) -> str:
-    """What the process of an engine core is called."""
+    """Return the name of the process of an engine core."""
     return f"engine core {core.rank}" + ("" if core.outside else ", worker")
 
 
 def worker_name(worker: WorkerNode) -> str:
-    """A worker's rank and its place in the grid."""
+    """Return a worker's rank and its place in the grid."""
     return f"worker {worker.info.rank}: TP{worker.info.tp_rank} PP{worker.info.pp_rank}"
 
 
 def worker_parts(worker: WorkerNode) -> list[str]:
-    """Device, layers and what the worker holds there."""
+    """List a worker's device, its layers and the memory that it holds there."""
     info = worker.info
     parts = [info.device]
     if info.num_layers:
@@ -101,21 +101,25 @@ def worker_parts(worker: WorkerNode) -> list[str]:
 
 
 def layers_words(first: int, count: int) -> str:
-    """As in `layers 0–14`."""
+    """Format layers, as in `layers 0–14`."""
     return f"layer {first}" if count == 1 else f"layers {first}–{first + count - 1}"
 
 
 def stage_words(stage: Sequence[WorkerNode]) -> str:
-    """Which part of the model the workers of a stage have."""
+    """Describe the part of the model that the workers of a stage have."""
     info = stage[0].info
     layers = f", {layers_words(info.first_layer, info.num_layers)}" if info.num_layers else ""
     return f"stage {info.pp_rank}{layers}"
 
 
 def executor_words(core: CoreNode) -> str:
-    """What an engine core reaches its workers through."""
+    """Describe the executor with which an engine core reaches its workers."""
     number = len(core.outside)
     return f"MultiprocExecutor of engine core {core.rank}: {number} worker{'s' if number > 1 else ''}"
+
+
+def _pid(process: ProcessUsage) -> str:
+    return f"pid {process.pid}, stopped" if process.is_stopped else f"pid {process.pid}"
 
 
 def _figures(process: ProcessUsage) -> tuple[str, str, str]:
@@ -130,7 +134,7 @@ def _figures(process: ProcessUsage) -> tuple[str, str, str]:
 
 
 def _row(name: str, process: ProcessUsage, details: str = "") -> list[str]:
-    return [name, f"pid {process.pid}", *_figures(process), details if process.is_running else ""]
+    return [name, _pid(process), *_figures(process), details if process.is_running else ""]
 
 
 def _core_rows(core: CoreNode, stem: str, below: str) -> Iterator[list[str]]:
@@ -150,7 +154,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ends(tree: ProcessTree, link: Link) -> str:
-    """The ends of a link, as in `engine core 0 ↔ workers 0, 1`."""
+    """Name the ends of a link, as in `engine core 0 ↔ workers 0, 1`."""
     names = _names(tree)
     sources, targets = (_several(pids, names) for pids in (link.sources, link.targets))
     if link.kind == "tensor":

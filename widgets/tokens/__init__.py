@@ -1,1 +1,1 @@
-"""An answer's tokens, shaded by their probability."""
+"""The tokens of an answer, shaded by their probability."""

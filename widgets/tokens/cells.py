@@ -1,4 +1,4 @@
-"""An answer's tokens as they are shown: what can be seen of each, how probable it was, what else could have been said."""
+"""An answer's tokens as they are shown: the visible text of each, its probability, and its alternatives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from nbengine.outputs import Logprob
 
 PART = "◌"
-"""Stands for a token that ends within a character; the token that completes it has the whole character."""
+"""The sign for a token that ends within a character; the token that completes it has the whole character."""
 _MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·"}
 _TURNING = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 _JOINERS = "\u200c\u200d"
@@ -20,7 +20,7 @@ _HIDDEN = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs")
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What could stand in a token's place; `label` shows every character of it."""
+    """A token that could stand in another's place; `label` shows every character of it."""
 
     token_id: int
     label: str
@@ -28,7 +28,7 @@ class Alternative:
 
 
 Piece = tuple[str, str]
-"""What a part of a token is shown as, and its text: a mark where the text could not be seen, else nothing and the text."""
+"""A part of a token, as (mark, text): the mark is for text that could not be seen, and is empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class TokenCell:
 def token_cells(
     token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], most: int
 ) -> list[TokenCell]:
-    """The cells of tokens with their entries, each with its likeliest alternatives, at most so many."""
+    """Make the cells of tokens with their entries, each with at most `most` of its likeliest alternatives."""
     return [_cell(token_id, entry, most) for token_id, entry in zip(token_ids, entries, strict=False)]
 
 
 def alternatives_of(entry: dict[int, Logprob], most: int) -> tuple[Alternative, ...]:
-    """The likeliest tokens of an entry, its own among them, in the order of their probability."""
+    """Find the likeliest tokens of an entry, its own among them, in the order of their probability."""
     known = [(token_id, logprob) for token_id, logprob in entry.items() if not math.isnan(logprob.logprob)]
     known.sort(key=lambda item: item[1].logprob, reverse=True)
     return tuple(
@@ -60,7 +60,7 @@ def alternatives_of(entry: dict[int, Logprob], most: int) -> tuple[Alternative, 
 
 
 def label_of(token_id: int, text: str | None) -> str:
-    """A token's text with a mark for each character that cannot be seen."""
+    """Return a token's text with a mark for each character that cannot be seen."""
     if text is None:
         return f"token {token_id}"
     if not text:
@@ -69,7 +69,7 @@ def label_of(token_id: int, text: str | None) -> str:
 
 
 def percent(probability: float | None) -> str:
-    """A probability as people read it: 100 %, 97 %, 3.1 %, 0.02 %."""
+    """Format a probability: 100 %, 97 %, 3.1 %, 0.02 %."""
     if probability is None:
         return "unknown"
     share = probability * 100
@@ -78,7 +78,7 @@ def percent(probability: float | None) -> str:
 
 
 def shade(probability: float | None) -> int:
-    """How strongly a token is shaded: from 0, as good as certain, to 9."""
+    """Return the shade of a token: from 0, as good as certain, to 9."""
     if probability is None:
         return 0
     return min(9, int((1 - min(1.0, probability)) * 10))
@@ -95,9 +95,9 @@ def _pieces(token_id: int, text: str | None) -> tuple[Piece, ...]:
     if not text:
         return ((f"⟨{token_id}⟩" if text is None else PART, ""),)
     if text == " ":
-        # A single space between words is seen well enough.
+        # A single space between words is visible without a mark.
         return (("", " "),)
-    # What joins emoji or letters must stay between them.
+    # Characters that join emoji or letters must stay between them.
     plain = "" if text.isspace() or not text.strip(_JOINERS) else " " + _JOINERS
     pieces: list[Piece] = []
     for character in text:
@@ -111,14 +111,14 @@ def _pieces(token_id: int, text: str | None) -> tuple[Piece, ...]:
 
 
 def _is_dangerous(character: str) -> bool:
-    """Whether it would be seen as something else than it is: control characters, and those that turn the text."""
+    """Return whether a character would look like another: control characters, and those that turn text."""
     if character in "\n\t":
         return False
     return unicodedata.category(character) == "Cc" or character in _TURNING
 
 
 def _mark(character: str) -> str:
-    """What stands for a character that cannot be seen; one that can is its own."""
+    """Return the mark for a character that cannot be seen, and a visible character as it is."""
     if character in _MARKS:
         return _MARKS[character]
     return f"⟨U+{ord(character):04X}⟩" if unicodedata.category(character) in _HIDDEN else character

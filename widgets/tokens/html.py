@@ -8,24 +8,24 @@ from html import escape
 from nbengine.widgets.tokens.cells import Alternative, TokenCell, percent, shade
 
 SHADE = "#e8590c"
-"""The less probable a token was, the more of this colour is behind it. Half transparent, it suits light and dark."""
+"""The colour behind a token: the less probable, the stronger; half transparent, it suits light and dark."""
 _NEGLIGIBLE = 0.001
 _MARK = '<span style="opacity:.5;user-select:none{}">{}</span>{}'
 _OVER = ";position:absolute"
-"""White space that has a mark keeps its width."""
+"""The style of a mark of white space, which keeps its own width."""
 
 
 def tokens_html(cells: Sequence[TokenCell], num_in_text: int | None = None) -> str:
-    """The tokens one after the other; a tooltip on each has its alternatives.
+    """Render the tokens one after the other; a tooltip on each has its alternatives.
 
-    Those from `num_in_text` on, such as the token that ended the answer, are not part of its text and are paler.
+    Tokens from `num_in_text` on, such as one that ended the answer, are not part of its text and are paler.
     """
     limit = len(cells) if num_in_text is None else num_in_text
     return "".join(_token_html(cell, outside=index >= limit) for index, cell in enumerate(cells))
 
 
 def tooltip(cell: TokenCell) -> str:
-    """What there is to say of a token: a line for it, and one for each alternative that is worth one."""
+    """Describe a token: in a line for it, and one for each alternative that is likely enough."""
     rank = f", rank {cell.rank}" if cell.rank else ""
     lines = [f"{percent(cell.probability)}{rank}"]
     lines += [_line(alternative, cell) for alternative in cell.alternatives if _matters(alternative, cell)]

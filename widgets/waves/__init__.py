@@ -1,1 +1,1 @@
-"""What each engine core did over time, wave by wave."""
+"""The timelines of engine cores, wave by wave."""

@@ -1,4 +1,4 @@
-"""Recording what an engine publishes, while something else goes on."""
+"""This module records what an engine publishes, while something else goes on."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from types import TracebackType
 from typing import Self
 
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
 from nbengine.metrics.stats import EngineStats
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.waves.timeline import WaveRecorder, WaveTimeline
 
 _PATIENCE = 0.1
-"""Seconds after which the recording's thread looks whether it is to end."""
+"""Seconds after which the recording's thread looks whether it should end."""
 
 
 class WaveRecording:
-    """Follows an engine's statistics from a thread of its own: a context manager around what is to be seen.
+    """A recording of an engine's statistics in a background thread: a context manager around that time.
 
     It needs neither a client nor a lease, and costs the engine a subscriber.
     """
@@ -33,7 +33,7 @@ class WaveRecording:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        # From here on nothing is missed; an engine that has gone publishes nothing.
+        # From the first message on, nothing is missed; an engine that has gone publishes none.
         while not self._first.wait(_PATIENCE) and self._thread.is_alive() and self._info.host_alive:
             pass
         return self
@@ -47,7 +47,7 @@ class WaveRecording:
 
     @property
     def timeline(self) -> WaveTimeline:
-        """What has been recorded so far."""
+        """Return the timeline that has been recorded until now."""
         with self._lock:
             return self._recorder.timeline(self._ended_at or time.time())
 
@@ -59,10 +59,3 @@ class WaveRecording:
                     with self._lock:
                         self._recorder.take(message)
                     self._first.set()
-
-
-def record_for(info: ConnectionInfo, seconds: float) -> WaveTimeline:
-    """Record for so long."""
-    with WaveRecording(info) as recording:
-        time.sleep(seconds)
-    return recording.timeline

@@ -1,4 +1,4 @@
-"""What each engine core did over time: steps, dummy steps and pauses, wave by wave. Made from the coordinator's snapshots."""
+"""The timeline of engine cores: steps, dummy steps and pauses, wave by wave, made from snapshots."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ class RankSpan:
     """One engine core between two snapshots."""
 
     steps: float = 0.0
-    """With work of its own; a share of them where a span is a part of a longer one."""
+    """The steps with tokens; where a span is a part of a longer one, a share of them."""
     dummy_steps: float = 0.0
-    """In lock step: without, for the others' sake."""
+    """The steps without tokens, which exist only in lock step, for the others' sake."""
     wave: int = 0
     is_running: bool = False
-    """In lock step: a wave runs; else: there are requests."""
+    """In lock step, a wave runs; otherwise, there are requests."""
     num_requests: int = 0
-    """Running and waiting, at the end."""
+    """The requests that run and wait at the end of the span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time between two snapshots, in seconds since the start of the recording, and the engine cores that there were
-    by rank."""
+    """The time between two snapshots, in seconds since the recording began, and its engine cores by rank."""
 
     start: float
     end: float
@@ -34,7 +33,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Return the seconds between the snapshots."""
         return self.end - self.start
 
 
@@ -49,28 +48,28 @@ class WaveSpan:
 
 @dataclass(frozen=True, slots=True)
 class WaveTimeline:
-    """A recording. `str(timeline)` is a timeline of text, `timeline.svg()` a picture; a notebook shows the picture."""
+    """A recording; `str(timeline)` is a timeline of text, `timeline.svg()` a picture for notebooks."""
 
     engine: str
     lock_step: bool
-    """Whether the engine cores step together; otherwise there are no waves and no dummy steps."""
+    """The engine cores step together; otherwise there are no waves and no dummy steps."""
     spans: tuple[Span, ...] = ()
     began: float = 0.0
-    """`time.time()` of its start."""
+    """The `time.time()` of the start."""
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Return the seconds from the start to the end."""
         return self.spans[-1].end if self.spans else 0.0
 
     @property
     def ranks(self) -> list[int]:
-        """The engine cores that have been there."""
+        """List the ranks of all engine cores that were seen."""
         return sorted({rank for span in self.spans for rank in span.ranks})
 
     @property
     def waves(self) -> list[WaveSpan]:
-        """The waves that ran, in their order."""
+        """List the waves that ran, in order."""
         waves: dict[int, WaveSpan] = {}
         for span in self.spans if self.lock_step else ():
             running = [state.wave for state in span.ranks.values() if state.is_running]
@@ -81,7 +80,7 @@ class WaveTimeline:
         return list(waves.values())
 
     def total(self, rank: int) -> RankSpan:
-        """What an engine core did in all of it; `num_requests` is the most it had at a time."""
+        """Sum up what an engine core did; `num_requests` is the most that it had at a time."""
         states = [span.ranks[rank] for span in self.spans if rank in span.ranks]
         return RankSpan(
             sum(state.steps for state in states),
@@ -92,7 +91,7 @@ class WaveTimeline:
         )
 
     def columns(self, rank: int, count: int) -> Iterator[RankSpan | None]:
-        """An engine core's part in so many spans of equal length; None where there was no such core."""
+        """Divide an engine core's part into `count` equal spans; None where there was no such core."""
         length = self.seconds / count
         first = 0
         for number in range(count):
@@ -102,13 +101,13 @@ class WaveTimeline:
             yield _merged(self.spans, first, rank, start, end)
 
     def svg(self) -> str:
-        """A picture that stands by itself, as in a file: on a ground of its own, dark where the reader's system is."""
+        """Draw a picture that stands by itself, as in a file: on its own ground, dark in a dark system."""
         from nbengine.widgets.waves.timeline_svg import draw
 
         return draw(self, standalone=True)
 
     def html(self) -> str:
-        """The picture in the colours of the page that it is put in, and the text, folded."""
+        """Render the picture in the colours of its page, and below it the text, folded."""
         from nbengine.widgets.waves.timeline_svg import page_part
 
         return page_part(self)
@@ -119,7 +118,7 @@ class WaveTimeline:
         return text_timeline(self)
 
     def bundle(self) -> dict[str, str]:
-        """All its forms, by MIME type."""
+        """Render all forms, by MIME type."""
         return {"text/plain": str(self), "text/html": self.html(), "image/svg+xml": self.svg()}
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -128,14 +127,16 @@ class WaveTimeline:
 
 @dataclass
 class WaveRecorder:
-    """Makes a timeline from snapshots. What is published says how things stand: between two snapshots lies what the
-    counters have grown by, in the state of the first one, because each change of state is published at once. Who has not
-    read all that was published says so with `break_off`."""
+    """A recorder that makes a timeline from snapshots.
+
+    Each change of state is published at once. So between two snapshots the state was that of the first one,
+    and the steps are the growth of the counters. A reader that has missed messages says so with `break_off`.
+    """
 
     engine: str
     lock_step: bool
     keep: int | None = None
-    """How many spans are kept, the latest; None: all."""
+    """The number of spans that are kept, the latest; None: all."""
     _spans: list[Span] = field(default_factory=list)
     _newest: EngineStats | None = None
     _began: float = 0.0
@@ -155,11 +156,11 @@ class WaveRecorder:
         self._newest = stats
 
     def break_off(self) -> None:
-        """From here to the next snapshot nothing is known: some may be missed."""
+        """Forget the last snapshot: nothing is known until the next one, since some may be missed."""
         self._newest = None
 
     def timeline(self, now: float | None = None) -> WaveTimeline:
-        """What there is; `now`, a `time.time()`, ends it later than the last snapshot, with nothing new."""
+        """Make the timeline; `now`, a `time.time()`, ends it after the last snapshot, with nothing new."""
         spans = list(self._spans)
         newest = self._newest
         if newest is not None and now is not None and now > newest.timestamp:
@@ -169,7 +170,7 @@ class WaveRecorder:
             _spread(spans, rank)
         start = spans[0].start if spans else 0.0
         if start:
-            # Earlier ones are not kept.
+            # The start moves, since the oldest spans were dropped.
             spans = [replace(span, start=span.start - start, end=span.end - start) for span in spans]
         return WaveTimeline(self.engine, self.lock_step, tuple(spans), self._began + start)
 
@@ -181,7 +182,7 @@ class WaveRecorder:
             rank = engine.engine_index
             state = self._state(known.get(rank, SchedulerStats(rank)), engine)
             if self.lock_step:
-                # The state that was published holds until the next one; what ranks report may be older.
+                # The published state holds until the next one; the counters that ranks report may be older.
                 is_late = not (before.engines_running or after.engines_running)
                 if is_late:
                     self._credit(rank, state, start)
@@ -202,8 +203,10 @@ class WaveRecorder:
         return RankSpan(steps, dummy_steps, 0, steps > 0 or had_requests, num_requests)
 
     def _credit(self, rank: int, late: RankSpan, start: float) -> None:
-        """Steps that were reported when the wave was over belong to the last time that the rank was seen in one, if all
-        between that and `start` is known."""
+        """Credit steps reported after the end of a wave to the last span in which the rank was in one.
+
+        The steps are dropped if a part of the time between that span and `start` is unknown.
+        """
         if not late.steps + late.dummy_steps:
             return
         for index in range(len(self._spans) - 1, -1, -1):
@@ -221,7 +224,7 @@ class WaveRecorder:
 
 
 def _spread(spans: list[Span], rank: int) -> None:
-    """Where a rank was running and had nothing new to report, what it reports next belongs to that time, too."""
+    """Spread a rank's report over the spans before it in which the rank ran without a report."""
     silent: list[int] = []
     for index, span in enumerate(spans):
         state = span.ranks.get(rank)
@@ -244,14 +247,14 @@ def _spread(spans: list[Span], rank: int) -> None:
 
 
 def _steps(engine: SchedulerStats) -> int:
-    """Steps with tokens since the start of the engine core: its workers count them across waves."""
+    """Count the steps with tokens since the start of the engine core: its workers count them across waves."""
     if engine.workers:
         return max(worker.num_steps for worker in engine.workers)
     return engine.step_counter
 
 
 def _growth(before: int, after: int) -> int:
-    """How much a counter has grown; one that is less has begun anew."""
+    """Return how much a counter has grown; one that is less has begun again at 0."""
     return after - before if after >= before else after
 
 

@@ -1,6 +1,6 @@
-"""A wave timeline as a picture: a row an engine core, time from left to right.
+"""A wave timeline as a picture: each engine core is a row, time goes from left to right.
 
-Text takes the colour of what is around it, bars take colours that show on light and on dark ground.
+Text takes the colour of its surroundings, bars take colours that show on light and on dark ground.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _GREEN, _ORANGE, _BLUE, _GREY = "#2f9e6e", "#d9822b", "#3b82f6", "#8a8f98"
 _PAD = 8.0
 _LEFT = 76.0
 _BAR = 26.0
-"""Height of a rank's bar."""
+"""The height of a rank's bar."""
 _CURVE = 16.0
-"""Height of the curve of its requests, below."""
+"""The height of the curve of the rank's requests, below."""
 _COLUMNS = 330
 _SMALLEST_MARK = 34.0
-"""Width that a wave needs for its number."""
+"""The width that a wave needs for its number."""
 _TICKS = 5
 
 
 def draw(timeline: WaveTimeline, *, standalone: bool = False) -> str:
-    """The picture as SVG; `standalone` gives it a ground and a text colour of its own."""
+    """Draw the picture as SVG; `standalone` gives it its own ground and text colour."""
     return _Picture(timeline).render(standalone=standalone)
 
 
 def page_part(timeline: WaveTimeline) -> str:
-    """The picture for a page, and below it the text for whoever cannot see it or wants to copy it."""
+    """Draw the picture for a page, with the text below it for readers who cannot see or want to copy it."""
     return (
         f'<div style="font-size:0">{draw(timeline)}</div><details><summary>as text</summary>'
         f'<pre style="margin:0;overflow-x:auto;white-space:pre">{escape(str(timeline))}</pre></details>'
@@ -39,7 +39,7 @@ def page_part(timeline: WaveTimeline) -> str:
 
 
 class _Picture:
-    """Lays the timeline out from top to bottom while it draws it; `_y` is how far down it has come."""
+    """A drawing of the timeline, laid out from top to bottom; `_y` is how far down it has come."""
 
     def __init__(self, timeline: WaveTimeline) -> None:
         self._timeline = timeline
@@ -50,7 +50,7 @@ class _Picture:
         self._most_requests = max(1, most)
 
     def render(self, *, standalone: bool) -> str:
-        """The whole picture."""
+        """Draw the whole picture."""
         timeline, drawing = self._timeline, self._drawing
         drawing.text(_PAD, self._y + 12, summary(timeline), width=WIDTH - 2 * _PAD, bold=True)
         self._y += LINE + _PAD
@@ -99,7 +99,7 @@ class _Picture:
         self._y += LINE + 2
 
     def _bar(self, place: Rect, state: RankSpan | None) -> None:
-        """Steps from below, dummy steps above them, by their shares; a line in the middle where nothing runs."""
+        """Draw steps from below, dummy steps above them, by their shares; a middle line if nothing runs."""
         kind, tenths = _look(state)
         if kind == "absent":
             return
@@ -155,7 +155,7 @@ class _Picture:
 
 
 def _look(state: RankSpan | None) -> tuple[str, int]:
-    """What a moment looks like: a kind, and how many tenths of its steps were real ones."""
+    """Return the look of a moment: a kind, and how many tenths of its steps were real ones."""
     if state is None:
         return "absent", 0
     steps = state.steps + state.dummy_steps
@@ -165,7 +165,7 @@ def _look(state: RankSpan | None) -> tuple[str, int]:
 
 
 def _without_middles(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same curve without points between two at the same height."""
+    """Return the same curve without points between two at the same height."""
     kept = [
         point
         for before, point, after in zip(points, points[1:], points[2:], strict=False)

@@ -1,4 +1,4 @@
-"""A wave timeline as text: a row an engine core, a character a moment."""
+"""A wave timeline as text: each engine core is a row, each moment a character."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STEPS, _BOTH, _DUMMY, _PAUSED, _ABSENT = "█▒░· "
 
 
 def text_timeline(timeline: WaveTimeline) -> str:
-    """The whole timeline."""
+    """Render the whole timeline."""
     if not timeline.spans:
         return f"{summary(timeline)}: nothing was published"
     labels = {rank: f"rank {rank}" for rank in timeline.ranks}
@@ -27,7 +27,7 @@ def text_timeline(timeline: WaveTimeline) -> str:
 
 
 def summary(timeline: WaveTimeline) -> str:
-    """One line: the engine, how many engine cores, for how long, which waves."""
+    """Describe the timeline in one line: the engine, the number of engine cores, the duration, the waves."""
     count = len(timeline.ranks)
     cores = f"{count} engine core{'' if count == 1 else 's'}"
     kind = f"{cores} in lock step" if timeline.lock_step else cores
@@ -40,7 +40,7 @@ def summary(timeline: WaveTimeline) -> str:
 
 
 def totals(timeline: WaveTimeline, rank: int) -> str:
-    """What an engine core did in all."""
+    """Describe all that an engine core did."""
     total = timeline.total(rank)
     parts = [f"{total.steps:,.0f} steps"]
     if timeline.lock_step:
@@ -50,7 +50,7 @@ def totals(timeline: WaveTimeline, rank: int) -> str:
 
 
 def moment(timeline: WaveTimeline, share: float) -> str:
-    """The time after a share of the timeline, as exactly as its length calls for."""
+    """Format the time after a share of the timeline, as exactly as its length calls for."""
     return f"{timeline.seconds * share:.{2 if timeline.seconds < 2 else 1}f} s"
 
 
@@ -65,7 +65,7 @@ def _axis(timeline: WaveTimeline) -> str:
 
 
 def _waves(timeline: WaveTimeline) -> str:
-    """The number of each wave where it begins, as far as there is room."""
+    """Write the number of each wave where it begins, as far as there is room."""
     line = [" "] * COLUMNS
     free = 0
     for wave in timeline.waves:

@@ -6,31 +6,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from chromium import browser
 from dashboard_page import DashboardPage
-from notebook_support.dashboard_script import OpenPage
-from playwright.sync_api import Browser
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("browser")) as started:
-        yield started
+from notebook_support.bare import BarePages
+from notebook_support.dashboard_script import OpenPage, freeze
 
 
 @pytest.fixture
-def open_page(chromium: Browser) -> Iterator[OpenPage]:
-    """Open bare pages; no script may have failed on them."""
+def open_page(bare_pages: BarePages) -> Iterator[OpenPage]:
+    """Open bare pages, frozen ones if that is asked for; no script may have failed on them."""
     pages: list[DashboardPage] = []
-    contexts = []
 
-    def open_one(**options: Any) -> DashboardPage:
-        contexts.append(chromium.new_context())
-        pages.append(DashboardPage(contexts[-1].new_page(), **options))
+    def open_one(*, frozen: bool = False, **options: Any) -> DashboardPage:
+        pages.append(DashboardPage(bare_pages.take(frozen=frozen), **options))
+        if frozen:
+            freeze(pages[-1])
         return pages[-1]
 
     yield open_one
+    failures = [page.failures() for page in pages]
     for page in pages:
-        assert page.failures() == []
-    for context in contexts:
-        context.close()
+        bare_pages.give_back(page.page, frozen=page.is_frozen)
+    assert failures == [[]] * len(pages)

@@ -95,6 +95,13 @@ def test_pointer_and_keyboard_tell_of_a_block(open_page: OpenPage) -> None:
     # The answer is old when the block is another's.
     page.deliver(frame(2, reset=False, changed={2: word(1, False, 12)}))
     assert page.text(TIP) == "block 2: 1 reference\nheld by #12 cmpl-12"
+    # The kernel is asked once more, and not again for what happens to other blocks.
+    asked = "models[0].sent.filter((m) => m.kind === 'block' && m.block === 2).length"
+    page.page.wait_for_function(f"() => {asked} === 2")
+    page.deliver(frame(3, reset=False, changed={3: word(0)}))
+    page.deliver(({"kind": "block", "rank": 0, "block": 2, "lines": lines}, []))
+    assert page.text(TIP).split("\n")[-2:] == lines
+    assert page.page.evaluate(asked) == 2
 
     page.page.mouse.move(0, 0)
     assert page.page.locator(TIP).count() == 0

@@ -18,7 +18,6 @@ from notebook_support.dashboard_script import (
     cell,
     column,
     frame,
-    freeze,
     hover,
     request,
     step,
@@ -111,13 +110,19 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
     [
         (True, "api/kernels/ab-12", 204, "the cell was interrupted", True),
         (True, "api/kernels/ab-12", 403, "not aborted: the server answered 403 Forbidden", True),
-        (False, "api/kernels/ab-12", 204, "the kernel is busy: it will be aborted when the cell ends", False),
-        (True, "", 204, "the kernel is busy: it will be aborted when the cell ends", False),
+        (
+            False,
+            "api/kernels/ab-12",
+            204,
+            "the kernel is busy: the request will be aborted when the cell ends",
+            False,
+        ),
+        (True, "", 204, "the kernel is busy: the request will be aborted when the cell ends", False),
         (
             True,
             "api/kernels/../../evil?",
             204,
-            "the kernel is busy: it will be aborted when the cell ends",
+            "the kernel is busy: the request will be aborted when the cell ends",
             False,
         ),
     ],
@@ -125,10 +130,9 @@ def test_the_table_and_abort_with_an_answer(open_page: OpenPage) -> None:
 def test_abort_without_an_answer(
     open_page: OpenPage, foreground: bool, path: str, status: int, text: str, posted: bool
 ) -> None:
-    page = open_page(config=SERVER)
+    page = open_page(frozen=True, config=SERVER)
     page.answer_status = status
     page.page.evaluate("document.cookie = 'other=1'; document.cookie = '_xsrf=2%7Cabc'")
-    freeze(page)
     page.mount(interrupt_path=path)
     deliver_frozen(page, frame(requests=[request(0, foreground=foreground)]))
     page.page.evaluate("document.querySelector('.nbe-abort').click()")
@@ -149,7 +153,7 @@ def test_abort_without_an_answer(
     [
         ({"state": "finished", "finish_reason": "stop", "ended_at": START}, 0, ""),
         (None, 0, ""),
-        ({"foreground": False}, 0, "the kernel is busy: it will be aborted when the cell ends"),
+        ({"foreground": False}, 0, "the kernel is busy: the request will be aborted when the cell ends"),
         ({}, 5000, "the kernel does not answer"),
     ],
     ids=["ended", "gone", "in the background", "nothing heard"],
@@ -157,8 +161,7 @@ def test_abort_without_an_answer(
 def test_abort_looks_again_before_it_interrupts(
     open_page: OpenPage, change: dict[str, Any] | None, age: int, text: str
 ) -> None:
-    page = open_page(config=SERVER)
-    freeze(page)
+    page = open_page(frozen=True, config=SERVER)
     page.mount(interrupt_path="api/kernels/ab-12")
     row = request(0, foreground=True)
     deliver_frozen(page, frame(requests=[row]))

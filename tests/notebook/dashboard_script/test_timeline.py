@@ -75,7 +75,7 @@ def test_the_timeline_shows_what_each_request_did(open_page: OpenPage) -> None:
     assert "preemption" in page.text(".nbe-scheduler .nbe-now")
 
 
-def test_pausing_going_back_and_zooming(open_page: OpenPage) -> None:
+def test_the_timeline_can_be_paused_gone_back_in_and_zoomed(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
     steps = [step(1, [0, 5, 1, -1]), *[step(number, [0, 1, 0, -1]) for number in range(2, 2001)]]
@@ -98,7 +98,7 @@ def test_pausing_going_back_and_zooming(open_page: OpenPage) -> None:
     assert page.page.locator(TIP).count() == 0
     before = place.inner_text()
 
-    # New steps do not move what is paused; nor does a frame that begins anew.
+    # New steps do not move what is paused; nor does a frame with a reset.
     page.deliver(frame(2, reset=False, steps=[step(2001), step(2002)]))
     assert place.inner_text() == before
     page.deliver(frame(1, steps=steps[:50]))
@@ -229,7 +229,7 @@ def test_what_comes_late_is_put_in_its_place(open_page: OpenPage) -> None:
 
 
 def is_same(steps: list[list[Any]], index: int) -> bool:
-    """Whether a step did what the one before did: a token each."""
+    """Return whether a step did what the one before did: a token each."""
     now, before = steps[index][7], steps[index - 1][7] if index else []
     one_each = all(now[at + 1 : at + 4] == [1, 0, -1] for at in range(0, len(now), 4))
     return one_each and now[::4] == before[::4] and not steps[index][8]
@@ -259,7 +259,7 @@ def test_a_lost_frame_is_noticed_and_a_reset_frame_mends_it(open_page: OpenPage)
     assert page.text(TIP).endswith("steps before it were lost")
 
 
-def test_ranks_waves_and_the_choice_of_one(open_page: OpenPage) -> None:
+def test_ranks_and_waves_are_shown_and_one_rank_can_be_chosen(open_page: OpenPage) -> None:
     page = open_page()
     page.mount()
     engine = FakeEngine(ranks=2, num_blocks=20, lock_step=True)

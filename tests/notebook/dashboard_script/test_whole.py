@@ -20,7 +20,6 @@ from notebook_support.dashboard_script import (
     assert_color,
     cell,
     frame,
-    freeze,
     hover,
     request,
     step,
@@ -37,10 +36,12 @@ pytestmark = needs_chromium
 
 
 def test_the_header_says_what_was_published_and_a_dash_for_what_was_not(open_page: OpenPage) -> None:
-    page = open_page()
+    # Not put together into one text, as in all other tests and in a notebook: the browser takes the modules, too.
+    page = open_page(as_modules=True)
     page.mount()
     assert page.sent("hello") == [{"kind": "hello"}]
-    assert page.text(".nbe-banner") == "waiting for the kernel …"
+    # The modules may be loaded before the first picture is drawn.
+    page.page.locator(".nbe-banner").filter(has_text="waiting for the kernel …").wait_for()
     content, buffers = frame(
         num_blocks=400, num_free_blocks=300, prefix_cache_queries=80, prefix_cache_hits=20
     )
@@ -114,12 +115,11 @@ def test_a_file_goes_to_the_one_view_that_asked_for_it(open_page: OpenPage) -> N
 
 
 def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> None:
-    page = open_page()
+    page = open_page(frozen=True)
     engine = FakeEngine(num_blocks=6)
     engine.ranks[0].add(40, 3, id="saved-1", own=True)
     engine.run(2, arrivals=0)
     snapshot = engine.snapshot()
-    freeze(page)
     page.mount(snapshot=snapshot)
     page.page.clock.run_for(100)
     assert page.text(".nbe-banner").endswith(", asking the kernel for more …")
@@ -143,12 +143,11 @@ def test_a_saved_state_is_drawn_and_says_that_it_is_one(open_page: OpenPage) -> 
 
 
 def test_a_kernel_that_nothing_can_be_sent_to_is_said_not_to_answer(open_page: OpenPage) -> None:
-    page = open_page(config={"baseUrl": "/"})
+    page = open_page(frozen=True, config={"baseUrl": "/"})
     engine = FakeEngine(num_blocks=6)
     engine.ranks[0].add(40, 300, own=True, foreground=True)
     engine.run(2, arrivals=0)
     snapshot = engine.snapshot()
-    freeze(page)
     page.mount(interrupt_path="api/kernels/ab-12")
     live, _ = engine.frame(reset=True)
     page.page.evaluate("([content]) => models[0].deliver(content, [btoa('\\0'.repeat(24))])", [live])
@@ -157,7 +156,7 @@ def test_a_kernel_that_nothing_can_be_sent_to_is_said_not_to_answer(open_page: O
     # As in a notebook whose kernel was restarted.
     page.page.evaluate("() => { Model.prototype.send = () => { throw new Error('Cannot send'); }; }")
     page.page.clock.run_for(5000)
-    assert page.text(".nbe-banner").startswith("The kernel does not answer. This is how things stood at ")
+    assert page.text(".nbe-banner").startswith("The kernel does not answer. This is the state at ")
     page.page.evaluate("document.querySelector('.nbe-abort').click()")
     page.page.get_by_label("Export as Chrome trace").evaluate("(button) => button.click()")
     page.page.clock.run_for(300)
@@ -180,8 +179,7 @@ def test_a_kernel_that_nothing_can_be_sent_to_is_said_not_to_answer(open_page: O
 
 
 def test_only_what_is_seen_is_alive(open_page: OpenPage) -> None:
-    page = open_page()
-    freeze(page)
+    page = open_page(frozen=True)
     page.mount()
     page.page.wait_for_function("() => models[0].sent.some((m) => m.kind === 'alive')")
     page.page.clock.run_for(10_500)
@@ -200,7 +198,7 @@ def test_only_what_is_seen_is_alive(open_page: OpenPage) -> None:
 
 
 def test_several_are_independent_and_leave_nothing(open_page: OpenPage) -> None:
-    page = open_page(height=2400, as_bundle=True)
+    page = open_page(height=2400)
     page.mount()
     page.mount(view={"scale": 3})
     page.deliver(frame(steps=STEPS, requests=[request(0)]), 0)
@@ -254,7 +252,7 @@ def test_the_height_can_be_dragged_and_is_kept(open_page: OpenPage) -> None:
 
 
 def height_told(page: DashboardPage) -> tuple[str | None, ...]:
-    """What a screen reader has of the handle: from, to, at, in words."""
+    """Return what a screen reader says of the handle: from, to, at, in words."""
     handle = page.page.get_by_role("separator")
     return tuple(handle.get_attribute(f"aria-value{name}") for name in ("min", "max", "now", "text"))
 
@@ -315,6 +313,23 @@ def test_nothing_overlaps_or_is_cut_off(open_page: OpenPage, width: int, theme: 
     if PICTURES:
         Path(PICTURES).mkdir(parents=True, exist_ok=True)
         page.page.screenshot(path=Path(PICTURES) / f"dashboard-{theme}-{width}.png", full_page=True)
+
+
+def test_an_engine_that_is_held_back_has_a_button_that_lets_it_go_on(open_page: OpenPage) -> None:
+    page = open_page()
+    page.mount()
+    page.deliver(frame(engine={"state": "running"}))
+    assert page.page.locator(".nbe-title .nbe-button:visible").count() == 0
+    for seq, (state, label) in enumerate({"paused": "Resume", "asleep": "Wake"}.items(), 2):
+        page.deliver(frame(seq, reset=False, engine={"state": state}))
+        page.page.get_by_role("button", name=f"{label} the engine").click()
+        sent = page.page.evaluate("models[0].sent.filter((m) => m.kind === 'go_on').length")
+        assert sent == seq - 1
+    page.deliver(({"kind": "goes_on", "error": "this notebook is not attached"}, []))
+    expect(page.page.locator(".nbe-banner")).to_contain_text("this notebook is not attached")
+    page.deliver(frame(4, reset=False, engine={"state": "idle"}))
+    assert page.page.locator(".nbe-title .nbe-button:visible").count() == 0
+    expect(page.page.locator(".nbe-banner")).to_be_hidden()
 
 
 def test_everything_can_be_reached_by_tab(open_page: OpenPage, chromium: Browser) -> None:

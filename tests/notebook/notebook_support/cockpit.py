@@ -13,7 +13,7 @@ import pytest
 from chromium import needs_chromium
 from notebook_support.lab import (
     DEADLINE_SECONDS,
-    SESSION,
+    POLL_MS,
     output_of,
     run_cell,
     wait_for_prompt,
@@ -83,7 +83,7 @@ _FAULTS = """(root) => {
     return faults;
 }"""
 
-# By its number each time: a row may be drawn anew, and what says "running" now may not the next time.
+# A row is found by its number each time: it may be drawn again, and may not say "running" the next time.
 _OUTPUT_OF = """([root, name, tokens]) => {
     const row = [...root.querySelectorAll('tbody tr')].find((row) => row.querySelector('b')?.textContent === name);
     const seen = Number(row?.querySelector('.nbe-cell-output .nbe-bar')?.getAttribute('aria-valuenow') ?? -1);
@@ -129,7 +129,7 @@ class Cockpit:
         return self.finish(self.start(code))
 
     def output(self, cell: int) -> Locator:
-        """What a cell shows, as an element."""
+        """Find the element with a cell's output."""
         return self.page.locator(".jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea")
 
     def wait_for_text(self, cell: int, text: str) -> None:
@@ -149,12 +149,11 @@ class Cockpit:
         return DashboardView(self.page, self.output(cell).locator(".nbe-dash"))
 
     def close(self) -> None:
-        """End the kernel, and close the page if that is not done."""
+        """Wait until the kernel has come to an end with everything, if the page is open; the page stays."""
         if self.page.is_closed():
             return
+        self.page.remove_listener("dialog", self._note)
         wait_until_idle(self.page)
-        self.page.evaluate(f"() => {SESSION}.shutdown()")
-        self.page.close()
 
 
 class DashboardView:
@@ -204,12 +203,12 @@ class DashboardView:
 
     @property
     def place(self) -> str:
-        """Which step is at the right edge of the timeline."""
+        """Read which step is at the right edge of the timeline."""
         return self.root.locator(".nbe-place").inner_text()
 
     @property
     def num_steps(self) -> int:
-        """How many steps there are to scrub through."""
+        """Read how many steps there are to scrub through."""
         return int(self.root.locator(".nbe-slider").get_attribute("max") or 0)
 
     @property
@@ -219,13 +218,13 @@ class DashboardView:
         return {kind: int(number.replace(",", "")) for number, kind in re.findall(r"([\d,]+) (\w+)", text)}
 
     def wait_for_output(self, row: Locator, tokens: int) -> int:
-        """Wait until a request has so many tokens; returns how many it has."""
+        """Wait until a request has `tokens` tokens; return how many it has."""
         arg = [self.root.element_handle(), f"#{number_of(row)}", tokens]
-        found: dict[str, int] = self.page.wait_for_function(_OUTPUT_OF, arg=arg).json_value()
+        found: dict[str, int] = self.page.wait_for_function(_OUTPUT_OF, arg=arg, polling=POLL_MS).json_value()
         return found["tokens"]
 
     def colors(self, panel: str) -> Counter[Color]:
-        """How many pixels of a canvas have which colour; "blocks" or "timeline"."""
+        """Count the pixels of each colour on the canvas of a panel, "blocks" or "timeline"."""
         found: list[list[int]] = self.root.locator(f".nbe-{panel} canvas").evaluate(
             """(canvas) => {
                 const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -251,11 +250,11 @@ class DashboardView:
             assert time.monotonic() < end, f"{panel} has no {wanted}"
 
     def pixels_of_request(self, number: int) -> int:
-        """How many pixels of the block map are in a request's colour."""
+        """Count the pixels of the block map that are in a request's colour."""
         return self.colors("blocks")[color(REQUESTS[number % len(REQUESTS)])]
 
     def tip(self) -> str:
-        """What is said beside the pointer or the keyboard's cursor."""
+        """Read the text beside the pointer or the keyboard's cursor."""
         return self.page.locator(".nbe-tip:not([hidden])").inner_text()
 
 
@@ -278,7 +277,7 @@ def number_of(row: Locator) -> int:
 
 
 def faults_of_layout(root: Locator) -> list[str]:
-    """What sticks out of an element, is cut off in it, or lies on something else."""
+    """List what sticks out of an element, is cut off in it, or lies on something else."""
     found: list[Any] = root.evaluate(_FAULTS)
     return [str(fault) for fault in found]
 

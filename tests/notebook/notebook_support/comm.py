@@ -19,7 +19,8 @@ def model_of(output: dict[str, Any]) -> str:
 
 
 def subshell_of(kernel: Kernel) -> str | None:
-    """Where JupyterLab sends widgets' messages: a new subshell, beside the cell that runs, if the kernel has such."""
+    """Make a subshell, to which JupyterLab sends widgets' messages beside the cell that runs; None without
+    such."""
     client = kernel.client
     info = client.kernel_info(reply=True, timeout=DEADLINE)["content"]
     if "kernel subshells" not in info.get("supported_features", []):
@@ -33,7 +34,7 @@ def subshell_of(kernel: Kernel) -> str | None:
 
 
 class Browser:
-    """What a widget is sent, and what it sends, on a subshell if there is one."""
+    """A browser's side of a widget: it gets and sends messages, on a subshell if there is one."""
 
     def __init__(self, kernel: Kernel, model_id: str, subshell_id: str | None = None) -> None:
         self.kernel = kernel
@@ -57,7 +58,7 @@ class Browser:
         self.kernel.pump(condition, "message of the widget")
 
     def row(self, request_id: str) -> dict[str, Any] | None:
-        """What the table says of a request."""
+        """Find a request's row in the table."""
         rows = self.decoder.requests
         return next((row for row in rows if row["id"].startswith(request_id)), None)
 

@@ -120,6 +120,7 @@ def hover(page: DashboardPage, canvas: str, x: float, y: float) -> str:
 
 def freeze(page: DashboardPage) -> None:
     """From now on the page's time passes when the test says so."""
+    page.is_frozen = True
     page.page.clock.install(time=0)
     page.page.clock.pause_at(1000)
 

@@ -72,7 +72,7 @@ class Kernel:
         self.cells: dict[str, Cell] = {}
         self.displays: dict[str, list[dict[str, Any]]] = {}
         self.comm_messages: Callable[[dict[str, Any]], None] = lambda message: None
-        """What is done with widgets' messages."""
+        """The function that gets widgets' messages."""
         self.client = self._connect()
         self.run("%load_ext nbengine")
 
@@ -135,7 +135,7 @@ class Kernel:
         assert text in cell.text, cell.outputs
 
     def interrupt(self) -> None:
-        """What the toolbar's button does."""
+        """Interrupt the kernel, as the toolbar's button does."""
         self.manager.interrupt_kernel()
 
     def restart(self, *, now: bool = False) -> float:
@@ -149,7 +149,7 @@ class Kernel:
         return took
 
     def kill(self) -> None:
-        """SIGKILL, without a chance to say good-bye."""
+        """End the kernel with SIGKILL, without a chance to say good-bye."""
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
 
@@ -160,3 +160,38 @@ class Kernel:
         if self.manager.has_kernel:
             self.manager.shutdown_kernel()
         return time.monotonic() - began
+
+
+class SharedKernel:
+    """A kernel that serves one after another: to each it is as if it had just loaded the extension."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._kernel: Kernel | None = None
+
+    def take(self) -> Kernel:
+        """The kernel, with no variables and no engine."""
+        if self._kernel is None:
+            self._kernel = Kernel(self._environment)
+        else:
+            self._kernel.run("%load_ext nbengine")
+        return self._kernel
+
+    def give_back(self) -> None:
+        """Detach it from its engines and forget everything; one that cannot do so is ended, and that is an error."""
+        kernel, self._kernel = self._kernel, None
+        assert kernel is not None
+        try:
+            kernel.run("%unload_ext nbengine\n%reset -f")
+        except BaseException:
+            kernel.kill()
+            raise
+        kernel.cells.clear()
+        kernel.displays.clear()
+        kernel.comm_messages = lambda message: None
+        self._kernel = kernel
+
+    def close(self) -> None:
+        """End it in good order."""
+        if self._kernel is not None:
+            self._kernel.close()

@@ -25,6 +25,9 @@ from playwright.sync_api import Browser, Dialog, Locator, Page
 
 DEADLINE_SECONDS = 60.0
 TOKEN = "secret"
+POLL_MS = 50
+"""Milliseconds after which a page looks again for what it waits for; to look at each frame would cost
+most."""
 WIDE, NARROW = 1280, 800
 """Widths at which everything has to be readable."""
 SETTINGS = {
@@ -53,22 +56,10 @@ KERNEL_IS_IDLE = f"""() => {{
 
 @contextmanager
 def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Serve a directory's notebooks; yields the server's address. The kernels end with it."""
-    with _server("jupyterlab", "LabApp", directory, environment, {"LabApp.news_url": None}) as address:
-        yield address
+    """Serve a directory's notebooks in JupyterLab and in Notebook 7; yields the server's address. The kernels end with it.
 
-
-@contextmanager
-def jupyter_notebook(directory: Path, environment: dict[str, str]) -> Iterator[str]:
-    """`jupyter_lab` with Notebook 7; its pages are opened with `notebook_page(…, frontend="notebooks")`."""
-    with _server("notebook", "JupyterNotebookApp", directory, environment, {}) as address:
-        yield address
-
-
-@contextmanager
-def _server(
-    module: str, app: str, directory: Path, environment: dict[str, str], more: dict[str, object]
-) -> Iterator[str]:
+    Pages of Notebook 7 are opened with `open_notebook(…, frontend="notebooks")`.
+    """
     settings = directory / "settings"
     settings.mkdir(exist_ok=True)
     (settings / "overrides.json").write_text(json.dumps(SETTINGS))
@@ -81,14 +72,17 @@ def _server(
         "ServerApp.port_retries": 0,
         "ServerApp.root_dir": directory,
         "IdentityProvider.token": TOKEN,
-        f"{app}.expose_app_in_browser": True,
         "LabApp.extension_manager": "readonly",
-        f"{app}.app_settings_dir": settings,
-        f"{app}.user_settings_dir": directory / "user-settings",
-        f"{app}.workspaces_dir": directory / "workspaces",
-        **more,
+        "LabApp.news_url": None,
     }
-    command = [sys.executable, "-m", module, "--no-browser", "--allow-root"]
+    for app in ("LabApp", "JupyterNotebookApp"):
+        options |= {
+            f"{app}.expose_app_in_browser": True,
+            f"{app}.app_settings_dir": settings,
+            f"{app}.user_settings_dir": directory / "user-settings",
+            f"{app}.workspaces_dir": directory / "workspaces",
+        }
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
     with (directory / "server.log").open("wb") as log:
         server = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
@@ -103,7 +97,12 @@ def _server(
             yield address
         finally:
             server.terminate()
-            server.wait(DEADLINE_SECONDS)
+            try:
+                server.wait(DEADLINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+                raise
 
 
 def wait_until_serving(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -149,7 +148,7 @@ def open_notebook(
 ) -> Page:
     """A new page with a notebook, as `notebook_page` opens it; to be closed by who asks for it.
 
-    It has a workspace of its own: when it is loaded anew, nothing is in it that another page has opened.
+    It has a workspace of its own: when it is loaded again, nothing is in it that another page has opened.
     """
     path = (
         f"lab/workspaces/{secrets.token_hex(4)}/tree/{quote(name)}?reset&"
@@ -176,12 +175,12 @@ def wait_for_notebook(page: Page) -> None:
     """Wait until the notebook is drawn and its kernel connected, idle or not."""
     page.wait_for_selector("#jupyterlab-splash", state="detached")
     page.wait_for_selector(f"{NOTEBOOK} .jp-Cell")
-    page.wait_for_function(KERNEL_IS_CONNECTED)
+    page.wait_for_function(KERNEL_IS_CONNECTED, polling=POLL_MS)
 
 
 def wait_until_idle(page: Page) -> None:
     """Wait until the kernel has nothing to do."""
-    page.wait_for_function(KERNEL_IS_IDLE)
+    page.wait_for_function(KERNEL_IS_IDLE, polling=POLL_MS)
 
 
 def wait_for_prompt(page: Page, cell: int) -> None:
@@ -189,6 +188,7 @@ def wait_for_prompt(page: Page, cell: int) -> None:
     page.wait_for_function(
         "(cell) => /\\d/.test(document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')[cell]?.textContent ?? '')",
         arg=cell,
+        polling=POLL_MS,
     )
 
 
@@ -218,7 +218,7 @@ def save(page: Page) -> None:
 
 
 def reload(page: Page) -> None:
-    """Load the page anew, as it was saved; the kernel goes on with what it does."""
+    """Load the page again, as it was saved; the kernel goes on with what it does."""
     page.reload()
     wait_for_notebook(page)
 
@@ -236,7 +236,7 @@ def restart_kernel(page: Page) -> None:
     )
     run_command(page, "kernelmenu:restart")
     page.click(".jp-Dialog .jp-mod-accept")
-    page.wait_for_function("() => window.restarts > 0")
+    page.wait_for_function("() => window.restarts > 0", polling=POLL_MS)
     wait_until_idle(page)
 
 
@@ -253,6 +253,12 @@ def set_theme(page: Page, *, dark: bool) -> None:
     page.wait_for_selector("#jupyterlab-splash", state="detached")
 
 
+def is_dark(page: Page) -> bool:
+    """Tell whether the dark theme is in force."""
+    dark: bool = page.evaluate("() => document.body.dataset.jpThemeLight === 'false'")
+    return dark
+
+
 def set_width(page: Page, width: int, height: int = 1000) -> None:
     """Give the window another size."""
     page.set_viewport_size({"width": width, "height": height})
@@ -262,7 +268,7 @@ def set_width(page: Page, width: int, height: int = 1000) -> None:
 
 
 def output_of(page: Page, cell: int) -> str:
-    """What a code cell shows."""
+    """Read the text of a code cell's output."""
     return _output_area(page, cell).inner_text()
 
 

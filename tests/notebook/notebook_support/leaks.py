@@ -1,4 +1,4 @@
-"""What kernels and engines may leave behind: nothing but logs."""
+"""Kernels and engines may leave nothing behind but logs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from nbengine.client.directory import list_engines, stop_engine
+from nbengine.client.engines.directory import list_engines, stop_engine
 
 SETTLE_SECONDS = 8.0
 LASTING_FILES = ("nbengine-launch.lock",)
@@ -17,7 +17,8 @@ SHM = Path("/dev/shm")
 
 
 def shared_memory(directory: Path) -> list[str]:
-    """What engines with run directories in `directory` have there; other engines may run on this machine."""
+    """List the tensor directories of engines with run directories in `directory`; others may run on this
+    machine."""
     if not SHM.is_dir():
         return []
     return [str(path) for path in SHM.iterdir() if path.name.startswith(f"nbengine-{directory.name}-")]

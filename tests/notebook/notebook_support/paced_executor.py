@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from nbengine.executor.base import Executor
 from nbengine.ipc.control_messages import Progress, WorkerInfo
 from nbengine.ipc.messages import LogprobsLists
-from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.kv_cache.sizing import RankCacheSpec
 from nbengine.scheduler.output import ModelRunnerOutput
 
 FIRST_TOKEN, LAST_TOKEN = 32, 57
@@ -46,7 +46,7 @@ class PacedExecutor(Executor):
                 "vocab_size": 258,
             },
             "determine_available_memory": 1 << 20,
-            "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "get_kv_cache_spec": RankCacheSpec(1, 1, 4, 4, self.block_size),
             "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
             "worker_info": WorkerInfo(0, 0, 0, os.getpid(), "cpu", 4, 1 << 20, 0, 1),
@@ -108,7 +108,7 @@ class PacedExecutor(Executor):
 
 
 def logprobs_of(token, count):
-    """As if what follows in the alphabet had been half as likely, and so on."""
+    """Make log probabilities as if what follows in the alphabet had been half as likely, and so on."""
     likely = list(range(token, token + count))
     values = [-(number + 1) * math.log(2) for number in range(count)]
     return LogprobsLists([[token, *likely]], [[-math.log(2), *values]], [1])

@@ -13,8 +13,8 @@ import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH
 
 from nbengine import LLM, AsyncLLM
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.directory import stop_engine
+from nbengine.client.engines.directory import stop_engine
+from nbengine.runtime.connection import ConnectionInfo
 
 VOCAB_SIZE = 260
 """Of random-tiny, whose tokenizer these engines have: a token a byte, and 4 special ones."""
@@ -38,7 +38,8 @@ def fake_executor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started_clients() -> list[AsyncLLM]:
-    """What `start_async` has started; a test that clears it gives up the last references."""
+    """List the frontends that `start_async` has started; a test that clears it gives up the last
+    references."""
     return []
 
 
@@ -60,7 +61,7 @@ def start_async(no_leftovers: None, started_clients: list[AsyncLLM]) -> Iterator
 
 @pytest.fixture
 def started_llms() -> list[LLM]:
-    """What `start_llm` has started; a test that clears it gives up the last references."""
+    """List the frontends that `start_llm` has started; a test that clears it gives up the last references."""
     return []
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from process_support.engine_under_test import wait_for
 
+import nbengine
 from nbengine import AsyncLLM, SamplingParams
-from nbengine.client.directory import count_clients, stop_engine
+from nbengine.client.engines.directory import count_clients, stop_engine
 from nbengine.errors import InvalidArgumentError, NBEngineError, UtilityError
 from nbengine.ipc.control_messages import Progress
 from nbengine.sampling_params import RequestOutputKind
@@ -260,3 +263,36 @@ def test_a_name_that_runs_is_not_taken_twice(start_async: StartAsync) -> None:
     start_async(name="unique")
     with pytest.raises(InvalidArgumentError, match="'unique'"):
         start_async(name="unique")
+
+
+async def test_leaving_a_block_ends_the_engine_that_it_started_and_leaves_others_running(
+    start_async: StartAsync,
+) -> None:
+    async with start_async(name="mine") as llm:
+        info = llm.connection
+        async with AsyncLLM.attach("mine") as guest:
+            assert await collect(guest, 10, params(3, output_kind=DELTA)) == [11, 12, 13]
+        wait_for(lambda: count_clients(info) == 1, "the end of the guest's lease")
+        with pytest.raises(NBEngineError, match="detached"):
+            guest.submit(tokens(1), params())
+        assert await collect(llm, 10, params(3, output_kind=DELTA)) == [11, 12, 13]
+        log = Path(info.log_path).read_text().splitlines()
+    assert not info.host_alive
+    assert "engine mine, model random-tiny (" in log[0]
+    assert f"), nbengine {nbengine.__version__}, torch " in log[0]
+    stages = [line.partition("start: ")[2] for line in log if "start: " in line]
+    assert [re.sub(r"[\d.]+ s\b.*", "N s", stage) for stage in stages] == [
+        "process took N s",
+        "load took N s",
+        "profile took N s",
+        "kv took N s",
+        "takes requests after N s",
+    ]
+
+
+async def test_an_engine_that_outlives_its_process_outlives_a_block_too(start_async: StartAsync) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with start_async(bound=False) as llm:
+            raise ZeroDivisionError
+    assert llm.connection.host_alive
+    wait_for(lambda: count_clients(llm.connection) == 0, "the end of the client's lease")

@@ -16,11 +16,11 @@ import pytest
 from process_support.engine_under_test import wait_for
 
 from nbengine import LLM, AsyncLLM, SamplingParams
-from nbengine.client.connection import connection_file
-from nbengine.client.processes import session_processes
+from nbengine.client.engines.processes import session_processes
 from nbengine.errors import EngineDeadError, InvalidArgumentError, NBEngineError, UtilityError
 from nbengine.frontend.control import Control
-from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.runtime.connection import connection_file
 from nbengine.sampling_params import RequestOutputKind
 
 StartAsync = Callable[..., AsyncLLM]
@@ -131,7 +131,7 @@ async def soon(awaitable: Awaitable[Any]) -> Any:
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 @pytest.mark.parametrize("how", ["pause", "sleep"])
-async def test_what_becomes_of_streams_and_of_requests_that_come_meanwhile(
+async def test_streams_are_kept_or_ended_and_later_requests_wait(
     start_async: StartAsync, how: str, mode: str
 ) -> None:
     llm = start_async(name="held", bound=False, knobs=SLOW)

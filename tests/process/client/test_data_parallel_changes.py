@@ -16,7 +16,7 @@ from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
-from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
 from nbengine.errors import (
     EngineDeadError,
     InvalidArgumentError,

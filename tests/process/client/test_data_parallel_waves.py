@@ -1,4 +1,5 @@
-"""Clients of engine cores in lock step: a request wakes all of them up, through whoever says so first."""
+"""Clients of engine cores in lock step: a request wakes all of them up, whichever client or core says so
+first."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ async def test_two_clients_wake_the_ranks_up(start_async: StartAsync, lock_step:
         other.detach()
 
 
-def test_llm_over_ranks_in_lock_step(start_llm: StartLLM, lock_step: dict[str, object]) -> None:
+def test_llm_gets_every_answer_from_ranks_in_lock_step(
+    start_llm: StartLLM, lock_step: dict[str, object]
+) -> None:
     llm = start_llm(**lock_step)
     prompts = [{"prompt_token_ids": [first]} for first in range(20)]
     for _ in range(2):

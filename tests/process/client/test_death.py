@@ -18,10 +18,11 @@ from process_support.engine_under_test import wait_for
 from process_support.stopping import stop
 
 from nbengine import LLM, AsyncLLM, SamplingParams
-from nbengine.client.connection import connection_file
-from nbengine.client.directory import stop_engine
-from nbengine.client.processes import session_processes
+from nbengine.client.engines.directory import stop_engine
+from nbengine.client.engines.processes import session_processes
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError
+from nbengine.ipc.liveness import ProcessIdentity
+from nbengine.runtime.connection import connection_file
 from nbengine.sampling_params import RequestOutputKind
 
 StartAsync = Callable[..., AsyncLLM]
@@ -108,7 +109,7 @@ async def test_an_orderly_end_from_outside_keeps_what_streams_have(start_async: 
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert outputs[-1].outputs[0].token_ids == list(range(6, 6 + count))
     assert_nothing_left(llm)
-    wait_for(lambda: llm.engine_core._is_dead, "the news of the end")
+    wait_for(lambda: llm.engine_core.standing.is_dead, "the news of the end")
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.submit("x", ENDLESS)
 
@@ -123,7 +124,7 @@ async def test_the_notice_of_an_orderly_end_does_not_overtake_the_last_outputs(
     late = threading.Event()
     llm.engine_core.loop_thread.call_soon(late.wait, DEADLINE)
     ending = asyncio.get_running_loop().run_in_executor(None, stop_engine, llm.connection)
-    wait_for(lambda: llm.engine_core.link._notice is not None, "the host's notice")
+    wait_for(lambda: llm.engine_core.link._verdict.notice is not None, "the host's notice")
     late.set()
     outputs = [output async for output in stream]
     assert outputs[-1].outputs[0].finish_reason == "abort"
@@ -205,19 +206,26 @@ def test_an_interrupted_start_leaves_nothing(start_async: StartAsync, private_so
     wait_for(lambda: not list(private_socket_dir.iterdir()), "the end of the run directory")
 
 
+@pytest.fixture
+def seen_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host not look at this process, so that heartbeats alone keep its leases."""
+    monkeypatch.setattr("nbengine.client.link.lease.this_process", lambda: ProcessIdentity(0, 0))
+
+
+@pytest.mark.usefixtures("seen_from_elsewhere")
 async def test_a_lost_lease_fails_what_was_asked_for_and_the_client_comes_back(
     start_async: StartAsync,
 ) -> None:
     llm = start_async(lease=1.0, bound=False, knobs={"step_seconds": 0.01})
     link = llm.engine_core.link
     # As if this process had been stopped for longer than the lease.
-    link._heartbeat_interval = 3600.0
-    link._next_heartbeat = float("inf")
+    link._lease.heartbeat_interval = 3600.0
+    link._lease.heartbeat_at = float("inf")
     started = asyncio.Event()
     with pytest.raises(LeaseExpiredError, match="no heartbeat"):
         await asyncio.wait_for(read_to_the_end(llm, started), DEADLINE)
     assert started.is_set()
-    link._heartbeat_interval = 0.2
+    link._lease.heartbeat_interval = 0.2
     for _ in range(200):
         try:
             llm.engine_core.check_alive()
@@ -229,15 +237,16 @@ async def test_a_lost_lease_fails_what_was_asked_for_and_the_client_comes_back(
     assert not (await llm.stats()).engines_running
 
 
+@pytest.mark.usefixtures("seen_from_elsewhere")
 def test_a_lease_lost_while_idle_goes_unnoticed_by_the_next_generate(start_llm: StartLLM) -> None:
     llm = start_llm(lease=1.0)
     client = llm.llm_engine.engine_core
     link = client.link  # type: ignore[attr-defined]
     greedy = SamplingParams(temperature=0, max_tokens=2)
     llm.generate(PROMPT, greedy, use_tqdm=False)
-    before = client._client_index  # type: ignore[attr-defined]
-    link._heartbeat_interval, link._next_heartbeat = 0.2, float("inf")
-    wait_for(lambda: client._client_index > before and client._error is None, "a new lease")  # type: ignore[attr-defined]
+    before = client.client_index  # type: ignore[attr-defined]
+    link._lease.heartbeat_interval, link._lease.heartbeat_at = 0.2, float("inf")
+    wait_for(lambda: client.client_index > before and client.standing.error is None, "a new lease")  # type: ignore[attr-defined]
     assert llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids == [6, 7]
 
 
@@ -252,7 +261,7 @@ def test_a_death_that_was_raised_keeps_no_client_in_memory(
 
 def raise_its_death(llm: AsyncLLM) -> None:
     os.kill(host_of(llm), signal.SIGKILL)
-    wait_for(lambda: llm.engine_core._is_dead, "the news of the end")
+    wait_for(lambda: llm.engine_core.standing.is_dead, "the news of the end")
     with pytest.raises(EngineDeadError):
         llm.submit("x")
     with pytest.raises(EngineDeadError):
@@ -272,7 +281,7 @@ async def test_a_shutdown_that_drains_lets_requests_finish(start_async: StartAsy
 def test_a_stopped_host_is_killed_in_the_end(
     start_async: StartAsync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbengine.client.host_link.HOST_EXIT_TIMEOUT", 0.5)
+    monkeypatch.setattr("nbengine.client.link.host_link.HOST_EXIT_TIMEOUT", 0.5)
     llm = start_async()
     stop(host_of(llm))
     llm.shutdown()
@@ -285,8 +294,9 @@ def test_a_stopped_host_is_killed_in_the_end(
 async def test_a_core_that_dies_under_a_stopped_host_is_noticed_all_the_same(
     start_async: StartAsync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LAST_WORDS_TIMEOUT", "HOST_EXIT_TIMEOUT", "CORE_EXIT_GRACE"):
-        monkeypatch.setattr(f"nbengine.client.host_link.{name}", 0.3)
+    monkeypatch.setattr("nbengine.client.link.engine_verdict.LAST_WORDS_TIMEOUT", 0.3)
+    for name in ("HOST_EXIT_TIMEOUT", "CORE_EXIT_GRACE"):
+        monkeypatch.setattr(f"nbengine.client.link.host_link.{name}", 0.3)
     llm = start_async(bound=False, knobs={"step_seconds": 0.01})
 
     def kill() -> None:

@@ -5,23 +5,32 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from engine_processes import processes_of
 from process_support.engine_under_test import wait_for
 from process_support.stopping import stop
 
 from nbengine import AsyncLLM
 from nbengine.cli import main
-from nbengine.client.connection import ConnectionInfo, connection_file, new_run_dir, write_connection
-from nbengine.client.directory import count_clients, list_engines, reap, stop_engine
-from nbengine.client.processes import session_processes
+from nbengine.client.engines.directory import (
+    clear_dead_engines,
+    count_clients,
+    list_engines,
+    reap,
+    stop_engine,
+)
+from nbengine.client.engines.processes import session_processes
 from nbengine.config import EngineConfig
-from nbengine.engine.logs import worker_log_path
+from nbengine.ipc.liveness import ProcessIdentity, identity_of, is_alive, machine_id
+from nbengine.runtime.connection import ConnectionInfo, connection_file, write_connection, write_engine_file
+from nbengine.runtime.directories import EngineDirectories
+from nbengine.runtime.logs import worker_log_path
 
 pytestmark = pytest.mark.usefixtures("short_grace")
 
@@ -31,12 +40,12 @@ StartAsync = Callable[..., AsyncLLM]
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait long for processes that these tests have stopped."""
-    monkeypatch.setattr("nbengine.client.directory.ORPHAN_GRACE", 0.2)
+    monkeypatch.setattr("nbengine.client.engines.directory.ORPHAN_GRACE", 0.2)
 
 
 def kill_all(info: ConnectionInfo) -> None:
     """SIGKILL every process of an engine at once, so that none can clean up."""
-    processes = session_processes(info)
+    processes = processes_of(info)
     stop(*(process.pid for process in processes))
     # The host last: the kernel wakes stopped cores whose host has gone.
     for process in reversed(processes):
@@ -82,7 +91,7 @@ def test_an_engine_is_stopped_by_name(start_async: StartAsync, capsys: pytest.Ca
 def test_an_engine_that_does_not_react_is_made_to_end(
     start_async: StartAsync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbengine.client.directory.TERMINATE_TIMEOUT", 0.3)
+    monkeypatch.setattr("nbengine.client.engines.directory.TERMINATE_TIMEOUT", 0.3)
     info = unwatched(start_async, "stuck")
     stop(info.host_pid)
     stop_engine(info, timeout=0.3)
@@ -111,20 +120,20 @@ def test_reaping_removes_what_a_killed_engine_left_and_spares_the_living(
 
 
 @pytest.fixture
-def leave_behind() -> Iterator[Callable[[str], tuple[psutil.Process, float, psutil.Process]]]:
-    """Start a process with a title in a session whose leader has ended: the leader, its start time, the process."""
+def leave_behind() -> Iterator[Callable[[str], tuple[ProcessIdentity, psutil.Process]]]:
+    """Start a process with a title in a session whose leader has ended: the leader, the process."""
     left: list[psutil.Process] = []
 
-    def start(title: str) -> tuple[psutil.Process, float, psutil.Process]:
+    def start(title: str) -> tuple[ProcessIdentity, psutil.Process]:
         script = f"(exec -a '{title}' sleep 60) >/dev/null & echo $!; read"
         with subprocess.Popen(
             ["bash", "-c", script], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as popen:
-            leader = psutil.Process(popen.pid)
-            created = leader.create_time()
+            leader = identity_of(popen.pid)
+            assert leader is not None
             left.append(psutil.Process(int(popen.stdout.readline())))
         wait_for(lambda: is_titled(left[-1], title), "the title")
-        return leader, created, left[-1]
+        return leader, left[-1]
 
     yield start
     for process in left:
@@ -133,13 +142,16 @@ def leave_behind() -> Iterator[Callable[[str], tuple[psutil.Process, float, psut
 
 
 def test_reaping_kills_a_core_that_could_not_follow_its_host(leave_behind) -> None:
-    leader, created, core = leave_behind("nbengine: core 0 orphaned")
+    leader, core = leave_behind("nbengine: core 0 orphaned")
+    directories = EngineDirectories.make()
     info = ConnectionInfo(
         name="orphaned",
-        run_dir=str(new_run_dir()),
+        run_dir=directories.run_dir,
+        tensor_dir=directories.tensor_dir,
+        marker=directories.marker,
         log_path="",
         host_pid=leader.pid,
-        host_create_time=created,
+        host_started=leader.started,
         config=EngineConfig(),
     )
     write_connection(info)
@@ -150,14 +162,27 @@ def test_reaping_kills_a_core_that_could_not_follow_its_host(leave_behind) -> No
     assert not Path(info.run_dir).exists()
 
 
-def test_a_directory_that_no_connection_file_names_is_removed_when_it_is_old(start_async: StartAsync) -> None:
+@pytest.mark.parametrize("written_at", [0, 2**32], ids=["long ago", "in the future"])
+def test_a_directory_that_no_connection_file_names_goes_with_its_engine_whatever_its_age(
+    start_async: StartAsync, written_at: int
+) -> None:
     info = unwatched(start_async, "fileless")
     connection_file("fileless").unlink()
-    kill_all(info)
+    os.utime(info.run_dir, (written_at, written_at))
     assert reap().removed_dirs == []
-    old = time.time() - 3600
-    os.utime(info.run_dir, (old, old))
+    kill_all(info)
     assert reap().removed_dirs == [info.run_dir]
+
+
+def test_a_start_clears_away_such_a_directory_when_nobody_lives_in_it(start_async: StartAsync) -> None:
+    info = unwatched(start_async, "fileless")
+    connection_file("fileless").unlink()
+    clear_dead_engines()
+    assert Path(info.run_dir).is_dir()
+    kill_all(info)
+    clear_dead_engines()
+    assert not Path(info.run_dir).exists()
+    assert not Path(info.tensor_dir).exists()
 
 
 def test_a_core_that_was_stopped_when_its_host_died_does_not_outlive_a_reaping(
@@ -173,11 +198,14 @@ def test_a_core_that_was_stopped_when_its_host_died_does_not_outlive_a_reaping(
     wait_for(lambda: not session_processes(info), "the end of the core")
     wait_for(lambda: not Path(info.run_dir).exists(), "the end of its files")
     wait_for(lambda: not connection_file("stopped").exists(), "the end of the connection file")
+    assert not is_alive(core)
+    assert list_engines() == []
+    assert reap().dead == []
 
 
 @pytest.mark.parametrize("title", ["nbengine: worker TP0 gone", "nbengine: core 0 gone"])
 def test_a_process_that_has_outlived_its_engine_is_found_without_any_file(leave_behind, title: str) -> None:
-    _, _, process = leave_behind(title)
+    _, process = leave_behind(title)
     assert process.pid in reap().killed_pids
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -197,15 +225,44 @@ def test_reaping_ends_engines_that_nobody_is_attached_to_only_when_asked(start_a
 
 
 def test_directories_of_others_and_of_starting_engines_are_left_alone(private_socket_dir: Path) -> None:
-    young, foreign = new_run_dir(), private_socket_dir / "nbe-not-ours"
+    made = EngineDirectories.make()
+    young, foreign = Path(made.run_dir), private_socket_dir / "nbe-not-ours"
     foreign.mkdir()
     (young / "engine.json").write_text("{}")
     assert reap().removed_dirs == []
     assert young.exists()
     assert foreign.exists()
     foreign.rmdir()
-    (young / "engine.json").unlink()
-    young.rmdir()
+    made.remove()
+    assert not young.exists()
+
+
+def test_a_directory_of_a_starting_engine_is_kept_whatever_its_age_until_nobody_starts_it() -> None:
+    made = EngineDirectories.make()
+    starting = [sys.executable, "-c", "import signal; signal.pause()", made.run_dir]
+    with subprocess.Popen(["sleep", "60"]) as launcher, subprocess.Popen(starting) as host:
+        info = ConnectionInfo(
+            name="starting",
+            run_dir=made.run_dir,
+            tensor_dir=made.tensor_dir,
+            marker=made.marker,
+            log_path="",
+            host_pid=0,
+            host_started=0,
+            config=EngineConfig(),
+            machine=machine_id(),
+            launcher=identity_of(launcher.pid) or ProcessIdentity(0, 0),
+        )
+        write_engine_file(info)
+        for ended in (None, launcher):
+            if ended is not None:
+                ended.kill()
+                ended.wait()
+            for written_at in (0, 2**32):
+                os.utime(made.run_dir, (written_at, written_at))
+                assert reap().removed_dirs == []
+        host.kill()
+    assert reap().removed_dirs == [made.run_dir]
 
 
 def test_a_reused_session_number_protects_its_new_owner(start_async: StartAsync) -> None:
@@ -215,7 +272,7 @@ def test_a_reused_session_number_protects_its_new_owner(start_async: StartAsync)
     stale = msgspec.structs.replace(
         llm.connection,
         name="stale",
-        host_create_time=llm.connection.host_create_time - 100,
+        host_started=llm.connection.host_started - 1,
         run_dir="/tmp/nbe-stale000",
     )
     write_connection(stale)
@@ -249,7 +306,7 @@ def test_logs_show_and_follow_the_log_of_a_worker(
     worker_log_path(info.log_path, 0).write_text("one\ntwo\nthree\n")
     assert main(["logs", "logged", "--rank", "0", "-n", "2"]) == 0
     assert capsys.readouterr().out == "two\nthree\n"
-    assert main(["logs", "logged", "--rank", "1"]) == 1
+    assert main(["logs", "logged", "--rank", "1"]) == 2
     assert "rank must be 0, got 1" in capsys.readouterr().err
     follower = threading.Thread(target=main, args=(["logs", "-f", "logged", "--rank", "0"],))
     follower.start()

@@ -1,4 +1,4 @@
-"""What is asked wrongly through `LLM` and `AsyncLLM` gets one clear error, and everything else goes on."""
+"""A wrong call of `LLM` or `AsyncLLM` gets one clear error, and everything else goes on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nbengine.errors import (
     NBEngineError,
     NotSupportedError,
 )
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.models.files import resolve_model
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.models.checkpoints.files import resolve_model
 
 StartLLM = Callable[..., LLM]
 Start = Callable[..., object]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,6 +95,42 @@ async def test_an_abort_and_a_cancelled_task_end_the_request_in_the_engine(llm: 
     (stats,) = (await llm.stats()).engines
     assert stats.num_running_reqs == stats.num_waiting_reqs == 0
     assert stats.num_free_blocks == stats.num_blocks
+
+
+EXIT = """
+import atexit, warnings
+warnings.simplefilter("error")
+
+@atexit.register  # the last to run: what nbengine registers comes before it
+def at_the_very_end():
+    assert llm.engine_core.loop_thread.loop.is_closed()
+    asyncio.run(stream.aclose())
+    llm.abort_soon("0")
+    assert vector.cancel()
+    print("done", flush=True)
+
+import asyncio
+from nbengine import AsyncLLM, PoolingParams, SamplingParams
+
+async def begin():
+    stream = llm.generate("abc", SamplingParams(max_tokens=900, ignore_eos=True))
+    await anext(stream)
+    await llm.pause_generation("keep")
+    return stream, llm.submit_pooling("abc", PoolingParams(task="embed"))
+
+llm = AsyncLLM.attach("pooling")
+loop = asyncio.new_event_loop()
+stream, vector = loop.run_until_complete(begin())
+loop.close()
+"""
+
+
+def test_what_is_aborted_at_the_interpreters_exit_after_the_end_of_the_loop_says_nothing(
+    llm: AsyncLLM, script: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = script(EXIT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "done\n", "")
 
 
 async def test_after_the_shutdown_a_pooling_request_fails_at_once(llm: AsyncLLM) -> None:

@@ -13,7 +13,7 @@ from process_support.engine_under_test import wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 
 from nbengine import LLM, AsyncLLM
-from nbengine.client.connection import ConnectionInfo
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.processes.tree import read_process_tree
 
 StartAsync = Callable[..., AsyncLLM]

@@ -1,4 +1,4 @@
-"""What an engine keeps of a client that is killed, and who finds it again."""
+"""An engine keeps the answers of a client that is killed, and the same session finds them again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 
 from nbengine import AsyncLLM, RequestOutput, SamplingParams
-from nbengine.engine.transcripts import CLIENT_LEFT
+from nbengine.engine.core.transcripts import CLIENT_LEFT
 from nbengine.errors import RequestLostError
-from nbengine.frontend.transcripts import Transcript
+from nbengine.frontend.outputs.transcripts import Transcript
 
 StartAsync = Callable[..., AsyncLLM]
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -122,7 +122,7 @@ async def check_reading_and_forgetting(successor: AsyncLLM, owner: AsyncLLM, fou
 
 
 async def check_a_core_that_dies(llm: AsyncLLM) -> None:
-    """It loses what it had kept; the others have theirs."""
+    """Check that a core that dies loses what it had kept, and that the others have theirs."""
     for first, rank in ((60, 0), (80, 1)):
         async for output in await begin(llm, first, rank, 3):
             assert output.outputs

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from process_support.data_parallel_engines import TOPOLOGIES, Case, model_of
+from process_support.other_user import EndsWatch
 from process_support.parallel_engines import OPTIONS
 
 from nbengine import LLM
@@ -21,9 +22,10 @@ def case(
 ) -> Iterator[Case]:
     topology = TOPOLOGIES[request.param]
     model, oracle = model_of(topology, tmp_path_factory.mktemp("model"))
-    engine = topology.start(model, request.param)
+    with EndsWatch() as watch:
+        engine = topology.start(model, request.param)
     try:
         with LLM(model, multiprocess=False, **OPTIONS) as alone:
-            yield Case(topology, oracle, engine, alone)
+            yield Case(topology, oracle, engine, alone, watch)
     finally:
         engine.shutdown()

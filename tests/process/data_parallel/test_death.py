@@ -10,13 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
+from engine_processes import processes_of
 from process_support.engine_under_test import wait_for
 
 from nbengine import AsyncLLM, SamplingParams
-from nbengine.client.connection import connection_file
-from nbengine.client.processes import session_processes
+from nbengine.client.engines.processes import session_processes
 from nbengine.errors import EngineDeadError, EngineStartError
 from nbengine.ipc.control_messages import Progress
+from nbengine.runtime.connection import connection_file
 from nbengine.sampling_params import RequestOutputKind
 
 StartEngine = Callable[..., AsyncLLM]
@@ -57,7 +58,7 @@ async def run_until_the_end(engine: AsyncLLM, rank: int, started: asyncio.Event)
 
 def core_processes(engine: AsyncLLM) -> list[psutil.Process]:
     """The engine cores' processes, by rank."""
-    cores = [p for p in session_processes(engine.connection) if " core " in f" {' '.join(p.cmdline())} "]
+    cores = [p for p in processes_of(engine.connection) if " core " in f" {' '.join(p.cmdline())} "]
     return sorted(cores, key=lambda process: process.cmdline()[-1])
 
 
@@ -85,7 +86,7 @@ async def test_an_engine_core_that_is_killed_is_named_as_the_cause(start: StartE
     for error in await asyncio.gather(*streams, return_exceptions=True):
         check_end(engine, error, "engine core 1 (", killed_at)
     if not busy:
-        wait_for(lambda: engine.engine_core._is_dead, "the news of the end", DEADLINE)
+        wait_for(lambda: engine.engine_core.standing.is_dead, "the news of the end", DEADLINE)
         with pytest.raises(EngineDeadError) as caught:
             async for _ in engine.generate("hello", GREEDY):
                 pass

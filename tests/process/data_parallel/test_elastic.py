@@ -66,7 +66,7 @@ class Cores:
         return [answer["weights_bytes"] for answer in self._tell(commands, common)]
 
     def take(self, turns: int, new_prompts: dict[int, int] | None = None) -> None:
-        """So many turns of all; `new_prompts` says how many requests each rank gets before."""
+        """Let all take `turns` turns; `new_prompts` says how many requests each rank gets before."""
         commands: dict[int, dict[str, Any]] = {}
         for rank in range(len(self._processes)):
             names = [f"{len(self.prompts) + n}@{rank}" for n in range((new_prompts or {}).get(rank, 0))]
@@ -79,7 +79,8 @@ class Cores:
                 self.tokens[name] += tokens
 
     def change(self, before: int, after: int) -> list[list[int]]:
-        """All that are or will be there go along; gives the bytes of the weights of those that stay."""
+        """Change the number of cores, with all that are or will be there; return the weights' bytes of those
+        that stay."""
         self._groups += 1
         common = {"do": "change", "before": before, "after": after, "init_method": self._place()}
         answers = self._tell({rank: {} for rank in range(max(before, after))}, common)
@@ -156,7 +157,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Two workers an engine core, so that experts move between workers of all places."""
+    """Start engine cores of two workers each, so that experts move between workers of all places."""
     directory = tmp_path_factory.mktemp("model")
     return Case(directory, QWEN2.write(directory), 2, False, (1, 2, 1))
 

@@ -12,7 +12,7 @@ from nbengine.errors import NBEngineError
 from nbengine.sampling_params import RequestOutputKind
 
 NUM_STREAMS = 64
-NUM_TOKENS = 150
+NUM_TOKENS = 60
 DEADLINE = 120.0
 
 pytestmark = pytest.mark.timeout(240)

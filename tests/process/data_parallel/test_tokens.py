@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from process_support.data_parallel_engines import Case
+from process_support.other_user import check_closed_to_strangers
 from process_support.tiny_models import VOCAB_SIZE, check_greedy_output
 
 from nbengine import AsyncLLM, RequestOutput, SamplingParams
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Of 1 to 90 tokens; every fourth begins like the others of its kind."""
+    """Make prompts of 1 to 90 tokens; every fourth begins like the others of its kind."""
     chooser = random.Random(seed)
     lengths = [chooser.randint(1, 90) for _ in range(count)]
     drawn = [[chooser.randrange(VOCAB_SIZE - 2) for _ in range(length)] for length in lengths]
@@ -29,7 +30,8 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def greedy(number: int) -> SamplingParams:
-    """Of very different lengths, so that engine cores run out of work at different times."""
+    """Make greedy parameters of very different lengths, so that engine cores run out of work at different
+    times."""
     return SamplingParams(
         temperature=0,
         max_tokens=2 + number * 7 % 40,
@@ -41,7 +43,7 @@ def greedy(number: int) -> SamplingParams:
 async def answers(
     engine: AsyncLLM, asked: Sequence[list[int]], ranks: Sequence[int | None]
 ) -> list[RequestOutput]:
-    """What comes of prompts that are asked at once, each of the engine core of a rank."""
+    """Ask prompts at once, each of the engine core of a rank, and return the outputs."""
 
     async def one(number: int) -> RequestOutput:
         prompt, rank = {"prompt_token_ids": asked[number]}, ranks[number]
@@ -64,7 +66,7 @@ async def abandon(engine: AsyncLLM, prompt: list[int], rank: int, enough: int) -
 
 
 def check(case: Case, asked: Sequence[list[int]], outputs: Sequence[RequestOutput]) -> None:
-    """Against transformers, and against one engine core."""
+    """Compare outputs with transformers, and with one engine core."""
     for output in outputs:
         check_greedy_output(case.oracle, output)
     expected = case.alone.generate(
@@ -121,6 +123,8 @@ async def test_requests_with_pauses_between_them_begin_wave_after_wave(case: Cas
 
     async def one(number: int) -> RequestOutput:
         await asyncio.sleep(chooser.random() * 0.3)
+        # Whether a wave runs or none does.
+        await case.engine.check_health()
         (output,) = await answers(case.engine, [asked[number]], [None])
         return output
 
@@ -137,3 +141,7 @@ async def until_idle(engine: AsyncLLM) -> None:
             await asyncio.sleep(0.02)
 
     await asyncio.wait_for(poll(), DEADLINE)
+
+
+async def test_another_user_finds_nothing_to_connect_to_read_plant_or_kill(case: Case) -> None:
+    check_closed_to_strangers(case.engine.connection.name, case.watch)

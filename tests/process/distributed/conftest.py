@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from process_support import rank_process
+from process_support.rank_mould import Mould
 from process_support.stopping import stop
 
 ANSWER_SECONDS = 60.0
@@ -24,15 +23,14 @@ MOST_RANKS = 4
 class RankProcess:
     """A process of `process_support.rank_process`."""
 
-    def __init__(self, log: Path) -> None:
-        with log.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", rank_process.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
+    def __init__(self, mould: Mould, log: Path) -> None:
+        stdin, self._stdin = os.pipe()
+        self._stdout, stdout = os.pipe()
+        try:
+            self._process = mould.copy(stdin, stdout, log)
+        finally:
+            os.close(stdin)
+            os.close(stdout)
         self._answers: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -43,35 +41,34 @@ class RankProcess:
 
     @property
     def runs(self) -> bool:
-        return self._process.poll() is None
+        return self._process.runs
 
     def tell(self, command: dict[str, Any]) -> None:
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        os.write(self._stdin, f"{json.dumps(command)}\n".encode())
 
     def answer(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         line = self._answers.get(timeout=timeout)
         return json.loads(line) if line else {"error": "ended"}
 
     def stop(self) -> None:
-        stop(self._process.pid)
+        stop(self.pid)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
 
     def close(self) -> None:
         self.kill()
         self._reader.join()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._process.close()
+        os.close(self._stdin)
 
     def _read(self) -> None:
-        for line in self._process.stdout:
-            self._answers.put(line)
+        with open(self._stdout) as lines:
+            for line in lines:
+                self._answers.put(line)
         self._answers.put("")
 
 
@@ -82,7 +79,7 @@ class World:
         self.ranks = ranks
 
     def each(self) -> list[dict[str, Any]]:
-        """The next answer of each."""
+        """Return the next answer of each rank."""
         return [rank.answer() for rank in self.ranks]
 
     def leave(self) -> None:
@@ -92,7 +89,7 @@ class World:
         assert self.each() == [{"left": True}] * len(self.ranks)
 
     def listening_addresses(self) -> set[str]:
-        """Where the ranks can be reached from."""
+        """List the addresses on which ranks listen."""
         connections = [c for rank in self.ranks for c in psutil.Process(rank.pid).net_connections("inet")]
         return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
@@ -100,7 +97,8 @@ class World:
 class RankPool:
     """Processes that live through many tests; those that have died are replaced before the next one."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, mould: Mould, directory: Path) -> None:
+        self._mould = mould
         self._directory = directory
         self._ranks: list[RankProcess] = []
         self._started = 0
@@ -111,7 +109,7 @@ class RankPool:
             self._ranks.remove(rank)
         while len(self._ranks) < MOST_RANKS:
             self._started += 1
-            self._ranks.append(RankProcess(self._directory / f"rank-{self._started}.log"))
+            self._ranks.append(RankProcess(self._mould, self._directory / f"rank-{self._started}.log"))
 
     def take(self, count: int) -> list[RankProcess]:
         return self._ranks[:count]
@@ -124,9 +122,10 @@ class RankPool:
 @pytest.fixture(scope="module")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """The processes of a module's tests."""
-    pool = RankPool(tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
+    with Mould() as mould:
+        pool = RankPool(mould, tmp_path_factory.mktemp("ranks"))
+        yield pool
+        pool.close()
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def living_ranks(rank_pool: RankPool) -> RankPool:
 
 @pytest.fixture(autouse=True)
 def no_leftovers(living_ranks: RankPool, no_leftovers: None) -> None:
-    """As everywhere; but the processes are there before and after."""
+    """Check for leftovers as everywhere; but the processes are there before and after."""
 
 
 StartWorld = Callable[..., World]
@@ -153,6 +152,7 @@ def start_world(living_ranks: RankPool, tmp_path: Path) -> StartWorld:
     ) -> World:
         defaults = {
             "over": "memory",
+            "networked": command.get("over") == "gloo",
             "init_method": f"file://{tmp_path}/rendezvous",
             "cores_meet_at": f"file://{tmp_path}/cores",
             "directory": str(tmp_path),

@@ -60,7 +60,7 @@ def test_engine_cores_meet_over_the_network_by_the_address_that_leads_to_the_fir
 
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_rank_that_stops_for_a_while_holds_up_the_others_and_changes_nothing(start_world, stopped):
-    world = start_world(1, dp=3, seed=5 + stopped, num_calls=300)
+    world = start_world(1, dp=3, seed=5 + stopped, num_calls=120)
     world.each()
     for pause in (0.05, 0.3, 0.1):
         world.ranks[stopped].stop()

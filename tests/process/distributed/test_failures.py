@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from process_support.engine_under_test import wait_for
 
 FOREVER = 10**9
 
@@ -55,12 +56,15 @@ def test_a_port_that_is_taken_is_named(start_world):
     assert "Address already in use" in answer["message"]
 
 
-def test_a_free_port_is_joined_from_this_machine_alone(start_world):
+@pytest.mark.parametrize(("over", "listening"), [("memory", set()), ("gloo", {"127.0.0.1"})])
+def test_a_free_port_is_joined_from_this_machine_alone_and_given_up_where_memory_is_shared(
+    start_world, over, listening
+):
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-    world = start_world(2, init_method=f"tcp://127.0.0.1:{port}")
+    world = start_world(2, over=over, networked=False, init_method=f"tcp://127.0.0.1:{port}")
     world.each()
-    assert world.listening_addresses() == {"127.0.0.1"}
+    wait_for(lambda: world.listening_addresses() == listening, "the end of the meeting")
     assert all("digest" in answer for answer in world.each())
     world.leave()
 

@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 from process_support.engine_under_test import EngineUnderTest, fake_config, wait_for
 from process_support.raw_client import RawClient
 
-from nbengine.client.connection import ConnectionInfo, connection_file
 from nbengine.ipc.control_messages import Detach, EngineDead, HeartbeatAck, LeaseLost, Progress, Shutdown
+from nbengine.ipc.liveness import ProcessIdentity, identity_of, is_alive
 from nbengine.ipc.messages import FinishReason
+from nbengine.runtime.connection import ConnectionInfo, connection_file
 
 
 def test_a_shutdown_aborts_streams_then_says_dead_then_expected(start_engine) -> None:
@@ -121,6 +123,15 @@ def test_a_failing_step_ends_every_stream_with_the_cause(start_engine) -> None:
     engine.wait_gone()
 
 
+def check_nothing_left(engine: EngineUnderTest, core: ProcessIdentity | None) -> None:
+    """Check that neither the engine core nor a file is left of an engine whose host has been killed."""
+    assert engine.host.returncode == -signal.SIGKILL
+    assert core is not None
+    assert not is_alive(core)
+    places = (engine.run_dir, Path(engine.info.tensor_dir), connection_file(engine.name))
+    assert [path for path in places if path.exists()] == []
+
+
 def test_kill_9_of_the_core_is_named_and_leaves_nothing(start_engine) -> None:
     engine = start_engine()
     client = engine.client().attach()
@@ -136,9 +147,12 @@ def test_kill_9_of_the_host_ends_the_core_and_its_files(start_engine) -> None:
     client = engine.client().attach()
     client.add("r", [1], max_tokens=400)
     client.read_until(lambda: client.tokens("r"))
+    core = identity_of(engine.core().pid)
     engine.host.kill()
     client.wait_dead(2)
     engine.wait_gone(3)
+    assert not client.finished("r")
+    check_nothing_left(engine, core)
 
 
 def test_the_core_goes_with_its_host_even_in_the_middle_of_an_endless_step(start_engine) -> None:
@@ -146,9 +160,12 @@ def test_the_core_goes_with_its_host_even_in_the_middle_of_an_endless_step(start
     client = engine.client().attach()
     client.add("r", [1])
     wait_for(lambda: "an endless step begins" in engine.log(), "the step")
+    core = identity_of(engine.core().pid)
     engine.host.kill()
     client.wait_dead(2)
     engine.wait_gone(4)
+    assert client.tokens("r") == []
+    check_nothing_left(engine, core)
 
 
 def test_the_core_goes_with_its_host_while_it_loads(start_engine) -> None:
@@ -156,8 +173,10 @@ def test_the_core_goes_with_its_host_while_it_loads(start_engine) -> None:
     client = engine.client()
     client.tell(client.attach_message())
     client.hear(Progress)
+    core = identity_of(engine.core().pid)
     engine.host.kill()
     engine.wait_gone(3)
+    check_nothing_left(engine, core)
 
 
 def test_an_engine_stuck_in_a_step_is_killed_when_it_has_to_end(start_engine) -> None:
@@ -202,7 +221,7 @@ def test_a_bound_engine_ends_when_its_parent_is_killed_even_without_a_pipe() -> 
     )
     pid, name, run_dir, log_path = json.loads(parent.stdout.readline())
     info = ConnectionInfo(
-        name=name, run_dir=run_dir, log_path=log_path, host_pid=pid, host_create_time=0, config=fake_config()
+        name=name, run_dir=run_dir, log_path=log_path, host_pid=pid, host_started=0, config=fake_config()
     )
     client = RawClient(info)
     try:

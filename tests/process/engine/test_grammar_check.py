@@ -1,4 +1,5 @@
-"""The process that checks grammars: what a text may cost, and that it never outlives whoever started it."""
+"""The process that checks grammars bounds what a text may cost, and never outlives the process that started
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from nbengine.engine.grammar_check import GrammarChecker, GrammarSource
+from nbengine.engine.core.grammar_check import GrammarChecker, GrammarSource
 from nbengine.errors import RequestError
 
 FINE = GrammarSource("regex", "[ab]+")
@@ -84,10 +85,10 @@ def test_a_process_that_was_ended_while_idle_is_replaced(start: Start) -> None:
     assert checker.check(FINE)
 
 
-def test_it_ends_with_whoever_started_it() -> None:
+def test_it_ends_with_the_process_that_started_it() -> None:
     code = (
         "import json, os\n"
-        "from nbengine.engine.grammar_check import GrammarChecker, GrammarSource\n"
+        "from nbengine.engine.core.grammar_check import GrammarChecker, GrammarSource\n"
         "checker = GrammarChecker()\n"
         "checker.check(GrammarSource('regex', 'a'))\n"
         "print(checker._process.pid, flush=True)\n"

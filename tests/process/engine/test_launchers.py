@@ -1,4 +1,4 @@
-"""What becomes of an engine core's process, and of those that it has started, when it ends or is let go."""
+"""No process that an engine core has started outlives the core, whether it is killed or let go."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_processes import is_running
 from process_support.engine_under_test import wait_for
 
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.processes import is_running
 from nbengine.config import EngineConfig
-from nbengine.engine import launchers
-from nbengine.engine.launchers import LocalCore, core_launcher
+from nbengine.engine.host import launchers
+from nbengine.engine.host.launchers import LocalCore, core_launcher
+from nbengine.runtime.connection import ConnectionInfo
 
 CORE = """
 import subprocess, sys, time
@@ -35,7 +35,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Local
         run_dir=str(tmp_path),
         log_path=str(tmp_path / "log"),
         host_pid=0,
-        host_create_time=0.0,
+        host_started=0,
         config=EngineConfig(),
     )
 

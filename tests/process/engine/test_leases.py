@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from process_support.engine_under_test import EngineUnderTest, fake_config, wait_for
 from process_support.raw_client import RawClient
 
-from nbengine.ipc.control_messages import Detach, Heartbeat, HeartbeatAck, LeaseLost
+from nbengine.ipc.control_messages import Detach, EngineDead, Heartbeat, HeartbeatAck, LeaseLost, Refused
+from nbengine.runtime.connection import engine_file
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +66,24 @@ def test_detaching_aborts_what_was_asked_for_and_is_answered(new_client) -> None
     assert staying.call("ping") == (None, "pong")
 
 
-def test_a_lease_without_heartbeats_lapses_and_the_client_may_come_back(start_engine) -> None:
+def test_a_silent_client_keeps_its_lease_while_its_process_runs_and_else_may_come_back(start_engine) -> None:
     engine = start_engine({"step_seconds": 0.01}, lease=1.0)
     engine.wait_ready()
-    client = engine.client().attach()
+    silent = engine.client().attach()
+    silent.add("s", [1], max_tokens=400)
+    bystander = subprocess.Popen(["sleep", "60"])
+    stopped = engine.client(pid=bystander.pid).attach()
+    client = engine.client(pid=0).attach()
     first_epoch = client.client_index
     client.add("r", [1], max_tokens=400)
-    assert "no heartbeat for 1 s" in client.hear(LeaseLost).reason
+    bystander.send_signal(signal.SIGSTOP)
+    assert client.hear(LeaseLost).reason == "no heartbeat for 1 s"
+    assert stopped.hear(LeaseLost).reason.endswith(f"; process {bystander.pid} is stopped")
+    bystander.kill()
+    bystander.wait()
+    silent.heartbeat()
+    silent.hear(HeartbeatAck)
+    silent.read_until(lambda: len(silent.tokens("s")) > 100)
     again = engine.client(session=client.session).attach()
     assert again.client_index > first_epoch
     again.add("r", [1], max_tokens=2)
@@ -80,7 +94,7 @@ def test_a_lease_without_heartbeats_lapses_and_the_client_may_come_back(start_en
 def test_heartbeats_keep_a_lease(start_engine) -> None:
     engine = start_engine(lease=1.0)
     engine.wait_ready()
-    client = engine.client().attach()
+    client = engine.client(pid=0).attach()
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
         client.heartbeat()
@@ -114,6 +128,33 @@ def test_a_client_whose_process_is_gone_loses_its_lease(new_client) -> None:
     idle = watcher.read_stats(stats, lambda s: s.engines[0].step_counter and not s.engines_running)
     assert idle.engines[0].num_free_blocks == 64
     assert str(bystander.pid) in client.hear(LeaseLost).reason
+
+
+def test_a_client_of_another_protocol_is_refused_in_one_line_and_nobody_else_notices(new_client) -> None:
+    bystander, older, newer = new_client().attach(), new_client(), new_client()
+    # As the first protocol sent it, without its number and with a start time.
+    old = {"type": "attach", "session": "old", "pid": 1, "create_time": 1.5, "replaces": 0}
+    older.host.send(msgspec.msgpack.encode(old | {"input_address": "ipc:///a", "output_address": "ipc:///b"}))
+    notice = older.hear(EngineDead)
+    assert "speaks protocol 2 of nbengine, this kernel or program protocol 1: restart this" in notice.cause
+    assert "\n" not in notice.cause + notice.log_tail
+    newer.host.send(
+        msgspec.msgpack.encode({"type": "attach", "protocol": 99, "session": ["another", "thing"]})
+    )
+    assert "this kernel or program protocol 99: restart the engine" in newer.hear(Refused).reason
+    assert bystander.call("ping") == (None, "pong")
+
+
+def test_a_host_that_was_started_by_another_protocol_ends_with_one_line(tmp_path: Path) -> None:
+    content = b'{"name": "e", "run_dir": "/r", "host_pid": 0, "host_create_time": 0.0, "config": {}}'
+    engine_file(tmp_path).write_bytes(content)
+    engine_file(tmp_path).chmod(0o600)
+    command = [sys.executable, "-m", "nbengine.engine", "host", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"the processes of the engine in {tmp_path} speak protocols 1 and 2 of nbengine")
+    assert "restart the kernel or program that starts it" in line
 
 
 def test_an_engine_without_clients_ends_after_keep_alive(start_engine) -> None:

@@ -1,4 +1,4 @@
-"""Independent ranks in real processes: they die, come back, come anew and leave, and the others stream on."""
+"""Independent ranks in real processes: they die, come back, join and leave, and the others stream on."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_processes import is_running
 from process_support.engine_under_test import FAKE_EXECUTOR, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 from process_support.ranks_client import Traffic, core_pids, join, new_core
 from process_support.stopping import stop
 
-from nbengine.client.directory import list_engines, reap
-from nbengine.client.logs import find_worker_log
-from nbengine.client.processes import is_running
+from nbengine.client.engines.directory import list_engines, reap
+from nbengine.client.engines.logs import find_worker_log
 from nbengine.config import ParallelConfig, SchedulerConfig
-from nbengine.engine.rank_table import MAX_DEATHS
+from nbengine.engine.host.rank_table import MAX_DEATHS
 from nbengine.ipc.control_messages import EngineLost, RanksChanged, Scaled, ScaleElasticEP, Shutdown
-from nbengine.ipc.messages import EngineCoreRequestType, UtilityRequest, engine_identity
+from nbengine.ipc.messages import EngineCoreRequestType, UtilityRequest
 
 KILLED = "was killed by signal 9"
 SLOW = {"step_seconds": 0.01}
@@ -275,7 +275,7 @@ def test_a_paused_rank_that_leaves_goes_on_with_what_it_has_begun(start_ranks) -
     client.run_until(lambda: stream.tokens, "its first token")
     call = UtilityRequest(0, 1, "pause_generation", ["keep"])
     client.input.send_multipart(
-        [engine_identity(1), EngineCoreRequestType.UTILITY.value, *client.encoder.encode(call)]
+        [client.identity(1), EngineCoreRequestType.UTILITY.value, *client.encoder.encode(call)]
     )
     client.run_until(lambda: 1 in client.utility, "the pause")
     assert client.scale(1) == Scaled(1)

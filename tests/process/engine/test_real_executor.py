@@ -10,8 +10,9 @@ from process_support.engine_under_test import EngineUnderTest
 from process_support.raw_client import RawClient
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig
+from nbengine.ipc.liveness import identity_of, is_alive
 from nbengine.ipc.messages import FinishReason
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 NUM_BLOCKS = 64
 START_DEADLINE = 60.0
@@ -90,10 +91,16 @@ def test_a_busy_engine_does_not_outlive_its_host() -> None:
     client = engine.client().attach(START_DEADLINE)
     try:
         for number in range(16):
-            client.add(f"r{number}", [number + 1, 2, 3], max_tokens=60, ignore_eos=True)
+            client.add(f"r{number}", [number + 1, 2, 3], max_tokens=400, ignore_eos=True)
         client.read_until(lambda: client.outputs, START_DEADLINE)
+        core = identity_of(engine.core().pid)
         engine.host.kill()
         client.wait_dead(3)
         engine.wait_gone(4)
+        assert core is not None
+        assert not is_alive(core)
+        assert not engine.run_dir.exists()
+        # It was busy: it had not come to the end of what was asked.
+        assert not client.finished(*(f"r{number}" for number in range(16)))
     finally:
         engine.close()

@@ -15,8 +15,7 @@ from nbengine.ipc.messages import (
     EngineCoreRequest,
     EngineCoreRequestType,
     FinishReason,
-    encode_incarnation,
-    engine_identity,
+    encode_announcement,
 )
 
 
@@ -260,4 +259,4 @@ def test_the_ranks_identity_and_its_incarnation_introduce_the_core(start_engine)
     client = start_engine().client()
     client.tell(client.attach_message())
     assert client.input.poll(10_000)
-    assert client.input.recv_multipart() == [engine_identity(0), encode_incarnation(0)]
+    assert client.input.recv_multipart() == [client.identity(0), encode_announcement(1, 0)]

@@ -7,7 +7,7 @@ import sys
 
 WAITING = """
 import os, queue, signal, sys, threading
-from nbengine.engine.lifeline import Lifeline
+from nbengine.runtime.lifeline import Lifeline
 
 reader, writer = os.pipe()
 lifeline = Lifeline(reader, lambda: None)

@@ -23,7 +23,7 @@ KNOBS = {"max_position_embeddings": 4096, "vocab_size": 100_000}
 
 READER = f"""
 import json, sys
-from nbengine.client.connection import connection_file, read_connection
+from nbengine.runtime.connection import connection_file, read_connection
 from process_support.raw_client import RawClient
 
 client = RawClient(read_connection(connection_file(sys.argv[1]))).attach()

@@ -1,4 +1,4 @@
-"""How an engine starts, and how it fails to."""
+"""An engine starts, or fails with the reason, and leaves nothing then."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 
 import psutil
 
-from nbengine.client.connection import connection_file
 from nbengine.config import CacheConfig
 from nbengine.ipc.control_messages import Attached, EngineReady, Progress, Shutdown
+from nbengine.runtime.connection import connection_file
 
 
 def test_a_starting_engine_reports_progress_then_is_ready(start_engine) -> None:

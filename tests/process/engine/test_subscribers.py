@@ -1,4 +1,5 @@
-"""Whoever follows an engine's prefix cache knows it exactly, or knows that it does not; the engine never waits."""
+"""A follower of an engine's prefix cache knows it exactly, or knows that it does not; the engine never
+waits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from process_support.engine_under_test import EngineUnderTest
 from process_support.raw_client import DEADLINE, RawClient
 
-from nbengine.client.stats_subscriber import RECEIVE_HWM, StatsSubscriber
+from nbengine.client.observe.stats_subscriber import RECEIVE_HWM, StatsSubscriber
 from nbengine.config import CacheConfig
 from nbengine.kv_cache.events import KVCacheMirror, KVCacheSnapshot, KVEventBatch
 from nbengine.metrics.stats import EngineStats

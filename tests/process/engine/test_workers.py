@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nbengine.metrics.stats import WorkerStats
+import msgspec
+
+from nbengine.metrics.stats import SchedulerStats, WorkerStats
 
 
 def test_each_worker_is_in_what_the_engine_publishes_and_in_its_connection_file(start_engine) -> None:
@@ -27,7 +29,8 @@ def test_each_worker_is_in_what_the_engine_publishes_and_in_its_connection_file(
 def test_the_page_of_the_workers_has_no_name_once_the_engine_runs(start_engine) -> None:
     engine = start_engine({"workers": 2})
     client = engine.client().attach()
-    assert client.call("stats")[1][-1] == [[rank, 0, 0, 0.0] for rank in range(2)]
+    stats = msgspec.convert(client.call("stats")[1], SchedulerStats)
+    assert stats.workers == [WorkerStats(rank) for rank in range(2)]
     assert not list(Path(engine.info.tensor_dir).glob("workers-*"))
     assert not list(engine.run_dir.glob("workers-*"))
 

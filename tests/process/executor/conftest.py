@@ -9,7 +9,7 @@ import pytest
 from process_support.engine_under_test import SUPPORT_PATH
 from process_support.fake_worker import FakeWorkersExecutor, StartExecutor, fake_workers_config
 
-from nbengine.executor.files import ExecutorFiles
+from nbengine.runtime.executor_files import ExecutorFiles
 
 
 @pytest.fixture(scope="module", autouse=True)

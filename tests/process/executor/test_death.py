@@ -14,9 +14,9 @@ import pytest
 from process_support.engine_under_test import wait_for
 from process_support.fake_worker import FakeWorkersExecutor, StartExecutor
 
-from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineDeadError, EngineStartError, InvalidArgumentError, ModelLoadError
-from nbengine.executor.files import ExecutorFiles
+from nbengine.runtime.executor_files import ExecutorFiles
+from nbengine.runtime.logs import worker_log_path
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 

@@ -9,15 +9,15 @@ import time
 
 import psutil
 import pytest
+from engine_processes import is_running
 from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 from process_support.stopping import stop
 
-from nbengine.client.directory import reap
-from nbengine.client.processes import is_running
+from nbengine.client.engines.directory import reap
 from nbengine.config import ParallelConfig, SchedulerConfig
-from nbengine.engine.logs import worker_log_path
 from nbengine.ipc.control_messages import EngineDead, Progress
+from nbengine.runtime.logs import worker_log_path
 
 NOTICED = 10.0
 """Seconds within which a client must know of the end of a worker."""
@@ -58,7 +58,7 @@ def title(process: psutil.Process) -> str:
 
 
 def expect_death(engine: EngineUnderTest, client, rank: int, pid: int, *, started: bool = True) -> EngineDead:
-    """The client is told of the end of this worker, in time, and then there is nothing left."""
+    """Check that the client is told of the end of this worker, in time, and that then nothing is left."""
     start = time.monotonic()
     dead = client.hear(EngineDead)
     assert time.monotonic() - start < NOTICED

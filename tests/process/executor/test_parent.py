@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_processes import is_running
 from process_support.engine_under_test import wait_for
-
-from nbengine.client.processes import is_running
 
 NOTICED = 10.0
 SCRIPT = """

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from process_support.fake_worker import FakeWorkersExecutor, StartExecutor, UnpicklableError
 
-from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineDeadError, EngineStartError, InvalidArgumentError, NBEngineError, WireError
-from nbengine.executor.files import ExecutorFiles
+from nbengine.runtime.executor_files import ExecutorFiles
+from nbengine.runtime.logs import worker_log_path
 
 
 def test_every_rank_answers_and_a_unique_one_alone(executor: FakeWorkersExecutor) -> None:

@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-from nbengine.executor.worker_board import WorkerBoard
+from nbengine.runtime.worker_board import WorkerBoard
 
 SECONDS = 0.5
 PATTERNS = (0x0101_0101_0101_0101, 0x7E7E_7E7E_7E7E_7E7E)
 """They have no byte in common, so that any mixture of them is a third value."""
 WRITER = f"""
 import sys, threading
-from nbengine.executor.worker_board import WorkerBoard
+from nbengine.runtime.worker_board import WorkerBoard
 
 row = WorkerBoard.attach(sys.argv[1], 2).row(1)
 row.set_memory({PATTERNS[0]})

@@ -31,7 +31,7 @@ class Child:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         self.hello: dict[str, Any] = {}
-        """What it says first."""
+        """The first thing that it says."""
 
     def greet(self) -> None:
         """Wait for what it says first."""
@@ -44,7 +44,7 @@ class Child:
         assert self._read() == {"begins": command[0]}
 
     def answer(self) -> dict[str, Any]:
-        """What came of the last `ask`."""
+        """Return the answer to the last `ask`."""
         return self._read()
 
     def do(self, *command: object) -> Any:

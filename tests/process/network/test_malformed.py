@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from process_support.engine_under_test import EngineUnderTest
 from process_support.raw_client import RawClient
 
-from nbengine.client.connection import ConnectionInfo
 from nbengine.client.sync_mp import SyncMPClient
 from nbengine.ipc.control_messages import (
     Attach,
@@ -27,6 +26,7 @@ from nbengine.ipc.control_messages import (
     ScaleElasticEP,
 )
 from nbengine.ipc.handshake import encode_control
+from nbengine.ipc.liveness import ProcessIdentity
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     FIRST_REQ,
@@ -40,9 +40,11 @@ from nbengine.ipc.messages import (
     UtilityRequest,
     engine_identity,
 )
+from nbengine.ipc.protocol import PROTOCOL
 from nbengine.ipc.serial import MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import SamplingParams
 
 NUM_EXAMPLES = 100
@@ -115,8 +117,9 @@ def send_all(strategy: st.SearchStrategy[Frames], send: Callable[[Frames], None]
 TO_HOST = [
     [encode_control(message)]
     for message in (
-        Attach("s", 1, 0.0, "ipc:///nowhere/a", "ipc:///nowhere/b"),
-        Attach("s", -1, float("nan"), "tcp://127.0.0.1:1", "udp://x", replaces=-5),
+        Attach("s", ProcessIdentity(1, 1), "ipc:///nowhere/a", "ipc:///nowhere/b", protocol=PROTOCOL),
+        Attach("s", ProcessIdentity(1, 1), "ipc:///nowhere/a", "ipc:///nowhere/b", protocol=-1),
+        Attach("s", ProcessIdentity(-1, -(2**63)), "tcp://127.0.0.1:1", "udp://x", -5, PROTOCOL),
         Heartbeat(),
         ScaleElasticEP(-(2**40)),
     )
@@ -127,7 +130,7 @@ TO_COORDINATOR = [[bytes(f) for f in MsgpackEncoder().encode(STATS)], [KV_TOPIC,
 TO_FRONT = [[FIRST_REQ, msgspec.msgpack.encode((0, 0))], [b"\x01" + STATS_TOPIC], [b"\x00" + KV_TOPIC]]
 FROM_CORE = [
     [encode_control(message)]
-    for message in (Hello(STRANGE_RANK, 1), Progress("load"), ClientLost(10**9), ClientLost(-1))
+    for message in (Hello(STRANGE_RANK, 1, PROTOCOL), Progress("load"), ClientLost(10**9), ClientLost(-1))
 ] + [[encode_control(EngineReady(0, 1, 1, 1, 1, 1, "cpu", "float32", [], 1))]]
 TO_CORE = [
     [EngineCoreRequestType.ADD.value, *map(bytes, MsgpackEncoder().encode(REQUEST))],
@@ -189,7 +192,7 @@ def assert_goes_on(engine: EngineUnderTest, client: RawClient, name: str) -> Non
 
 
 def not_asked_for(frames: Frames) -> bool:
-    """Whether a message is none that ends the engine, by chance or by damage."""
+    """Return whether a message is none that ends the engine, by chance or by damage."""
     return not any(word in b"".join(frames) for word in (b"shutdown", b"SCALE"))
 
 

@@ -13,9 +13,9 @@ import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, EngineUnderTest, fake_config
 from process_support.namespaces import FarClient, TwoMachines, why_not
 
-from nbengine.client.connection import connection_file, remove_engine_files
 from nbengine.config import ParallelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
+from nbengine.runtime.connection import connection_file, remove_engine_files
 
 LEASE = 3.0
 SLACK = 15.0

@@ -1,4 +1,4 @@
-"""Who has no key of the engine's, or the wrong one, gets nowhere, and the engine goes on."""
+"""A stranger without a key of the engine's, or with a wrong one, gets nowhere, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import zmq
 from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.raw_client import RawClient
 
-from nbengine.client.connection import connection_file, engine_file
 from nbengine.ipc.control_messages import Shutdown
 from nbengine.ipc.curve import CurveKeys, make_curve_keys
 from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.transport import HANDSHAKE_MS, EngineContext, host_of
+from nbengine.runtime.connection import connection_file, engine_file
 
 StartEngine = Callable[..., EngineUnderTest]
 
@@ -41,7 +41,7 @@ def client(engine: EngineUnderTest) -> RawClient:
 
 
 def assert_goes_on(client: RawClient, name: str) -> None:
-    """Requests are answered, and the host takes clients."""
+    """Check that requests are answered, and that the host takes clients."""
     client.add(name, [1])
     client.wait_finished(name)
     assert client.tokens(name) == list(range(2, 10))

@@ -18,13 +18,13 @@ from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
 
 from nbengine import LLM, AsyncLLM, SamplingParams
-from nbengine.client.connection import ConnectionInfo, connection_file
-from nbengine.client.directory import count_clients, find_engine, list_engines, reap, stop_engine
-from nbengine.client.process_usage import client_pids
-from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.client.engines.directory import count_clients, find_engine, list_engines, reap, stop_engine
+from nbengine.client.observe.process_usage import client_pids
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError
 from nbengine.ipc.control_messages import LeaseLost
 from nbengine.metrics.stats import EngineStats
+from nbengine.runtime.connection import ConnectionInfo, connection_file
 
 StartEngine = Callable[..., EngineUnderTest]
 StartFrontend = Callable[..., Any]
@@ -118,8 +118,11 @@ async def test_a_copied_connection_file_is_enough_on_another_machine(
 def test_an_engine_elsewhere_is_asked_to_end(start_networked: StartEngine, tmp_path: Path) -> None:
     engine = start_networked()
     engine.wait_ready()
+    client = engine.client().attach()
     stop_engine(find_engine(copied(engine.info, tmp_path)))
+    client.expect_end("the engine was shut down", expected=True)
     engine.wait_gone()
+    assert engine.host.returncode == 0
 
 
 def test_an_engine_elsewhere_that_does_not_end_is_left_alone(
@@ -159,13 +162,10 @@ def test_a_connection_file_that_others_can_read_is_refused(
         AsyncLLM.attach(path)
 
 
-def test_the_run_directory_of_a_living_engine_is_no_stray(
-    start_networked: StartEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_directory_of_a_living_engine_is_no_stray(start_networked: StartEngine) -> None:
     engine = start_networked()
     client = engine.client().attach()
     connection_file(engine.name).rename(connection_file(f"{engine.name}.away"))
-    monkeypatch.setattr("nbengine.client.directory._YOUNG", 0.0)
     assert reap().removed_dirs == []
     client.add("r", [1])
     client.wait_finished("r")
@@ -188,7 +188,7 @@ def test_a_client_of_which_one_connection_breaks_loses_its_lease(
     assert idle.engines[0].num_free_blocks == 64
 
 
-async def test_a_broken_connection_to_the_host_is_made_anew(start_frontend: StartFrontend) -> None:
+async def test_a_broken_connection_to_the_host_is_made_again(start_frontend: StartFrontend) -> None:
     llm = start_frontend(AsyncLLM, knobs={"step_seconds": 0.01})
     host = llm.engine_core.link._host
     stream = llm.generate({"prompt_token_ids": [1]}, params(1000))

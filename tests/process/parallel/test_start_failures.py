@@ -1,4 +1,5 @@
-"""What keeps an engine of several real workers from starting: the first cause, and nothing left of any rank."""
+"""An engine of several real workers that cannot start names the first cause, and leaves nothing of any
+rank."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from process_support.other_user import check_closed_to_strangers
 from process_support.parallel_engines import Case
 from process_support.tiny_models import VOCAB_SIZE, check_greedy, check_greedy_output, logits_of
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Of 1 to 90 tokens; every fourth begins like the others of its kind."""
+    """Make prompts of 1 to 90 tokens; every fourth begins like the others of its kind."""
     chooser = random.Random(seed)
     lengths = [chooser.randint(1, 90) for _ in range(count)]
     drawn = [[chooser.randrange(VOCAB_SIZE - 2) for _ in range(length)] for length in lengths]
@@ -51,7 +52,7 @@ async def last_output(engine: AsyncLLM, prompt: Any, params: SamplingParams) -> 
 
 
 async def answers(engine: AsyncLLM, asked: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
-    """What comes of prompts that are asked at once."""
+    """Ask prompts at once and return the outputs."""
     finals = [msgspec.structs.replace(own, output_kind=RequestOutputKind.FINAL_ONLY) for own in params]
     tasks = [last_output(engine, prompt, own) for prompt, own in zip(asked, finals, strict=True)]
     return await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE)
@@ -221,8 +222,11 @@ async def test_a_sleep_changes_nothing(case: Case, level: int) -> None:
         check_greedy_output(case.oracle, output)
     await engine.sleep(level)
     assert await engine.is_sleeping()
+    await engine.check_health()
     waiting = asyncio.create_task(answers(engine, asked, params))
     await engine.wake_up()
+    # Beside steps that are under way.
+    await engine.check_health()
     after = await waiting
     assert told(after) == told(before)
     assert all(output.num_cached_tokens == 0 for output in after)
@@ -246,3 +250,7 @@ async def test_every_worker_is_known_with_its_figures(case: Case) -> None:
             workers = (await case.engine.stats()).engines[0].workers
     assert [w.rank for w in workers] == [w.rank for w in ready.workers]
     assert all(w.memory_bytes > 0 and w.step_seconds > 0 for w in workers)
+
+
+async def test_another_user_finds_nothing_to_connect_to_read_plant_or_kill(case: Case) -> None:
+    check_closed_to_strangers(case.engine.connection.name, case.watch)

@@ -12,11 +12,11 @@ import sys
 from typing import Any
 
 from nbengine.config import EngineArgs
-from nbengine.engine.core import EngineCore
-from nbengine.executor.base import Executor
-from nbengine.executor.files import ExecutorFiles
+from nbengine.engine.core.core import EngineCore
+from nbengine.executor.choice import executor_class
 from nbengine.ipc.messages import EngineCoreRequest
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
+from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.sampling_params import SamplingParams
 
 
@@ -41,13 +41,11 @@ class Core:
             parallel=dataclasses.replace(config.parallel, **parallel),
         )
         files = ExecutorFiles(directory, directory, engine="cores")
-        self._core = EngineCore(
-            config, Executor.get_class(config), None, parallel["data_parallel_rank"], files
-        )
+        self._core = EngineCore(config, executor_class(config), None, parallel["data_parallel_rank"], files)
         return {"weights_bytes": self._weights_bytes()}
 
     def take(self, turns: int, prompts: dict[str, list[int]], max_tokens: int) -> dict[str, Any]:
-        """Add requests, then take so many turns; the tokens that came of them by request."""
+        """Add requests, then take `turns` turns; return the new tokens by request."""
         for request_id, prompt in prompts.items():
             params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
             request, _ = self.core.preprocess_add_request(EngineCoreRequest(request_id, prompt, params))
@@ -59,7 +57,7 @@ class Core:
         return {"tokens": tokens, "unfinished": self.core.scheduler.has_unfinished_requests()}
 
     def change(self, before: int, after: int, init_method: str) -> dict[str, Any]:
-        """Be one of other engine cores."""
+        """Become one of another number of engine cores."""
         self.core.model_executor.reconfigure_data_parallel(before, after, init_method)
         return {"weights_bytes": self._weights_bytes()}
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from process_support.other_user import EndsWatch
 from process_support.parallel_engines import OPTIONS
 from process_support.tiny_models import TinyModel
 
 from nbengine import LLM, AsyncLLM
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ QWEN2 = TinyModel(
 
 @dataclass(frozen=True)
 class Topology:
-    """How many engine cores and workers there are, and their model; None is random-tiny-moe."""
+    """The numbers of engine cores and workers, and their model; None is random-tiny-moe."""
 
     dp: int
     tp: int = 1
@@ -56,7 +57,7 @@ class Topology:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the engine cores are independent of each other."""
+        """Return whether the engine cores are independent of each other."""
         return self.model is not None and self.model.kind == "Llama"
 
     def start(self, model: str, name: str, **options: Any) -> AsyncLLM:
@@ -92,6 +93,7 @@ class Case:
     oracle: PreTrainedModel
     engine: AsyncLLM
     alone: LLM
+    watch: EndsWatch
 
 
 def model_of(topology: Topology, directory: Path) -> tuple[str, PreTrainedModel]:

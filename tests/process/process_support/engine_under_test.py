@@ -13,20 +13,19 @@ from pathlib import Path
 import psutil
 from process_support.raw_client import DEADLINE, RawClient
 
-from nbengine.client.connection import (
+from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from nbengine.ipc.curve import make_curve_keys
+from nbengine.ipc.liveness import machine_id
+from nbengine.runtime.connection import (
     ConnectionInfo,
     connection_file,
     engine_file,
     log_dir,
-    new_run_dir,
     read_connection,
     write_engine_file,
 )
-from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from nbengine.engine.processes import PARENT_FD_VARIABLE
-from nbengine.ipc.curve import make_curve_keys
-from nbengine.ipc.liveness import machine_id
-from nbengine.ipc.shm_tensors import new_tensor_dir
+from nbengine.runtime.directories import EngineDirectories
+from nbengine.runtime.processes import PARENT_FD_VARIABLE
 
 SUPPORT_PATH = os.pathsep.join(
     filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")))
@@ -62,16 +61,18 @@ class EngineUnderTest:
         self, config: EngineConfig, name: str | None = None, *, prefix: Sequence[str] = (), **popen
     ) -> None:
         self.name = name or f"t-{uuid.uuid4().hex[:8]}"
-        self.run_dir = new_run_dir()
+        directories = EngineDirectories.make()
+        self.run_dir = Path(directories.run_dir)
         self.log_path = log_dir() / f"{self.name}.log"
         self.info = ConnectionInfo(
             name=self.name,
             run_dir=str(self.run_dir),
             log_path=str(self.log_path),
             host_pid=0,
-            host_create_time=0.0,
+            host_started=0,
             config=config,
-            tensor_dir=str(new_tensor_dir(self.run_dir)),
+            tensor_dir=directories.tensor_dir,
+            marker=directories.marker,
             machine=machine_id(),
             keys=make_curve_keys() if config.parallel.networked else None,
         )
@@ -139,7 +140,7 @@ class EngineUnderTest:
         wait_for(lambda: not connection_file(self.name).exists(), "the end of the connection file", deadline)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs in the session of the host."""
+        """List the processes that run in the session of the host."""
         found = []
         for process in psutil.process_iter():
             try:

@@ -2,7 +2,8 @@
 given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
-long a step takes), `hold` (a path: no step ends while that file is there), `hidden_size`, `fail_load` (a message),
+long a step takes), `hold` (a path: no step ends while that file is there), `hog` (a path: a step removes that file and keeps the
+interpreter to itself for as many microseconds as are written there), `hidden_size`, `fail_load` (a message),
 `load_seconds`, `fail_at_token` (a token id that breaks the model), `fail_wake_up` (a message), `workers` (how many
 there seem to be: all rows of the board are written by this process, worker r holding 1000 + r bytes and taking r
 seconds longer than `step_seconds`). While it sleeps it cannot compute.
@@ -12,19 +13,21 @@ Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from nbengine.errors import EngineStartError
 from nbengine.executor.base import Executor
-from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.control_messages import Progress, WorkerInfo
 from nbengine.ipc.messages import LogprobsLists
 from nbengine.ipc.utilities import ProfileReport
-from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.kv_cache.sizing import RankCacheSpec
+from nbengine.runtime.worker_board import WorkerBoard
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,8 @@ class FakeExecutor(Executor):
             raise RuntimeError(self.knobs["fail_load"]) from ValueError("the root of it")
 
     def make_board(self, files):
-        """As many workers as asked for, all in this process; their rows are on pages mapped anew."""
+        """Make as many workers as asked for, all in this process; each maps the page of its row for
+        itself."""
         if files is None:
             board = WorkerBoard.private(self.num_workers)
             return board, [board.row(rank) for rank in range(self.num_workers)]
@@ -68,7 +72,7 @@ class FakeExecutor(Executor):
         return board, [page.row(rank) for rank, page in enumerate(attached)]
 
     def worker_info(self):
-        cache_bytes = self.num_blocks * KVCacheSpec(1, 1, 4, 4, self.block_size).page_size_bytes
+        cache_bytes = self.num_blocks * RankCacheSpec(1, 1, 4, 4, self.block_size).page_size_bytes
         return [
             WorkerInfo(rank, rank, 0, os.getpid(), "cpu", 4, cache_bytes, 0, 1)
             for rank in range(self.num_workers)
@@ -80,7 +84,7 @@ class FakeExecutor(Executor):
     def collective_rpc(self, method, args=(), kwargs=None, *, timeout=None, non_block=False):
         self.rpc_calls.append((method, *args))
         if method == "initialize_kv_cache":
-            (self.num_blocks,) = args
+            self.num_blocks, _ = args
         if method == "sleep":
             self.given_back = {"weights", "kv_cache"}
         if method == "wake_up":
@@ -97,7 +101,7 @@ class FakeExecutor(Executor):
                 "hidden_size": self.knobs.get("hidden_size", 4),
             },
             "determine_available_memory": self.available_bytes,
-            "get_kv_cache_spec": KVCacheSpec(1, 1, 4, 4, self.block_size),
+            "get_kv_cache_spec": RankCacheSpec(1, 1, 4, 4, self.block_size),
             "check_kv_cache_fits": None,
             "initialize_kv_cache": None,
             "sleep": None,
@@ -156,6 +160,12 @@ class FakeExecutor(Executor):
             logger.warning("a step is held")
         while os.path.exists(hold):
             time.sleep(0.001)
+        hog = Path(self.knobs.get("hog", "none"))
+        if hog.exists():
+            microseconds = int(hog.read_text())
+            hog.unlink()
+            # As a regular expression does, or another function in C that does not let go of the interpreter.
+            ctypes.PyDLL(None).usleep(microseconds)
 
     def next_token(self, request_id: str) -> int:
         token = (self.last_token[request_id] + 1) % self.vocab_size

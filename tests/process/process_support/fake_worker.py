@@ -125,6 +125,9 @@ class FakeWorker:
         layout = self.layout
         return WorkerInfo(layout.rank, layout.tp_rank, layout.pp_rank, os.getpid(), "cpu", 4, 4, 0, 1)
 
+    def check_health(self) -> None:
+        return
+
     def execute_model(self, plan) -> Any:
         output = self.model.run(plan)
         if not plan.total_num_scheduled_tokens:
@@ -163,7 +166,7 @@ class FakeWorker:
         return LateOutput(Value(value), seconds)
 
     def trouble(self, *kinds: str) -> int:
-        """Of each rank its own kind, or "" for none."""
+        """Make trouble: each rank the kind that is given for it, "" for none."""
         if kinds[self.layout.rank]:
             trouble(kinds[self.layout.rank])
         return self.layout.rank

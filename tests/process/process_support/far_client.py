@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from nbengine import AsyncLLM, SamplingParams
-from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
 from nbengine.metrics.stats import EngineStats
 from nbengine.sampling_params import RequestOutputKind
 

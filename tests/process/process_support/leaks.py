@@ -1,4 +1,4 @@
-"""What a test may leave behind: nothing. A snapshot before, a comparison after."""
+"""A test may leave nothing behind: there is a snapshot before it, and a comparison after it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def leftovers(before: Things, directories: Iterable[Path]) -> list[str]:
 
 
 def _shared_memory(directories: list[Path]) -> list[str]:
-    """What engines with run directories in `directories` have there; other engines may run on this machine."""
+    """List the tensor directories of engines with run directories in `directories`; others may run here,
+    too."""
     if not SHM.is_dir():
         return []
     prefixes = tuple(f"nbengine-{directory.name}-" for directory in directories)

@@ -48,7 +48,7 @@ class Meeting:
         return any(answers)
 
     def num_batches(self, rank: int) -> int:
-        """How many batches a core has begun."""
+        """Return how many batches a core has begun."""
         return self._read(rank, _BATCHES)
 
     def _wait_for(self, rank: int, kind: int) -> bool:

@@ -21,7 +21,7 @@ FAR_CLIENT = Path(__file__).with_name("far_client.py")
 
 
 def why_not() -> str:
-    """What keeps this machine from having network namespaces, empty if nothing does."""
+    """Say what keeps this machine from having network namespaces; an empty text if nothing does."""
     for program in ("ip", "unshare"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -67,7 +67,7 @@ class TwoMachines:
             _ip("-n", name, "link", "set", "lo", "up")
 
     def on_here(self) -> list[str]:
-        """What a command begins with that runs here."""
+        """Return the beginning of a command that runs here."""
         return ["ip", "netns", "exec", self.here]
 
     def pull_cable(self) -> None:

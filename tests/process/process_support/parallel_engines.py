@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from process_support.other_user import EndsWatch
 from process_support.tiny_models import TinyModel
 
 from nbengine import LLM, AsyncLLM
@@ -28,7 +29,7 @@ CHUNKS_OF_16 = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "num_gpu_block
 
 @dataclass(frozen=True)
 class Topology:
-    """How many workers there are, and the model that they share."""
+    """The number of workers, and the model that they share."""
 
     tp: int
     pp: int
@@ -55,3 +56,4 @@ class Case:
     oracle: PreTrainedModel
     engine: AsyncLLM
     alone: LLM
+    watch: EndsWatch

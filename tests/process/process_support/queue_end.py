@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from nbengine.errors import NBEngineError, QueueClosedError
-from nbengine.ipc.message_queue import MessageQueue
+from nbengine.ipc.queues.message_queue import MessageQueue
 
 CHUNK = 4096
 CHUNKS = 2
@@ -45,7 +45,7 @@ def delay(chooser: random.Random) -> None:
 
 
 class QueueEnd:
-    """What can be asked of an end; each method's result is printed."""
+    """The commands that an end of a queue takes; each method's result is printed."""
 
     def __init__(self, queue: MessageQueue, rank: int) -> None:
         self.queue = queue
@@ -92,7 +92,7 @@ class QueueEnd:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         while frame is not None:
-            if frame.f_globals["__name__"] == "nbengine.ipc.message_queue":
+            if frame.f_globals["__name__"] == "nbengine.ipc.queues.message_queue":
                 self.interrupts += 1
                 raise KeyboardInterrupt
             frame = frame.f_back

@@ -31,7 +31,7 @@ MAX_TENSOR_BYTES = max(ROWS) * max(WIDTHS) * 4
 
 
 def data(seed: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What `seed` stands for, the same in every process."""
+    """Make the random data that `seed` stands for, the same in every process."""
     number = int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=6).digest(), "little")
     values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
     return (values * 10.0 ** (number % 7 - 3)).to(dtype)
@@ -164,6 +164,7 @@ def join(command: dict[str, Any], layout: RankLayout) -> ParallelState:
         init_method=f"{command['init_method']}{layout.dp_rank or ''}",
         directory=directory,
         max_tensor_bytes=MAX_TENSOR_BYTES,
+        networked=command["networked"],
         timeout=timeout,
     )
     if layout.dp_size == 1:
@@ -176,6 +177,7 @@ def join(command: dict[str, Any], layout: RankLayout) -> ParallelState:
         directory=directory,
         max_tensor_bytes=MAX_TENSOR_BYTES,
         dtype=torch.float32,
+        networked=command["networked"],
         timeout=timeout,
     )
     return replace(state, dp=DataParallelEnd(group))

@@ -25,7 +25,13 @@ from nbengine.ipc.control_messages import (
     Scaled,
     ScaleElasticEP,
 )
-from nbengine.ipc.messages import ENGINE_CORE_DEAD, EngineCoreRequest, EngineCoreRequestType, engine_identity
+from nbengine.ipc.messages import (
+    ENGINE_CORE_DEAD,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    decode_announcement,
+    decode_home,
+)
 from nbengine.sampling_params import SamplingParams
 
 PATIENCE = 60.0
@@ -114,7 +120,7 @@ class RanksClient(RawClient):
         return [message for message in self.news if isinstance(message, kind)]
 
     def changes(self) -> list:
-        """What the host said about ranks, without what they said about themselves."""
+        """List what the host said about ranks, without what they said about themselves."""
         return [m for m in self.news if isinstance(m, RanksChanged | EngineLost | EngineReady)]
 
     def pid(self, rank: int) -> int:
@@ -140,8 +146,8 @@ class RanksClient(RawClient):
         """Take in what has come, or comes in time."""
         self.poller.poll(timeout_ms)
         if self.input.poll(0):
-            identity, incarnation = self.input.recv_multipart()
-            self.connected[int.from_bytes(identity, "little")] = int.from_bytes(incarnation, "little")
+            _, rank, incarnation = decode_announcement(*self.input.recv_multipart(), self.secret)
+            self.connected[rank] = incarnation
         if self.host.poll(0):
             self.on_host(self.control_decoder.decode(self.host.recv()))
         if self.output.poll(0):
@@ -185,7 +191,7 @@ class RanksClient(RawClient):
             request = EngineCoreRequest(asked.name, [asked.first], params)
             frames = (EngineCoreRequestType.ADD.value, *self.encoder.encode(request))
             try:
-                self.input.send_multipart([engine_identity(rank), *frames])
+                self.input.send_multipart([self.identity(rank), *frames])
             except zmq.ZMQError:
                 # It has just gone, and its news are under way.
                 continue
@@ -198,7 +204,7 @@ class RanksClient(RawClient):
     def read_one(self) -> None:
         frames = self.output.recv_multipart()
         if frames[0] == ENGINE_CORE_DEAD:
-            rank, incarnation = (int.from_bytes(frame, "little") for frame in frames[1:])
+            rank, incarnation = decode_home(*frames[1:], self.secret)
             self.gone.add((rank, incarnation))
             self.take_back_from_departed()
             return
@@ -221,7 +227,8 @@ class RanksClient(RawClient):
             self.take_back(asked)
 
     def take_back_from_departed(self) -> None:
-        """What a core that has gone did not answer never reached it, or died with it unseen."""
+        """Take back the requests that a core which has gone did not answer: they never reached it, or died
+        with it."""
         for asked in self.asked.values():
             if asked.home in self.gone and asked.home[0] not in self.ranks and not asked.tokens:
                 self.take_back(asked)

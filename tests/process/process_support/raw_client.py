@@ -7,10 +7,8 @@ import time
 import uuid
 from pathlib import Path
 
-import psutil
 import zmq
 
-from nbengine.client.connection import ConnectionInfo
 from nbengine.ipc.control_messages import (
     Attach,
     Attached,
@@ -22,6 +20,7 @@ from nbengine.ipc.control_messages import (
     LeaseLost,
 )
 from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.liveness import ProcessIdentity, identity_of
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     STATS_TOPIC,
@@ -31,25 +30,30 @@ from nbengine.ipc.messages import (
     EngineCoreRequestType,
     UtilityRequest,
     engine_identity,
+    new_secret,
 )
+from nbengine.ipc.protocol import PROTOCOL
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
 from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import bound_address
 from nbengine.metrics.stats import EngineStats
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import SamplingParams
 
 DEADLINE = 10.0
 
 
 class RawClient:
-    """Sockets of one client. Everything that waits gives up after `DEADLINE` seconds with an AssertionError."""
+    """Sockets of one client, of this process, of `pid`'s or (0) of one elsewhere. Everything that waits gives up after `DEADLINE` seconds with an AssertionError."""
 
     def __init__(self, info: ConnectionInfo, session: str | None = None, pid: int | None = None) -> None:
         self.info = info
         self.session = session or uuid.uuid4().hex
-        self.process = psutil.Process(pid or os.getpid())
+        self.process = ProcessIdentity(0, 0) if pid == 0 else identity_of(pid or os.getpid())
+        assert self.process is not None
         self.context = info.make_context()
         self.sockets: list[zmq.Socket] = []
+        self.secret = new_secret()
         self.client_index = -1
         self.ready: EngineReady | None = None
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
@@ -76,7 +80,7 @@ class RawClient:
         return socket
 
     def open_socket(self, kind: int, address: str, *, bind: bool = False) -> zmq.Socket:
-        """One more socket at an address of the engine's, over which kind of transport ever."""
+        """Open one more socket at an address of the engine's, over any kind of transport."""
         socket = make_socket(self.context, address, kind, bind=bind)
         self.sockets.append(socket)
         return socket
@@ -122,17 +126,22 @@ class RawClient:
     def attach_message(self) -> Attach:
         return Attach(
             self.session,
-            self.process.pid,
-            self.process.create_time(),
+            self.process,
             self.input_address,
             self.output_address,
+            protocol=PROTOCOL,
+            secret=self.secret,
         )
+
+    def identity(self, rank: int) -> bytes:
+        """Return the identity of an engine core at this client's input."""
+        return engine_identity(rank, self.secret)
 
     def heartbeat(self) -> None:
         self.tell(Heartbeat())
 
     def expect_end(self, cause: str, *, expected: bool, started: bool = True) -> EngineDead:
-        """The host's notice that the engine has ended, which must say so."""
+        """Hear the host's notice that the engine has ended, check what it says, and return it."""
         dead = self.hear(EngineDead)
         assert cause in dead.cause
         assert (dead.expected, dead.started) == (expected, started)
@@ -144,7 +153,7 @@ class RawClient:
         self.send_frames(request_type.value, *self.encoder.encode(payload), rank=rank)
 
     def send_frames(self, *frames, rank: int = 0) -> None:
-        self.input.send_multipart([engine_identity(rank), *frames])
+        self.input.send_multipart([self.identity(rank), *frames])
 
     def add(self, request_id: str, prompt: list[int], *, rank: int = 0, wave: int = 0, **params) -> None:
         params = {"max_tokens": 8, "temperature": 0.0} | params

@@ -86,7 +86,7 @@ class RayNode:
         return self._starter.poll() not in (None, 0)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs for the node, but the processes of engines on it."""
+        """List the processes that run for the node itself, not for engines on it."""
         return [process for process, _ in _living() if _session(process) == self._starter.pid]
 
     def raylet(self) -> psutil.Process:
@@ -108,7 +108,7 @@ class RayNode:
             return False
 
     def leftovers(self) -> list[str]:
-        """What engines have left on the node: processes, files, shared memory."""
+        """List what engines have left on the node: processes, files, shared memory."""
         found = [str(process) for process in [*self.engine_processes(), *self.actors()]]
         found += [str(path) for path in self.run_dirs.iterdir()]
         return found + [path.name for path in Path("/dev/shm").glob(f"nbengine-{self.run_dirs.name}-*")]
@@ -159,7 +159,7 @@ class RayCluster:
         if self.address:
             wanted.append(f"--address={self.address}")
         else:
-            wanted += ["--head", "--port=0", "--include-dashboard=false"]
+            wanted += ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
         node = RayNode(self.root, f"n{len(self.nodes)}", wanted, inside)
         self.nodes.append(node)
         if not self.address:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,10 @@ SURE = 2e-5
 """Logits (of unit size) that are further apart keep their order however the float32 sums behind them are taken."""
 
 
+QUANTISED = "int8"
+"""The quantisation with which two workers have whole blocks of `TinyModel.of_blocks`."""
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """A Llama-like model, or one with experts; `kind` as in transformers' `KindForCausalLM`."""
@@ -35,8 +39,14 @@ class TinyModel:
     kv_heads: int
     tied: bool = False
     layers: int = 3
+    inner: int = 96
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_blocks(cls) -> TinyModel:
+        """A model whose steps are prepared where it is quantised: its heads and features are whole blocks."""
+        return cls("Llama", 4, 2, inner=128, settings={"head_dim": 32})
 
     def write(self, directory: Path) -> PreTrainedModel:
         """Write the checkpoint, and return the model."""
@@ -54,7 +64,7 @@ class TinyModel:
         config = getattr(transformers, f"{self.kind}Config")(
             vocab_size=VOCAB_SIZE,
             hidden_size=HEAD_DIM * self.heads,
-            intermediate_size=96,
+            intermediate_size=self.inner,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from process_support.raw_client import DEADLINE
 
-from nbengine.client.stats_subscriber import StatsSubscriber
-from nbengine.client.trace_mirror import TraceMirror
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.metrics.trace import TraceBatch, TraceSnapshot
 
 
@@ -42,7 +42,7 @@ class TraceFollower:
 
 
 def check_agreement(mirror: TraceMirror) -> None:
-    """What the mirror makes of the events is what the engine core says of itself at the same moment."""
+    """Check that the mirror makes of the events what the engine core says of itself at the same moment."""
     stats, blocks = mirror.stats, mirror.blocks
     states = [view.state for view in mirror.requests.values()]
     assert states.count("running") == stats.num_running_reqs

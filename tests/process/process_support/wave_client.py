@@ -28,7 +28,7 @@ class WaveClient:
             self._read()
 
     def core_stats(self, rank: int) -> SchedulerStats:
-        """What a core says of itself."""
+        """Ask a core for its statistics."""
         failure, stats = self.client.call("stats", rank=rank)
         assert failure is None
         return msgspec.convert(stats, SchedulerStats)
@@ -46,7 +46,8 @@ class WaveClient:
             self.first_request(rank, self.stats.current_wave)
 
     def first_request(self, *payload: object) -> None:
-        """What tells the coordinator that the core `rank` has been sent a request while the wave `wave` was not begun."""
+        """Tell the coordinator that the core `rank` has been sent a request while the wave `wave` was not
+        begun."""
         self.front.send_multipart([FIRST_REQ, msgspec.msgpack.encode(payload)])
 
     def _read(self) -> None:

@@ -17,6 +17,6 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(autouse=True)
 def clean_nodes(cluster: RayCluster, no_leftovers: None) -> Iterator[None]:
-    """Engines leave nothing on the nodes."""
+    """Check that engines leave nothing on the nodes."""
     yield
     cluster.wait_clean()

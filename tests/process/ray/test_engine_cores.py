@@ -9,7 +9,9 @@ import signal
 import pytest
 from process_support.ray_cluster import START, on_cluster
 
+from nbengine.client.engines.directory import reap
 from nbengine.ipc.control_messages import EngineDead, EngineLost, EngineReady, RanksChanged
+from nbengine.ipc.messages import encode_announcement
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def engine(cluster, start_engine):
 
 
 def hosts_of(cluster, name: str) -> dict[int, str]:
-    """On which node each engine core runs, by rank."""
+    """Find the node on which each engine core runs, by rank."""
     return {
         rank: node.directory.name
         for rank in (0, 1)
@@ -47,6 +49,10 @@ def test_each_rank_answers_on_a_node_of_its_own(cluster, engine) -> None:
     for rank in (0, 1):
         assert generate(client, rank, f"to {rank}") == [4, 5, 6, 7, 8, 9, 10, 11]
     assert client.info.address("core.sock").startswith("tcp://")
+    # On a node nothing but keepers tells cores of a living engine from orphans.
+    cores = {core(cluster, engine, rank)[0].pid for rank in (0, 1)}
+    assert cores.isdisjoint(reap().killed_pids)
+    assert generate(client, 1, "after reaping") == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def test_a_rank_that_loses_a_process_is_started_again(cluster, engine) -> None:
@@ -70,7 +76,7 @@ def test_a_rank_that_loses_a_process_is_started_again(cluster, engine) -> None:
         again = client.hear(EngineReady, START)
         assert (again.rank, again.incarnation) == (rank, incarnation)
         assert client.hear(RanksChanged).engine_ranks == [0, 1]
-        assert client.input.recv_multipart()[1:] == [incarnation.to_bytes(4, "little")]
+        assert client.input.recv_multipart()[1:] == [encode_announcement(client.client_index, incarnation)]
         assert generate(client, rank, f"again {incarnation} {rank}") == [4, 5, 6, 7, 8, 9, 10, 11]
 
 

@@ -12,9 +12,9 @@ from process_support.engine_under_test import EngineUnderTest, fake_config
 from process_support.namespaces import TwoMachines, why_not
 from process_support.ray_cluster import START, RayCluster, on_cluster
 
-from nbengine.client.connection import connection_file
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
+from nbengine.runtime.connection import connection_file
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)

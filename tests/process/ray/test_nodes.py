@@ -9,6 +9,7 @@ import pytest
 from process_support.ray_cluster import START, RayCluster, on_cluster
 
 from nbengine.ipc.control_messages import EngineDead, EngineLost, EngineReady, RanksChanged
+from nbengine.ipc.messages import encode_announcement
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_a_rank_whose_node_is_lost_comes_back_on_another_one(cluster, start_engi
     assert again.rank == rank
     assert client.hear(RanksChanged).engine_ranks == [0, 1]
     assert new.engine_processes(f"nbengine: core {rank} ")
-    assert client.input.recv_multipart()[1:] == [again.incarnation.to_bytes(4, "little")]
+    assert client.input.recv_multipart()[1:] == [encode_announcement(client.client_index, again.incarnation)]
     client.add("again", [1, 2, 3], rank=rank)
     client.wait_finished("again")
     # The node that the host itself belongs to. Ray ends all that was started from there, and actors cannot be reached or

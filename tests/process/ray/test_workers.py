@@ -13,7 +13,7 @@ from process_support.fake_ray import FakeRayExecutor, fake_ray_config
 from process_support.ray_cluster import START
 
 from nbengine.errors import EngineDeadError, EngineStartError
-from nbengine.executor.files import ExecutorFiles
+from nbengine.runtime.executor_files import ExecutorFiles
 
 NOTICED = 5.0
 """Seconds within which the end of a worker must be known."""

@@ -46,7 +46,7 @@ class LockStepEngine(EngineUnderTest):
         return sorted(host.children(), key=lambda core: int(core.name().split()[2]))
 
     def num_batches(self) -> list[int]:
-        """How many batches each core has begun."""
+        """Return how many batches each core has begun."""
         return [self._meeting.num_batches(rank) for rank in range(self.num_ranks)]
 
 

@@ -17,6 +17,7 @@ from nbengine.ipc.control_messages import (
     ScaleElasticEP,
     Shutdown,
 )
+from nbengine.ipc.messages import FinishReason
 
 if TYPE_CHECKING:
     from conftest import StartLockStep
@@ -77,5 +78,10 @@ def test_a_shutdown_in_the_middle_of_a_change_is_a_shutdown(start_simple: StartL
     client.tell(ScaleElasticEP(3))
     client.tell(Shutdown(drain=drain))
     engine.wait_gone(30)
+    client.expect_end("the engine was shut down", expected=True)
+    assert engine.host.returncode == 0
     if drain:
         expect_tokens(client, "a0", "a1")
+    else:
+        client.wait_finished("a0", "a1")
+        assert {client.finish_reason(name) for name in ("a0", "a1")} == {FinishReason.ABORT}

@@ -21,7 +21,7 @@ from process_support.raw_client import DEADLINE
 from process_support.stopping import stop
 from process_support.wave_client import WaveClient
 
-from nbengine.engine.coordinator import FRONT_HWM, DPCoordinatorProc
+from nbengine.engine.host.coordinator import FRONT_HWM, DPCoordinatorProc
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackDecoder
 from nbengine.ipc.sockets import make_socket

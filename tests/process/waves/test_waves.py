@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def ended(tokens: int) -> list[int]:
-    """What comes of the prompt [1]."""
+    """Return the tokens that follow the prompt [1]."""
     return list(range(2, 2 + tokens))
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nbengine.client.connection import (
-    ConnectionInfo,
-    engine_file,
-    process_alive,
-    read_connection,
-    remove_engine_files,
-    write_engine_file,
-)
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
 from nbengine.errors import NBEngineError
 from nbengine.ipc.control_messages import EngineReady, WorkerInfo
 from nbengine.ipc.curve import make_curve_keys
 from nbengine.ipc.liveness import machine_id
+from nbengine.runtime.connection import (
+    ConnectionInfo,
+    engine_file,
+    read_connection,
+    remove_engine_files,
+    write_engine_file,
+)
+from nbengine.runtime.directories import EngineDirectories
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def info() -> ConnectionInfo:
         run_dir="/nowhere",
         log_path="/nowhere/e.log",
         host_pid=1,
-        host_create_time=2.0,
+        host_started=2,
         config=EngineConfig(ModelConfig("m")),
         ready=[ready],
     )
@@ -45,7 +45,7 @@ def test_the_workers_come_back_as_they_were_written(tmp_path: Path, info: Connec
 
 def test_a_file_from_before_there_were_workers_can_be_read(tmp_path: Path, info: ConnectionInfo) -> None:
     old = msgspec.json.decode(msgspec.json.encode(info))
-    del old["ready"][0]["workers"]
+    del old["cores"][0]["workers"]
     (tmp_path / "e.json").write_bytes(msgspec.json.encode(old))
     assert read_connection(tmp_path / "e.json").ready[0].workers == []
 
@@ -83,6 +83,10 @@ def test_the_keys_are_written_for_the_owner_alone_and_read_from_nothing_else(
 
 
 def test_nothing_of_an_engine_elsewhere_is_removed_or_taken_for_dead(networked: ConnectionInfo) -> None:
+    own = EngineDirectories.make()
+    networked = msgspec.structs.replace(
+        networked, run_dir=own.run_dir, tensor_dir=own.tensor_dir, marker=own.marker
+    )
     write_engine_file(networked)
     elsewhere = msgspec.structs.replace(networked, machine="elsewhere", host_pid=0)
     assert not elsewhere.is_here
@@ -93,8 +97,3 @@ def test_nothing_of_an_engine_elsewhere_is_removed_or_taken_for_dead(networked: 
     assert here.is_here
     remove_engine_files(here)
     assert not engine_file(networked.run_dir).exists()
-
-
-@pytest.mark.parametrize("pid", [-1, 0, 2**40, 2**63 - 1])
-def test_what_is_no_pid_is_no_process(pid: int) -> None:
-    assert not process_alive(pid, float("nan"))

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from nbengine.client import core_link
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.core_link import CoreLink
+from nbengine.client.routing import core_link
+from nbengine.client.routing.core_link import CoreLink
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
-from nbengine.ipc.control_messages import EngineLost, EngineReady, RanksChanged
+from nbengine.ipc.control_messages import EngineLost, EngineReady, RanksChanged, Scaled
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutput,
@@ -23,14 +23,17 @@ from nbengine.ipc.messages import (
     FinishReason,
     UtilityOutput,
     UtilityRequest,
+    encode_announcement,
     encode_incarnation,
     engine_identity,
 )
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import SamplingParams
 
 NUM_SCHEDULES = 150
 MAX_RANKS = 4
+SECRET = b"known to the cores"
 ENCODER = MsgpackEncoder()
 ADDS = MsgpackDecoder(EngineCoreRequest)
 ABORTS: MsgpackDecoder[list[str]] = MsgpackDecoder(list[str])
@@ -38,7 +41,7 @@ CALLS = MsgpackDecoder(UtilityRequest)
 
 
 class FakeSocket:
-    """What is sent goes to `sent`; what is to be read comes from `incoming`."""
+    """A socket that keeps in `sent` what is sent, and reads from `incoming`."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []
@@ -125,7 +128,7 @@ class Core:
     def end(self, *, farewell: bool) -> None:
         self.gone = True
         if farewell:
-            stamp = [engine_identity(self.rank), encode_incarnation(self.incarnation)]
+            stamp = [engine_identity(self.rank, SECRET), encode_incarnation(self.incarnation)]
             self.to_client.append([ENGINE_CORE_DEAD, *stamp])
 
 
@@ -146,9 +149,10 @@ class World:
         monkeypatch.setattr(CoreLink, "_follow_stats", lambda self: None)
         config = EngineConfig(model=ModelConfig(model="m"), parallel=ParallelConfig(data_parallel_size=2))
         info = ConnectionInfo(
-            name="e", run_dir="/nowhere", log_path="", host_pid=0, host_create_time=0.0, config=config
+            name="e", run_dir="/nowhere", log_path="", host_pid=0, host_started=0, config=config
         )
-        self.link = CoreLink(info, self, None)
+        monkeypatch.setattr(core_link, "new_secret", lambda: SECRET)
+        self.link = CoreLink(info, self, self, self, None)
         self.input, self.output = self.sockets
         self.cores: list[Core] = []
         self.host: deque[Any] = deque()
@@ -164,7 +168,7 @@ class World:
         for rank in (0, 1):
             self.join(rank)
 
-    # What the link tells its owner.
+    # What the link tells its listener and its consumer, and asks of its thread.
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
@@ -173,7 +177,8 @@ class World:
             if output.finished:
                 self.ends[output.request_id].append(output)
 
-    def on_farewell(self, rank: int) -> None:
+    def on_farewell(self, rank: int, incarnation: int) -> None:
+        del incarnation
         self.farewells.append(rank)
 
     def on_usable(self) -> None: ...
@@ -235,12 +240,14 @@ class World:
             self.pass_one()
 
     def wait_for_all(self) -> None:
-        def told() -> None:
-            assert self.link.router.table.all_usable
-            self.num_told += 1
+        def told(future: Future[int]) -> None:
+            # An assertion in a callback would be logged only.
+            self.num_told += self.link.router.table.all_usable and future.result() == 3
 
         self.num_waits += 1
-        self.link.when_all_usable(told)
+        future: Future[int] = Future()
+        future.add_done_callback(told)
+        self.link.on_scaled(future, Scaled(3))
 
     def request(self) -> None:
         request_id = f"r{len(self.lengths)}"
@@ -258,15 +265,15 @@ class World:
             self.carry()
 
     def carry(self) -> None:
-        """A ROUTER hands a message to the peer of that name which has connected last, or drops it."""
+        """Hand a message to the peer of that name which has connected last, or drop it, as a ROUTER does."""
         for frames in self.input.sent:
-            peers = [c for c in self.cores if c.announced and engine_identity(c.rank) == frames[0]]
+            peers = [c for c in self.cores if c.announced and engine_identity(c.rank, SECRET) == frames[0]]
             if peers and not peers[-1].gone:
                 peers[-1].inbox.append(frames)
         self.input.sent.clear()
 
     def pass_one(self) -> bool:
-        """One message more arrives, on any channel; False if there is none."""
+        """Let one message more arrive, on any channel; return False if there is none."""
         options: list[Any] = []
         if self.host:
             options.append(self.pass_from_host)
@@ -287,7 +294,7 @@ class World:
 
     def announce(self, core: Core) -> None:
         core.announced = True
-        self.link._on_input([engine_identity(core.rank), encode_incarnation(core.incarnation)])
+        self.link._on_input([engine_identity(core.rank, SECRET), encode_announcement(0, core.incarnation)])
 
     def pass_output(self, core: Core) -> None:
         self.link._on_output(core.to_client.popleft())
@@ -354,3 +361,41 @@ def test_no_request_is_lost_or_repeated_whatever_the_order_of_news(
         finally:
             world.link.close()
     assert num_waits > NUM_SCHEDULES
+
+
+@pytest.mark.parametrize("identity", [engine_identity(0), engine_identity(0, b"a guess"), b""])
+def test_a_peer_without_the_secret_is_no_engine_core(
+    monkeypatch: pytest.MonkeyPatch, identity: bytes
+) -> None:
+    world = World(monkeypatch, random.Random(0))
+    world.settle()
+    usable = dict(world.link.router.table.usable)
+    assert 0 in usable
+    stamp = [identity, encode_incarnation(usable[0].incarnation + 1)]
+    world.link._on_input(stamp)
+    world.link._on_output([ENGINE_CORE_DEAD, *stamp])
+    world.link._on_output([ENGINE_CORE_DEAD])
+    assert world.link.router.table.usable == usable
+    assert world.farewells == []
+    world.link.close()
+
+
+def test_the_requests_that_stop_strings_have_ended_are_named_in_a_frame_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, random.Random(0))
+    world.settle()
+    for name in ("stopped", "dropped"):
+        world.lengths[name] = 9
+        world.tokens[name], world.ends[name] = [], []
+        world.link.add(EngineCoreRequest(name, [1], SamplingParams(max_tokens=9)))
+    world.input.sent.clear()
+    world.link.abort(["stopped", "dropped"], {"stopped", "somebody else's"})
+    aborts = [frames[2:] for frames in world.input.sent if frames[1] == EngineCoreRequestType.ABORT.value]
+    ids = [request_id for frames in aborts for request_id in ABORTS.decode(frames[:1])]
+    stopped = [
+        request_id for frames in aborts for request_id in (ABORTS.decode(frames[1:]) if frames[1:] else ())
+    ]
+    assert sorted(ids) == ["dropped", "stopped"]
+    assert stopped == ["stopped"]
+    world.link.close()

@@ -1,4 +1,5 @@
-"""Which messages carry on from what is known, and when another snapshot is asked for."""
+"""A follower takes the messages that carry on from what it knows, and asks for another snapshot after a
+gap."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from nbengine.client.event_follower import SNAPSHOT_TIMEOUT, EventFollower
+from nbengine.client.observe.event_follower import SNAPSHOT_TIMEOUT, EventFollower
 from nbengine.ipc.messages import TRACE_TOPIC
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import BlocksCached, TraceBatch, TraceMessage, TraceSnapshot

@@ -9,14 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nbengine.client import launch
-from nbengine.client.connection import ConnectionInfo, connection_file, log_dir, new_run_dir, write_connection
-from nbengine.client.directory import find_engine
-from nbengine.client.logs import find_log, find_worker_log, follow_log
-from nbengine.client.processes import create_time_of
+from nbengine.client.engines import command, launch
+from nbengine.client.engines.directory import find_engine
+from nbengine.client.engines.logs import find_log, find_worker_log, follow_log
 from nbengine.config import EngineConfig
-from nbengine.engine.logs import worker_log_path
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
+from nbengine.ipc.liveness import this_process
+from nbengine.runtime.connection import ConnectionInfo, connection_file, log_dir, write_connection
+from nbengine.runtime.directories import EngineDirectories
+from nbengine.runtime.logs import worker_log_path
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +28,13 @@ def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def running_engine(name: str) -> ConnectionInfo:
     """A connection file whose host is this very process."""
-    created = create_time_of(os.getpid())
-    assert created is not None
+    host = this_process()
     info = ConnectionInfo(
         name=name,
         run_dir="/tmp/nbe-none",
         log_path=str(log_dir() / f"{name}.log"),
-        host_pid=os.getpid(),
-        host_create_time=created,
+        host_pid=host.pid,
+        host_started=host.started,
         config=EngineConfig(),
     )
     write_connection(info)
@@ -78,11 +78,12 @@ def test_a_name_is_safe_in_a_path(name: str) -> None:
 
 
 def test_the_name_of_a_dead_engine_is_free_and_its_files_are_removed() -> None:
-    run_dir = new_run_dir()
-    info = msgspec.structs.replace(running_engine("dead"), run_dir=str(run_dir), host_create_time=1.0)
+    own = EngineDirectories.make()
+    dead = {"run_dir": own.run_dir, "tensor_dir": own.tensor_dir, "marker": own.marker}
+    info = msgspec.structs.replace(running_engine("dead"), host_started=1, **dead)
     write_connection(info)
     assert launch._choose_name("dead", "x") == "dead"
-    assert not run_dir.exists()
+    assert not any(map(os.path.exists, own.paths))
     assert not connection_file("dead").exists()
 
 
@@ -176,13 +177,15 @@ def test_a_host_that_cannot_be_started_leaves_nothing(
 def test_the_child_finds_this_package_also_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import PackageNotFoundError
 
-    assert "PYTHONPATH" not in launch._with_package({})
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert "PYTHONPATH" not in command.host_environment()
 
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.distribution", missing)
-    path = launch._with_package({"PYTHONPATH": "/x"})["PYTHONPATH"].split(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", "/x")
+    path = command.host_environment()["PYTHONPATH"].split(os.pathsep)
     assert (Path(path[0]) / "nbengine" / "__init__.py").is_file()
     assert path[1:] == ["/x"]
 
@@ -196,7 +199,7 @@ def test_an_unknown_engine_is_answered_with_those_that_run() -> None:
 
 
 def test_a_dead_engine_is_not_found() -> None:
-    write_connection(msgspec.structs.replace(running_engine("gone"), host_create_time=1.0))
+    write_connection(msgspec.structs.replace(running_engine("gone"), host_started=1))
     with pytest.raises(NBEngineError, match="gone is dead"):
         find_engine("gone")
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nbengine.client.load_balancer import CROWDING_ALLOWANCE, CROWDING_FACTOR, LoadBalancer
+from nbengine.client.routing.load_balancer import CROWDING_ALLOWANCE, CROWDING_FACTOR, LoadBalancer
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
 

@@ -1,10 +1,10 @@
-"""Which rank is likely to have a prompt's first blocks, against sets that are kept in full."""
+"""The guess which rank has a prompt's first blocks is compared with sets that are kept in full."""
 
 from __future__ import annotations
 
 import random
 
-from nbengine.client.prefix_affinity import MAX_BLOCKS, PrefixAffinity
+from nbengine.client.routing.prefix_affinity import MAX_BLOCKS, PrefixAffinity
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.kv_cache.prefix import BlockHasher
 from nbengine.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ def test_the_rank_with_the_longest_start_is_the_best() -> None:
     assert known.best([], [0, 1, 2]) is None
 
 
-def test_a_rank_that_starts_anew_or_goes_is_forgotten() -> None:
+def test_a_rank_that_starts_again_or_goes_is_forgotten() -> None:
     known = affinity(0, 1)
     hashes = known.hashes(request(list(range(20))))
     known.sent(hashes, 0)

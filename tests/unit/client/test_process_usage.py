@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from nbengine.client import process_usage
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.process_usage import ProcessUsage, client_pids, printable, usage_of
+from nbengine.client.observe import process_usage
+from nbengine.client.observe.process_usage import ProcessUsage, client_pids, printable, usage_of
 from nbengine.config import EngineConfig, ModelConfig
+from nbengine.runtime.connection import ConnectionInfo
 
 PID = 4711
 
@@ -126,7 +126,7 @@ def test_clients_are_found_by_the_sockets_that_they_listen_on(tmp_path: Path) ->
         run_dir=str(tmp_path),
         log_path="",
         host_pid=1,
-        host_create_time=1.0,
+        host_started=1,
         config=EngineConfig(ModelConfig("m")),
     )
     assert client_pids(info) == []
@@ -136,3 +136,9 @@ def test_clients_are_found_by_the_sockets_that_they_listen_on(tmp_path: Path) ->
         closed.bind(str(tmp_path / "c-2.in"))
         assert client_pids(info) == [os.getpid()]
     assert client_pids(info) == []
+
+
+def test_a_stopped_process_runs_and_is_stopped(look: Any) -> None:
+    assert look(status=psutil.STATUS_STOPPED).is_stopped
+    assert look(status=psutil.STATUS_STOPPED).is_running
+    assert not look().is_stopped

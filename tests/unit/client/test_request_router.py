@@ -1,4 +1,4 @@
-"""Which rank a request goes to, beyond the balance of loads; and which ranks there are, whatever the order of news."""
+"""The router chooses a rank beyond the balance of loads, and knows the ranks, whatever the order of news."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from nbengine.client.core_table import CoreTable, Home
-from nbengine.client.request_router import RequestRouter
+from nbengine.client.routing.core_table import CoreTable, Home
+from nbengine.client.routing.request_router import RequestRouter
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from nbengine.errors import RequestLostError
 from nbengine.ipc.control_messages import EngineReady
@@ -28,7 +28,7 @@ def make_router(
     router = RequestRouter(config, bound_rank=bound_rank)
     for rank in range(size):
         router.on_ready(ready(rank))
-        router.table.on_connected(rank, 0)
+        router.table.on_connected(rank, 0, 0)
     router.table.set_ranks(range(size))
     router.update()
     return router
@@ -82,7 +82,7 @@ def test_completions_that_would_share_no_block_are_spread(prompt: list[int], cac
     assert set(chosen) == {0, 1, 2}
 
 
-def test_with_affinity_prompts_that_start_alike_meet_until_their_rank_starts_anew() -> None:
+def test_with_affinity_prompts_that_start_alike_meet_until_their_rank_starts_again() -> None:
     router = make_router(affinity=True)
     shared = list(range(12))
     first = router.route(request("a", [*shared, 1]))
@@ -96,7 +96,7 @@ def test_with_affinity_prompts_that_start_alike_meet_until_their_rank_starts_ane
     router.take_begun(Home(first, 0))
     router.take_unbegun(Home(first, 0))
     router.on_ready(ready(first, 1))
-    router.table.on_connected(first, 1)
+    router.table.on_connected(first, 1, 0)
     router.table.set_ranks(range(3))
     router.update()
     assert router._affinity is not None
@@ -126,7 +126,7 @@ def test_outputs_of_another_core_or_start_are_left_out() -> None:
 
 def test_a_rank_is_usable_when_listed_ready_and_connected_in_the_same_start() -> None:
     table = CoreTable()
-    table.on_connected(0, 1)
+    table.on_connected(0, 1, 0)
     table.on_ready(0, 0)
     table.set_ranks([0])
     assert not table.usable
@@ -143,7 +143,7 @@ def test_a_rank_is_usable_when_listed_ready_and_connected_in_the_same_start() ->
     assert set(table.departed()) == {Home(0, 0), Home(0, 1)}
 
 
-def test_a_core_that_left_is_departed_also_when_its_rank_has_come_anew() -> None:
+def test_a_core_that_left_is_departed_also_when_its_rank_has_come_again() -> None:
     table = CoreTable()
     table.set_ranks([])
     table.on_ready(1, 1)

@@ -1,4 +1,4 @@
-"""What a client reads from the coordinator, and tells it, over a real socket."""
+"""A client reads from the coordinator, and tells it things, over a real socket."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import zmq
 
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.stats_feed import StatsFeed
+from nbengine.client.observe.stats_feed import StatsFeed
 from nbengine.config import EngineConfig, ModelConfig
 from nbengine.ipc.messages import FIRST_REQ, STATS_TOPIC
 from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.runtime.connection import ConnectionInfo
 
 WAIT_MS = 5000
 
@@ -27,7 +27,7 @@ class Rig:
         self.publisher.bind(f"ipc://{directory}/stats.sock")
         config = EngineConfig(model=ModelConfig(model="m"))
         info = ConnectionInfo(
-            name="e", run_dir=str(directory), log_path="", host_pid=0, host_create_time=0.0, config=config
+            name="e", run_dir=str(directory), log_path="", host_pid=0, host_started=0, config=config
         )
         self.feed = StatsFeed(self.context, info)
 

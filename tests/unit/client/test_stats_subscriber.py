@@ -1,4 +1,4 @@
-"""What a subscriber says to the coordinator's socket; what it hears of real engines is in `tests/process`."""
+"""A subscriber asks the coordinator for what it needs; `tests/process` has what it hears of real engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from nbengine.client import event_follower
-from nbengine.client.stats_subscriber import LONG_RUN, StatsSubscriber
+from nbengine.client.observe import event_follower
+from nbengine.client.observe.stats_subscriber import LONG_RUN, StatsSubscriber
 from nbengine.ipc.messages import KV_TOPIC, TRACE_TOPIC
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import BlocksCached, TraceBatch, TraceMessage, TraceSnapshot
@@ -45,7 +45,7 @@ class Coordinator:
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
-    # No test takes so long that a snapshot would be asked for again.
+    # No test takes long enough for a snapshot to be asked for again.
     monkeypatch.setattr(event_follower, "SNAPSHOT_TIMEOUT", 3600.0)
     coordinator = Coordinator()
     yield coordinator
@@ -79,7 +79,7 @@ def test_after_a_loss_it_subscribes_once_more_without_ever_having_left(coordinat
         while subscriber.poll(5) != batch(3 + LONG_RUN):
             pass
         assert subscriber.poll(0.01) is None
-        # So many at once that there may have been more.
+        # After a run that long the last messages may have been lost.
         assert coordinator.heard(3) == wanted
     assert sorted(coordinator.heard(3)) == [b"\x00" + topic for topic in (KV_TOPIC, b"stats", TRACE_TOPIC)]
 

@@ -1,12 +1,15 @@
-"""What a mirror keeps and how it says what has changed. That it is exact: `tests/unit/scheduler/test_trace_histories.py`."""
+"""A mirror keeps blocks and steps, and says what has changed.
+
+`tests/unit/scheduler/test_trace_histories.py` tests that it is exact.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from nbengine.client import trace_mirror
-from nbengine.client.trace_mirror import TraceMirror
-from nbengine.client.trace_views import Advanced
+from nbengine.client.observe import trace_mirror
+from nbengine.client.observe.trace_mirror import TraceMirror
+from nbengine.client.observe.trace_views import Advanced
 from nbengine.errors import WireError
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import (
@@ -137,7 +140,7 @@ def test_old_messages_change_nothing() -> None:
     assert (mirror.version, mirror.num_snapshots, list(mirror.requests)) == (before, 1, [0])
 
 
-def test_an_engine_core_that_was_started_again_begins_anew() -> None:
+def test_the_mirror_of_an_engine_core_that_was_started_again_is_empty() -> None:
     under_way = admit(1, 1, [4])
     mirror = begun(added(0), admit(0, 0, [3]), RequestFinished(0, 30.0, "stop"), added(1), under_way)
     assert not mirror.apply(batch(2, incarnation=1))

@@ -112,3 +112,17 @@ def test_a_cancelled_call_and_a_malformed_answer_harm_nobody(calls: UtilityCalls
     calls.answer(0, UtilityOutput(call_id, result="nonsense"))
     with pytest.raises(UtilityError, match="malformed"):
         future.result(0)
+
+
+def test_a_call_that_is_given_up_has_the_answers_that_there_are_and_says_whose_are_missing(
+    calls: UtilityCalls,
+) -> None:
+    call_id, future = calls.begin("stats", ())
+    calls.address(call_id, [0, 1, 2], 1)
+    calls.answer(2, UtilityOutput(call_id, result="b"))
+    calls.answer(0, UtilityOutput(call_id, result="a"))
+    assert calls.unanswered(future) == [1]
+    assert calls.give_up(call_id) == (["a", "b"], [1])
+    assert calls.give_up(call_id) == ([], [])
+    assert calls.answer(1, UtilityOutput(call_id, result="late")) == []
+    assert not future.done()

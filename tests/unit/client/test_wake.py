@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 
-from nbengine.client.wake import WakePipe
+from nbengine.client.link.wake import WakePipe
 
 
 def readable(pipe: WakePipe) -> bool:

@@ -1,4 +1,5 @@
-"""What is asked of a cluster, what is said when it has none of it, and which nodes come first."""
+"""An engine asks a cluster for places, says what is missing when it has none, and takes the best nodes
+first."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from nbengine.cluster.resources import core_bundle, worker_bundle
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.executor.ray import node_order
-from nbengine.models.files import resolve_model
+from nbengine.models.checkpoints.files import resolve_model
 
 
 def config(device: str = "cpu", **parallel: object) -> EngineConfig:
@@ -95,5 +96,5 @@ def test_a_node_that_lacks_the_files_finds_the_model_again(tmp_path: Path) -> No
 
 def test_a_node_that_cannot_find_the_model_is_named(tmp_path: Path) -> None:
     model = ModelConfig(str(tmp_path / "gone"), directory=str(tmp_path / "gone"))
-    with pytest.raises(ModelLoadError, match=rf"node {socket.gethostname()} has not {tmp_path}/gone"):
+    with pytest.raises(ModelLoadError, match=rf"node {socket.gethostname()} does not have {tmp_path}/gone"):
         with_model_here(EngineConfig(model=model))

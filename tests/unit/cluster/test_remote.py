@@ -1,4 +1,4 @@
-"""What the owner of a remote process makes of what it hears, without a cluster."""
+"""The owner of a remote process hears of its start, words and end; no cluster is needed to test it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nbengine.cluster.messages import (
 from nbengine.cluster.remote import LOST, Cluster, News, RemoteProcess
 from nbengine.cluster.worker import RemoteWorker
 
-PLACE = Placed("n", "host", "10.0.0.2", 20001, "/run", "/dev/shm/x", "/log")
+PLACE = Placed("n", "host", "10.0.0.2", 20001, "/run", "/dev/shm/x", "marker", "/log")
 
 
 class FakeCluster:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +20,9 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("block_size", 512),
     ("data_parallel_size", 0),
     ("device", "tpu"),
+    ("chat_template", "no-such-file.jinja"),
     ("dtype", "int3"),
+    ("generation_config", "mine"),
     ("gpu_memory_utilization", 0.0),
     ("gpu_memory_utilization", 1.01),
     ("keep_alive", -1.0),
@@ -27,6 +32,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("kv_cache_memory_bytes", 2**63),
     ("lease", 0.0),
     ("load_format", "pickle"),
+    ("model_impl", "vllm"),
     ("long_prefill_token_threshold", -1),
     ("long_prefill_token_threshold", 2**31),
     ("max_model_len", 0),
@@ -39,6 +45,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("num_gpu_blocks_override", 2**31),
     ("pipeline_parallel_size", 0),
     ("pipeline_parallel_size", 2**31),
+    ("quantization", "fp8"),
     ("ray_address", "ray://10.0.0.1:10001"),
     ("ray_address", ""),
     ("ray_cpus_per_worker", 0),
@@ -46,12 +53,14 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("runner", "draft"),
     ("scheduling_policy", "lottery"),
     ("seed", -1),
+    ("step_timeout", -0.5),
+    ("step_timeout", float("nan")),
+    ("step_timeout", float("inf")),
     ("stream_interval", 0),
     ("tensor_parallel_size", 0),
     ("tokenizer_mode", "mistral"),
 ]
 NOT_YET: list[tuple[str, Any]] = [
-    ("quantization", "fp8"),
     ("enable_lora", True),
     ("speculative_config", {"method": "ngram"}),
 ]
@@ -97,6 +106,7 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None
         ("max_num_seqs", "8"),
         ("max_num_seqs", True),
         ("enable_prefix_caching", 1),
+        ("chat_template", 5),
         ("dtype", 32),
         ("seed", None),
     ],
@@ -109,10 +119,36 @@ def test_a_wrong_type_is_a_type_error(name: str, value: Any) -> None:
 
 
 def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
-    with pytest.raises(InvalidArgumentError, match="such as max_model_len, got 'max_modellen'"):
-        EngineArgs.from_kwargs({"max_modellen": 1})
-    with pytest.raises(InvalidArgumentError, match=r"one of async_scheduling, block_size, .*, got 'zzz'"):
-        EngineArgs.from_kwargs({"zzz": 1})
+    meant = "^EngineArgs has no argument 'max_modellen'; did you mean max_model_len\\?$"
+    for make in (EngineArgs.from_kwargs, lambda keywords: EngineArgs(**keywords)):
+        with pytest.raises(InvalidTypeError, match=meant):
+            make({"max_modellen": 1})
+        with pytest.raises(
+            InvalidTypeError, match="no argument 'zzz'; there are async_scheduling, block_size, "
+        ):
+            make({"zzz": 1})
+        with pytest.raises(InvalidTypeError, match="did you mean trust_remote_code"):
+            make({"trust_remotecode": True})
+        with pytest.raises(NotSupportedError, match="enable_lora is not offered"):
+            make({"enable_lora": True})
+    assert (
+        copy.deepcopy(EngineArgs(seed=3))
+        == pickle.loads(pickle.dumps(EngineArgs(seed=3)))
+        == EngineArgs(seed=3)
+    )
+
+
+def test_a_step_timeout_leaves_starts_and_loads_their_time_and_0_leaves_everything_its_own() -> None:
+    default, short, long = (config_of(step_timeout=s).progress_deadlines for s in (300, 2, 7200))
+    kinds = ("start", "load", "call", "step", "idle")
+    assert [default.to_end(kind) for kind in kinds] == [300, 600, 600, 300, 300]
+    assert [short.to_end(kind) for kind in kinds] == [300, 600, 600, 2, 2]
+    assert [long.to_end(kind) for kind in kinds] == [7200] * 5
+    assert [default.to_report(kind) for kind in kinds] == [60, 30, 10, 10, 10]
+    assert short.to_report("step") == 0.5
+    assert short.pulse_interval < short.to_report("step") / 2
+    none = config_of(step_timeout=0).progress_deadlines
+    assert {none.to_end(kind) for kind in kinds} == {none.to_report(kind) for kind in kinds} == {math.inf}
 
 
 def test_an_integer_serves_as_a_float() -> None:
@@ -125,10 +161,13 @@ def test_the_arguments_that_existing_scripts_pass_are_taken() -> None:
         "enable_sleep_mode": True,
         "disable_log_stats": True,
         "enable_prompt_embeds": True,
-        "tokenizer_mode": "auto",
         "enforce_eager": True,
     }
     assert config_of(**arguments, dtype="half").model.dtype == "float16"
+    # Nothing of them is kept.
+    assert config_of(**arguments) == config_of() == config_of(trust_remote_code=True)
+    with pytest.raises(InvalidArgumentError, match="enforce_eager must be one of True, False, got 'yes'"):
+        config_of(enforce_eager="yes")
 
 
 def test_the_arguments_of_a_script_can_be_passed_on_as_keywords() -> None:

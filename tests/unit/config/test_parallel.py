@@ -1,4 +1,4 @@
-"""Where an engine's sockets are, by its configuration."""
+"""The configuration decides where an engine's sockets are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of layers and runner stand on: ranks that are threads."""
+"""Ranks that are threads, on which the tests of layers and runner stand, do what processes would."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_types_that_nothing_is_compiled_for_are_summed_too(tmp_path, monkeypatch
     assert all(torch.equal(result, expected) for result in results)
 
 
-def test_empty_tensors_and_scalars_of_a_row(tmp_path):
+def test_empty_tensors_and_scalars_of_a_row_can_be_exchanged(tmp_path):
     def body(communicator):
         empty = communicator.all_reduce(torch.ones(0, 4))
         gathered = communicator.all_gather(torch.full((1,), float(communicator.rank)))

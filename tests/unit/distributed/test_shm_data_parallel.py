@@ -175,7 +175,7 @@ def test_a_rehearsal_needs_as_much_memory_and_nobody_else():
     assert RehearsalGroup(2).gather(x).shape == (4, 4)
 
 
-def test_whoever_holds_an_end_changes_group_with_it(tmp_path):
+def test_an_object_that_holds_an_end_changes_group_with_it(tmp_path):
     first, second = groups(tmp_path, 2)
     end = DataParallelEnd(first)
     assert (end.rank, end.size) == (0, 2)

@@ -24,7 +24,7 @@ class LateFuture(Future[Any]):
             future, call = self._calls.popleft()
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001  # whoever asks the future gets it
+            except Exception as error:  # noqa: BLE001  # the caller that asks the future gets it
                 future.set_exception(error)
         return super().result(timeout)
 
@@ -68,7 +68,7 @@ class QueuedExecutor(FakeExecutor):
     def _settle(future: LateFuture) -> None:
         try:
             future.result()
-        except Exception:  # noqa: BLE001  # whoever asks the future gets it
+        except Exception:  # noqa: BLE001  # the caller that asks the future gets it
             return
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:

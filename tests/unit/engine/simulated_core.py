@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbengine.engine.waves import Standing, Verdict, greatest_wave
+from nbengine.engine.core.waves import Standing, Verdict, greatest_wave
 from nbengine.ipc.messages import EngineCoreOutputs
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.engine.backlog import Backlog, EncodedAnswer
+from nbengine.engine.core.backlog import Backlog, EncodedAnswer
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -18,6 +18,7 @@ from nbengine.ipc.messages import (
     FinishReason,
     LogprobsLists,
 )
+from nbengine.metrics.requests import RequestStats
 from nbengine.metrics.stats import SchedulerStats
 
 REASON = "too slow"
@@ -27,40 +28,46 @@ def logprobs(tokens: list[int]) -> LogprobsLists:
     return LogprobsLists([[t, t + 1] for t in tokens], [[-0.5, -t] for t in tokens], [1] * len(tokens))
 
 
+# Made once: to look for a strategy takes as long as to draw from it.
+LENGTHS, KINDS, ENDS, COUNTS = st.integers(1, 25), st.integers(0, 5), st.integers(0, 4), st.integers(0, 3)
+REQUESTS, GONE = st.lists(st.sampled_from("abc"), unique=True), st.lists(st.sampled_from("xyz"), max_size=1)
+YES_OR_NO = st.booleans()
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> list[object]:
     """Batches of outputs of a few requests, with utility answers (integers) among them."""
     items: list[object] = []
     ended: set[str] = set()
     token = 0
-    for number in range(draw(st.integers(1, 25))):
-        if draw(st.integers(0, 5)) == 0:
+    for number in range(draw(LENGTHS)):
+        if draw(KINDS) == 0:
             items.append(number)
             continue
         outputs = []
-        for request_id in draw(st.lists(st.sampled_from("abc"), unique=True)):
+        for request_id in draw(REQUESTS):
             # An id may be used again after its end.
             ended.discard(request_id)
-            count = draw(st.integers(0, 3))
+            count = draw(COUNTS)
             tokens = list(range(token, token + count))
             token += count
             output = EngineCoreOutput(request_id, tokens, num_cached_tokens=number)
-            if draw(st.booleans()):
+            if draw(YES_OR_NO):
                 output.new_logprobs = logprobs(tokens)
-            if draw(st.booleans()):
+            if draw(YES_OR_NO):
                 output.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, float(number))]
-            if draw(st.integers(0, 4)) == 0:
+            if draw(ENDS) == 0:
                 output.finish_reason = FinishReason.STOP
                 output.stop_reason = number
                 ended.add(request_id)
             outputs.append(output)
-        gone = draw(st.lists(st.sampled_from("xyz"), max_size=1)) or None
+        gone = draw(GONE) or None
         items.append(EngineCoreOutputs(outputs=outputs, timestamp=float(number), finished_requests=gone))
     return items
 
 
 class Story:
-    """What one request's reader sees, whatever the messages were: one entry a life of the id."""
+    """The story that one request's reader sees, whatever the messages were: one entry a life of the id."""
 
     def __init__(self) -> None:
         self.lives: list[dict[str, object]] = []
@@ -171,6 +178,17 @@ def test_the_newest_statistics_stay() -> None:
     merged = backlog.pop()
     assert merged.scheduler_stats.step_counter == 2
     assert merged.timestamp == 9.0
+
+
+def test_what_requests_have_taken_stays_if_the_newest_statistics_leave_it_out() -> None:
+    backlog = Backlog()
+    told = [RequestStats(finished=[number, 0, 0, 0]) for number in (1, 2)]
+    for step, requests in enumerate([None, told[0], told[1], None]):
+        stats = SchedulerStats(step_counter=step, requests=requests)
+        backlog.add(EngineCoreOutputs(scheduler_stats=stats))
+    assert stats.requests is None, "others may hold it, too"
+    merged = backlog.pop()
+    assert (merged.scheduler_stats.step_counter, merged.scheduler_stats.requests) == (3, told[1])
 
 
 def test_prompt_logprobs_and_pooling_output_are_kept() -> None:

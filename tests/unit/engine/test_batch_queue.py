@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nbengine.config import CacheConfig, ParallelConfig, SchedulerConfig
-from nbengine.engine.core import EngineCore
+from nbengine.engine.core.core import EngineCore
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.sampling_params import SamplingParams
 from tests.process.process_support.fake_executor import FakeExecutor

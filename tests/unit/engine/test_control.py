@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from nbengine.engine.core import EngineCore
-from nbengine.errors import EngineStartError, InvalidArgumentError, UtilityError
+from nbengine.engine.core.core import EngineCore
+from nbengine.errors import EngineStartError, InvalidArgumentError, RequestError, UtilityError
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.outputs.pooling_state import PoolingFuture
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.ipc.utilities import PAUSE_MODES
-from nbengine.sampling_params import SamplingParams
+from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.pause import PauseState
+from nbengine.scheduler.request import Request
 from tests.process.process_support.fake_executor import FakeExecutor
 from tests.unit.engine.queued_executor import (
     EagerExecutor,
@@ -106,6 +109,29 @@ def test_abort_ends_everything_and_the_rest_waits_for_the_resumption(rig: Rig) -
     rig.run()
     assert rig.tokens["late"] == counting(100, 4)
     assert not rig.core.stats().is_paused
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (("pause_generation",), "the engine was paused with mode='abort'"),
+        (("sleep", 1, "abort"), "the engine was put to sleep with mode='abort'"),
+    ],
+)
+def test_who_waits_for_a_vector_is_told_who_ended_the_request(call: tuple[Any, ...], reason: str) -> None:
+    core = EngineCore(make_config(), FakeExecutor)
+    frontend = OutputProcessor(None)
+    future: PoolingFuture = Future()
+    for name, waiting in (("stepped", None), ("awaited", future)):
+        wire = EngineCoreRequest(name, [1, 2], None, PoolingParams(task="embed", pooling="mean"))
+        frontend.pooling.add(wire, None, waiting)
+        core.add_request(Request.from_engine_core_request(wire, None))
+    core.call_utility(call[0], list(call[1:]))
+    ((_, outputs),) = core.take_unsent_outputs()
+    (error,) = frontend.process_outputs(outputs.outputs).errors
+    assert str(error).startswith(f"request stepped: it was aborted: {reason}")
+    with pytest.raises(RequestError, match=f"request awaited: it was aborted: {reason}"):
+        future.result(0)
 
 
 def test_wait_lets_what_has_begun_finish_and_admits_nothing(rig: Rig) -> None:
@@ -224,6 +250,33 @@ def test_only_a_deeper_sleep_adds_to_one() -> None:
     assert rig.core.stats().sleep_level == 2
 
 
+def test_an_engine_that_is_kept_asleep_refuses_requests_until_it_is_woken_up() -> None:
+    rig = Rig()
+    rig.add("early", 10)
+    rig.call("sleep", 1, "keep", True)
+    assert rig.core.stats().is_kept_asleep
+    for _ in range(2):
+        with pytest.raises(RequestError, match="request late: the engine is kept asleep"):
+            rig.add("late", 50)
+        rig.call("wake_up", ["weights"])
+    rig.call("wake_up")
+    assert not rig.core.stats().is_kept_asleep
+    rig.add("late", 50)
+    rig.run()
+    assert (rig.tokens["early"], rig.tokens["late"]) == (counting(10, 4), counting(50, 4))
+
+
+def test_the_latest_call_decides_whether_requests_wait_for_a_sleeping_engine() -> None:
+    rig = Rig()
+    for hold in (True, False):
+        rig.call("sleep", 1, None, hold)
+        assert rig.core.stats().is_kept_asleep is hold
+    rig.add("a", 10)
+    rig.call("wake_up")
+    rig.run()
+    assert rig.tokens["a"] == counting(10, 4)
+
+
 def test_an_engine_that_cannot_wake_up_sleeps_on() -> None:
     rig = Rig(make_config({"fail_wake_up": "no memory"}))
     rig.call("sleep")
@@ -242,6 +295,7 @@ def test_wrong_arguments_change_nothing() -> None:
         ("sleep", 3),
         ("sleep", True),
         ("sleep", 1, "stop"),
+        ("sleep", 1, None, "yes"),
         ("wake_up", ["cache"]),
         ("wake_up", "weights"),
         ("start_profile", "x", 0),

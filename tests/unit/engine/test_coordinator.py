@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +13,12 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.engine.coordinator import PUBLISH_INTERVAL, DPCoordinator, DPCoordinatorProc
+from nbengine.engine.host.coordinator import PUBLISH_INTERVAL, DPCoordinator, DPCoordinatorProc
 from nbengine.errors import WireError
 from nbengine.ipc.control_messages import WantEvents
 from nbengine.ipc.messages import EngineCoreOutputs
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
+from nbengine.metrics.requests import RequestStats
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 
 
@@ -70,6 +73,20 @@ def test_stale_reports_are_dropped_rank_by_rank() -> None:
     assert [e.num_running_reqs for e in snapshot.engines] == [7, 2]
 
 
+def test_what_requests_have_taken_stays_until_it_changes_or_the_engine_core_is_another() -> None:
+    state = DPCoordinator(1)
+    told = RequestStats(finished=[3, 0, 0, 0])
+    first = report(1, 1)
+    first.scheduler_stats.requests = told
+    state.observe(first, 0.0)
+    state.observe(report(2, 1), 0.0)
+    assert state.snapshot(0.0).engines[0].requests == told
+    newer = report(1, 1)
+    newer.incarnation = 1
+    state.observe(newer, 0.0)
+    assert state.snapshot(0.0).engines[0].requests is None
+
+
 def test_news_of_the_same_step_counts() -> None:
     state = DPCoordinator(1)
     state.observe(report(4, 1), 0.0)
@@ -77,7 +94,7 @@ def test_news_of_the_same_step_counts() -> None:
     assert state.snapshot(0.0).engines[0].num_running_reqs == 0
 
 
-def test_outputs_without_statistics_and_unknown_engines() -> None:
+def test_outputs_without_statistics_change_nothing_and_unknown_engines_are_refused() -> None:
     state = DPCoordinator(1)
     state.observe(EngineCoreOutputs(), 0.0)
     assert state.due is None
@@ -146,12 +163,15 @@ KV, TRACE = WantEvents("kv", True), WantEvents("trace", True)
 
 
 def read_subscriptions(coordinator: DPCoordinatorProc, *wishes: WantEvents) -> list[WantEvents]:
-    """What the engines are told, read until it is `wishes`."""
+    """Read what the engines are told until it is `wishes`, one a topic."""
     found: list[WantEvents] = []
     while found != list(wishes):
-        assert coordinator.publish_front.poll(5000), f"{found} instead of {wishes}"
+        left_ms = 1000 * (coordinator.deadline - time.monotonic())
+        patience = 5000 if left_ms == math.inf else max(0, math.ceil(left_ms))
+        assert coordinator.publish_front.poll(patience) or patience < 5000, f"{found} instead of {wishes}"
         coordinator.process_input_socket(coordinator.publish_front, 0.0)
-        found += coordinator.take_wishes()
+        found += coordinator.take_wishes(time.monotonic())
+        found.sort(key=lambda wish: wish.topic)
     return found
 
 

@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.engine.coordinator import (
+from nbengine.engine.host.coordinator import (
     GATHER_SECONDS,
     HIGH_LOAD,
     MESSAGES_A_TURN,
@@ -136,7 +136,7 @@ def test_independent_engines_are_shown_as_they_are_now() -> None:
     assert counts(state.publish(0.0, 0.0)) == [1, 5]
 
 
-def test_a_rank_that_came_back_counts_anew_and_its_predecessor_is_not_heard() -> None:
+def test_a_rank_that_came_back_counts_from_the_start_and_its_predecessor_is_not_heard() -> None:
     state = DPCoordinator(2)
     state.observe(report(1, 0, 900, running=7), 0.0)
     state.forget(1)

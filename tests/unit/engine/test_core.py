@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from nbengine.engine.core import EngineCore
+from nbengine.engine.core.core import EngineCore
 from nbengine.errors import EngineStartError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason
-from nbengine.kv_cache.sizing import KVCacheSpec
+from nbengine.kv_cache.sizing import RankCacheSpec
 from nbengine.metrics.stats import WorkerStats
 from nbengine.sampling.logits_processor import BatchUpdate, LogitsProcessor
 from nbengine.sampling_params import PoolingParams, SamplingParams
@@ -73,6 +74,16 @@ def test_requests_are_batched_and_finish() -> None:
     core.scheduler.check_integrity()
 
 
+def test_no_drafts_are_planned_even_if_a_model_runner_proposes_some() -> None:
+    core = make_core()
+    add(core, "a", [5])
+    run_model = core.model_executor.run
+    core.model_executor.run = lambda plan: replace(run_model(plan), draft_token_ids={"a": [7, 8]})
+    core.step()
+    plan = core.scheduler.schedule()
+    assert (plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens) == ({"a": 1}, {})
+
+
 def test_a_request_aborted_while_the_model_runs_gets_no_token_of_that_step() -> None:
     core = make_core()
     add(core, "gone", [1])
@@ -89,6 +100,17 @@ def test_a_request_aborted_while_the_model_runs_gets_no_token_of_that_step() -> 
     assert [output.request_id for output in outputs[0].outputs] == ["kept"]
     assert [output.request_id for output in outputs[7].outputs] == ["other client"]
     assert set(core.scheduler.requests) == {"kept", "other client"}
+
+
+def test_a_request_that_its_client_ends_for_a_stop_string_counts_as_stopped() -> None:
+    core = make_core()
+    for name, client_index in (("stopped", 1), ("dropped", 1), ("other client", 2)):
+        add(core, name, [1], client_index=client_index)
+    core.step()
+    core.abort_for_client(1, ["stopped", "dropped", "unknown"], ["stopped", "unknown", "other client"])
+    assert core.stats().requests.finished == [1, 0, 1, 0]
+    core.abort_for_client(2, None)
+    assert core.stats().requests.finished == [1, 0, 2, 0], "nobody ends another client's requests in its name"
 
 
 def test_all_requests_of_a_client_can_be_aborted() -> None:
@@ -324,7 +346,7 @@ class UnevenWorkers(FakeExecutor):
 
     def collective_rpc(self, method, *args, **kwargs):
         (answer,) = super().collective_rpc(method, *args, **kwargs)
-        specs = [KVCacheSpec(layers, 1, 4, 4, self.block_size) for layers in (3, 1)]
+        specs = [RankCacheSpec(layers, 1, 4, 4, self.block_size) for layers in (3, 1)]
         if method == "get_kv_cache_spec":
             return specs
         if method == "determine_available_memory":
@@ -336,7 +358,7 @@ def test_all_workers_get_as_many_blocks_as_the_one_that_has_room_for_the_fewest(
     core = EngineCore(make_config(cache=CacheConfig()), UnevenWorkers)
     assert core.num_blocks == 20
     calls = [call for call in core.model_executor.rpc_calls if "kv_cache" in call[0]]
-    assert calls[1:] == [("check_kv_cache_fits", 20), ("initialize_kv_cache", 20)]
+    assert calls[1:] == [("check_kv_cache_fits", 20, 0), ("initialize_kv_cache", 20, 0)]
 
 
 @pytest.mark.parametrize(("device", "num_layers"), [("cpu", 4), ("cuda", 3)])

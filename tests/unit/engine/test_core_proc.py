@@ -10,23 +10,36 @@ import pytest
 import zmq
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig
-from nbengine.engine import core_proc
-from nbengine.engine.core_proc import EngineCoreProc, EngineShutdownState
-from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, ThreadFailed, Wakeup
+from nbengine.engine.core import core_proc
+from nbengine.engine.core.activity import Activity, PulseThread
+from nbengine.engine.core.core_proc import REQUESTS_A_STEP, EngineCoreProc, EngineShutdownState
+from nbengine.engine.core.work import COORDINATOR_INDEX, AbortRequests, AddRequest, ThreadFailed, Wakeup
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.control_messages import (
     CoreToHost,
+    DetachClient,
     EngineHandshakeMetadata,
     EngineReady,
     Progress,
+    Pulse,
     ShutdownEngine,
     WantEvents,
+    WorkerPulse,
 )
 from nbengine.ipc.handshake import ControlDecoder
-from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityRequest
+from nbengine.ipc.liveness import ProcessState
+from nbengine.ipc.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    UtilityRequest,
+    rank_of_peer,
+)
 from nbengine.ipc.sockets import make_socket
+from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import RequestAdded, RequestFinished, TraceBatch, TraceSnapshot
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.pause import PauseState
 from tests.process.process_support.fake_executor import FakeExecutor
 
 
@@ -56,7 +69,7 @@ class Rig:
         return messages
 
     def outputs(self) -> list[tuple[int, EngineCoreOutputs]]:
-        """What has been queued for clients."""
+        """Take what has been queued for clients."""
         items = []
         while not self.core.output_queue.empty():
             items.append(self.core.output_queue.get())
@@ -141,7 +154,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(rig: Rig) -> None:
 
 
 def returned(rig: Rig) -> tuple[dict[int, list[str]], dict[str, int]]:
-    """What clients got back, and how many tokens each request has brought."""
+    """Return what clients got back, and how many tokens each request has brought."""
     back: dict[int, list[str]] = {}
     tokens: dict[str, int] = {}
     for client, batch in rig.outputs():
@@ -219,7 +232,7 @@ def test_an_idle_engine_forgets_eager_aborts_and_publishes_its_state(rig: Rig) -
 
 
 def trace_of(rig: Rig) -> list[TraceBatch | TraceSnapshot]:
-    """What has been queued under the trace's topic."""
+    """Take what has been queued under the trace's topic."""
     found = []
     while not rig.core.output_queue.empty():
         item = rig.core.output_queue.get()
@@ -288,3 +301,240 @@ def test_a_utility_that_breaks_is_answered_and_logged(rig: Rig, caplog) -> None:
     ((_, batch),) = rig.outputs()
     assert batch.utility_output.failure_message.startswith("TypeError")
     assert "utility call ping failed" in caplog.text
+
+
+def test_what_the_core_is_in_and_counts_is_seen_from_another_thread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str, bool]] = []
+    activity, core = rig.core._activity, rig.core
+    counted = activity.turns
+
+    def look() -> None:
+        nonlocal counted
+        seen.append((activity.doing, activity.detail, activity.turns > counted))
+        counted = activity.turns
+
+    run, get = core.model_executor.run, core.input_queue.get
+    monkeypatch.setattr(core.model_executor, "run", lambda plan: (look(), run(plan))[1])
+    monkeypatch.setitem(core._utilities, "ping", look)
+
+    class Queue:
+        """Looks where the busy loop waits."""
+
+        def get(self):
+            look()
+            if len(seen) > 5:
+                core.request_shutdown()
+            return get()
+
+        def __getattr__(self, name: str):
+            return getattr(queue, name)
+
+    queue, core.input_queue = core.input_queue, Queue()
+    rig.add("a", max_tokens=2)
+    core.input_queue.put(UtilityRequest(1, 1, "ping", []))
+    assert (activity.doing, activity.detail) == (
+        "load",
+        "loading (kv: 32 blocks of 16 tokens, max_model_len 512)",
+    )
+    core.run_busy_loop()
+    assert seen == [
+        ("idle", "waiting for work", True),
+        ("call", "in the call ping", True),
+        ("step", "in step 1", True),
+        ("step", "in step 2", True),
+        ("step", "in step 3", True),
+        ("idle", "waiting for work", True),
+    ]
+
+
+def test_a_load_that_says_the_same_again_makes_no_progress() -> None:
+    activity = Activity()
+    for fraction in (0.5, 0.5, 0.6):
+        activity.load(Progress("load", "weights", fraction))
+    assert (activity.turns, activity.detail) == (2, "loading (load: weights)")
+
+
+def test_pulses_come_while_the_busy_loop_stands_and_carry_what_workers_count() -> None:
+    activity = Activity()
+    activity.begin("call", "sleep")
+    activity.workers = lambda: [WorkerPulse(0, 7, True, ProcessState.STOPPED)]
+    with zmq.Context() as context:
+        host = make_socket(context, "inproc://pulses", zmq.ROUTER, bind=True)
+        thread = PulseThread(context, "inproc://pulses", 300, 2, 0.01, activity)
+        thread.start()
+        identity, frame = host.recv_multipart()
+        thread.stop()
+        host.close()
+    assert rank_of_peer(identity) == 300
+    expected = Pulse(2, 1, "call", "in the call sleep", [WorkerPulse(0, 7, True, ProcessState.STOPPED)])
+    assert ControlDecoder(CoreToHost).decode(frame) == expected
+
+
+# More than a step takes in.
+
+
+@pytest.fixture
+def flooded(rig: Rig) -> Rig:
+    """Let client 1 ask for far more than a step takes in."""
+    for number in range(3 * REQUESTS_A_STEP):
+        rig.add(f"many{number}", client_index=1)
+    return rig
+
+
+def clients_with_requests(rig: Rig) -> list[int]:
+    return [request.client_index for request in rig.core.scheduler.requests.values()]
+
+
+def test_a_flood_of_one_client_keeps_another_waiting_for_one_step_at_most(flooded: Rig) -> None:
+    flooded.add("one", client_index=2)
+    flooded.core._process_input_queue()
+    # An idle core handles what has woken it, besides.
+    assert len(clients_with_requests(flooded)) == 1 + REQUESTS_A_STEP
+    assert clients_with_requests(flooded)[:4] == [1, 1, 2, 1]
+    for _ in range(3):
+        flooded.core._process_input_queue()
+    assert clients_with_requests(flooded).count(1) == 3 * REQUESTS_A_STEP
+
+
+def test_calls_keep_their_place_behind_what_their_own_client_asked_for_before(flooded: Rig) -> None:
+    for client in (1, 2):
+        flooded.core.input_queue.put(UtilityRequest(client, 5, "stats", []))
+    flooded.core._process_input_queue()
+    ((client, batch),) = flooded.outputs()
+    assert client == 2
+    assert batch.utility_output.result.num_waiting_reqs < 3 * REQUESTS_A_STEP
+    for _ in range(3):
+        flooded.core._process_input_queue()
+    ((client, batch),) = flooded.outputs()
+    assert client == 1
+    assert batch.utility_output.result.num_waiting_reqs == 3 * REQUESTS_A_STEP
+
+
+def test_aborts_and_what_the_host_says_wait_for_no_flood(flooded: Rig) -> None:
+    core = flooded.core
+    flooded.add("one", client_index=2)
+    last = f"many{3 * REQUESTS_A_STEP - 1}"
+    core.input_queue.put(AbortRequests(1, ["many0", last]))
+    core._process_input_queue()
+    assert not {"many0", last} & core.scheduler.requests.keys()
+    core.input_queue.put(DetachClient(1))
+    core._process_input_queue()
+    assert clients_with_requests(flooded) == [2]
+    assert not core._lanes
+
+
+def test_a_drain_finishes_what_was_asked_for_before_it(flooded: Rig) -> None:
+    flooded.core.input_queue.put(ShutdownEngine(drain=True))
+    flooded.core._process_input_queue()
+    assert len(clients_with_requests(flooded)) == 3 * REQUESTS_A_STEP
+    flooded.core.request_shutdown()
+
+
+def reports_of(rig: Rig) -> list[SchedulerStats]:
+    """Take the statistics that have been queued for the coordinator."""
+    found = []
+    while not rig.core.output_queue.empty():
+        item = rig.core.output_queue.get()
+        if isinstance(item, tuple) and item[0] == COORDINATOR_INDEX:
+            found.append(item[1].scheduler_stats)
+    return found
+
+
+def test_what_requests_take_is_told_when_it_has_changed_and_not_with_each_step(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(core_proc.time, "monotonic", lambda: now[0])
+    core, interval = rig.core, core_proc.METER_INTERVAL
+    rig.add("a", max_tokens=4)
+    core._process_input_queue()
+    told = []
+    for elapsed, new in ((0.0, None), (0.5, "b"), (0.2, None), (0.4, None), (2.0, None)):
+        now[0] += elapsed * interval
+        if new is not None:
+            rig.add(new, max_tokens=9)
+            core._process_input_queue()
+        core._process_engine_step()
+        *_, report = reports_of(rig)
+        told.append(None if report.requests is None else report.requests.time_to_first_token.count)
+        assert report.num_generation_tokens == core.scheduler.meter.num_generation_tokens
+    assert told == [1, None, None, 2, None], (
+        "a first token; another, told an interval later with the end; nothing new"
+    )
+    while core.has_work():
+        core._process_engine_step()
+    *_, last = [report for report in reports_of(rig) if not report.num_running_reqs]
+    assert last.requests is None
+    assert core.stats().requests == core.scheduler.meter.stats
+
+
+def test_the_report_that_says_that_a_core_is_idle_has_all_that_requests_have_taken(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_proc.time, "monotonic", lambda: 100.0)
+    core = rig.core
+    rig.add("a", max_tokens=3)
+    core._process_input_queue()
+    reports_of(rig)
+    while core.scheduler.requests:
+        core._process_engine_step()
+    reports = reports_of(rig)
+    assert [report.requests is not None for report in reports] == [True, False, True]
+    assert reports[-1].num_running_reqs == 0
+    assert reports[-1].requests.finished == [0, 1, 0, 0]
+
+
+def test_a_core_that_rests_with_unfinished_requests_keeps_nothing_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_proc.time, "monotonic", lambda: 100.0)
+    core = rig.core
+    for name in ("a", "b"):
+        rig.add(name, max_tokens=2 if name == "a" else 9)
+    core._process_input_queue()
+    core._process_engine_step()
+    core._process_engine_step()
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while core.has_work():
+        core._process_engine_step()
+    assert reports_of(rig)[-1].requests is None
+    core.input_queue.put(ShutdownEngine(drain=True))
+    core._process_input_queue()
+    assert reports_of(rig)[0].requests.finished == [0, 1, 0, 0]
+
+
+def test_a_report_is_not_changed_by_later_requests(rig: Rig) -> None:
+    core = rig.core
+    rig.add("a", max_tokens=1)
+    core._process_input_queue()
+    core._process_engine_step()
+    *_, report = reports_of(rig)
+    rig.add("b", max_tokens=1)
+    core._process_input_queue()
+    core._process_engine_step()
+    assert report.requests.num_finished == 1
+    assert core.scheduler.meter.stats.num_finished == 2
+
+
+def test_a_request_is_timed_from_when_it_was_read(rig: Rig) -> None:
+    request = EngineCoreRequest("r", [1], SamplingParams(max_tokens=1))
+    before = rig.core.scheduler.clock()
+    prepared, _ = rig.core.preprocess_add_request(request)
+    assert before <= prepared.received_at <= rig.core.scheduler.clock()
+
+
+def test_a_trace_has_nothing_of_what_requests_take(rig: Rig) -> None:
+    core = rig.core
+    core.input_queue.put(WantEvents("trace", True))
+    rig.add("a", max_tokens=1)
+    core._process_input_queue()
+    core._process_engine_step()
+    while core.has_work():
+        core._process_engine_step()
+    core._publish_stats(at_rest=True)
+    messages = trace_of(rig)
+    assert messages
+    assert all(message.stats.requests is None for message in messages)
+    assert core.stats().requests.num_finished == 1

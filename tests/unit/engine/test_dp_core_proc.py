@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from nbengine.engine.dp_core_proc import DPEngineCoreProc
-from nbengine.engine.waves import WAVE_AGREEMENT_STEPS
-from nbengine.engine.work import COORDINATOR_INDEX, AddRequest, StartWave
+from nbengine.engine.core.dp_core_proc import DPEngineCoreProc
+from nbengine.engine.core.waves import WAVE_AGREEMENT_STEPS
+from nbengine.engine.core.work import COORDINATOR_INDEX, AddRequest, StartWave
 from nbengine.ipc.control_messages import (
     ChangeGroup,
     CoreToHost,
@@ -102,7 +102,7 @@ class Rig:
         raise AssertionError("it does not come to that")
 
     def told(self) -> list[EngineCoreOutputs]:
-        """What the coordinator has been told of waves."""
+        """Take what the coordinator has been told of waves."""
         news = []
         while not self.core.output_queue.empty():
             item = self.core.output_queue.get()

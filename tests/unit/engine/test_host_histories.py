@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nbengine.config import ModelConfig
-from nbengine.engine.host_events import (
+from nbengine.engine.host.events import (
     Action,
     End,
     RecordReady,
@@ -19,8 +19,8 @@ from nbengine.engine.host_events import (
     ToClient,
     ToCore,
 )
-from nbengine.engine.host_state import HostPhase
-from nbengine.engine.rank_table import RankPhase
+from nbengine.engine.host.rank_table import RankPhase
+from nbengine.engine.host.state import HostPhase
 from nbengine.ipc.control_messages import (
     Attached,
     ChangeGroup,
@@ -55,10 +55,14 @@ class Process:
     doomed: bool = False
     """It does not even drain."""
 
+    @property
+    def may_get_ready(self) -> bool:
+        return not self.ready and not self.asked
+
 
 @dataclass
 class View:
-    """What a client has been told."""
+    """The view that a client has, by what it has been told."""
 
     ranks: set[int] = field(default_factory=set)
     known: dict[int, int] = field(default_factory=dict)
@@ -77,7 +81,6 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host = Host(ranks=3, bound=True, lease=1e9, model=self.model)
         self.group = {0, 1, 2}
         """In lock step: the ranks that step together."""
         self.changes: dict[int, int] = {}
@@ -90,10 +93,12 @@ class Histories(RuleBasedStateMachine):
         self.answered: list[bytes] = []
         self.ends: list[End] = []
         self.recorded: tuple[set[int], int] = (set(), 3)
-        self.take(self.host.state.begin())
 
-    @initialize(attached=st.sets(IDENTITIES))
-    def starts(self, attached) -> None:
+    @initialize(attached=st.sets(IDENTITIES), max_starting=st.sampled_from([1, 2, 100]))
+    def starts(self, attached, max_starting) -> None:
+        self.max_starting = max_starting
+        self.host = Host(ranks=3, max_starting=max_starting, bound=True, lease=1e9, model=self.model)
+        self.take(self.host.begun)
         for identity in sorted(attached):
             self.attaches(identity)
         self.all_get_ready()
@@ -108,6 +113,7 @@ class Histories(RuleBasedStateMachine):
                 case StartCore(rank, incarnation):
                     assert rank not in self.processes
                     assert incarnation > self.incarnations.get(rank, -1)
+                    assert self.is_running
                     self.incarnations[rank] = incarnation
                     self.processes[rank] = Process(incarnation)
                 case ToCore(rank, message):
@@ -171,9 +177,11 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def all_get_ready(self) -> None:
-        for rank in sorted(self.processes):
-            self.greets(rank)
-            self.gets_ready(rank)
+        # Those that are ready make room for others to be started.
+        while waiting := [rank for rank, process in self.processes.items() if process.may_get_ready]:
+            for rank in sorted(waiting):
+                self.greets(rank)
+                self.gets_ready(rank)
 
     @rule(rank=RANKS)
     def confirms(self, rank) -> None:
@@ -256,6 +264,17 @@ class Histories(RuleBasedStateMachine):
         assert self.host.state._table.running == sorted(self.processes)
 
     @invariant()
+    def few_start_at_a_time(self) -> None:
+        under_way = [
+            process
+            for process in self.processes.values()
+            if process.may_get_ready and not (self.model.is_moe and process.greeted)
+        ]
+        assert len(under_way) <= self.max_starting
+        if self.is_running and len(under_way) < self.max_starting:
+            assert not self.host.state._table.ranks(RankPhase.QUEUED)
+
+    @invariant()
     def what_is_not_ready_has_a_process_or_a_date(self) -> None:
         if self.is_running:
             for life in self.host.state._table.all():
@@ -267,7 +286,7 @@ class Histories(RuleBasedStateMachine):
         assert (self.host.state.phase is HostPhase.ENDED) == bool(self.ends)
 
     def teardown(self) -> None:
-        """Whatever has happened: if all goes well from now on, all is well in the end."""
+        """Check that all is well in the end if all goes well from now on, whatever has happened."""
         for _ in range(10):
             for rank in sorted(self.processes):
                 if self.processes[rank].asked:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import signal
 
-from nbengine.engine.host_events import (
+from nbengine.engine.host.events import (
     CoreReady,
     End,
     ForgetStats,
     RecordReady,
     SignalCores,
     StartCore,
-    StartFailed,
     ToCore,
 )
-from nbengine.engine.host_state import HostPhase
-from nbengine.engine.rank_table import FIRST_RESTART_DELAY, FORGIVEN_AFTER, MAX_DEATHS
-from nbengine.engine.scaling import STOP_GRACE
+from nbengine.engine.host.rank_table import FIRST_RESTART_DELAY, FORGIVEN_AFTER, MAX_DEATHS
+from nbengine.engine.host.scaling import STOP_GRACE
+from nbengine.engine.host.state import HostPhase
 from nbengine.ipc.control_messages import (
     Attached,
     EngineDead,
@@ -30,6 +29,7 @@ from nbengine.ipc.control_messages import (
     Shutdown,
     ShutdownEngine,
 )
+from nbengine.ipc.protocol import PROTOCOL
 from tests.unit.engine.host_rig import (
     KILLED,
     attach,
@@ -87,7 +87,7 @@ def test_a_client_that_attaches_meanwhile_knows_the_ranks_that_take_requests() -
     host = started()
     kill(host, 1)
     late = host.client(attach("late"), b"b")
-    assert told(late, b"b") == [Attached(2, [0, 2]), ready(0), ready(2)]
+    assert told(late, b"b") == [Attached(2, [0, 2], protocol=PROTOCOL), ready(0), ready(2)]
     assert {action.rank for action in only(late, ToCore)} == {0, 2}
     tick(host)
     introductions = only(host.core(Hello(1, 7), 1), ToCore)
@@ -138,7 +138,7 @@ def test_a_process_that_cannot_be_started_is_a_death() -> None:
     host = started()
     kill(host, 0)
     tick(host)
-    actions = host.state.handle(StartFailed(0, "no memory"), host.now)
+    actions = host.fail_to_start(0, "no memory")
     assert told(actions) == [EngineLost(0, 1, "no memory")]
     assert only(tick(host), StartCore) == [StartCore(0, 2)]
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from nbengine.engine.host_events import (
+from nbengine.engine.host.events import (
     CoreReady,
     End,
     RecordReady,
@@ -17,8 +17,8 @@ from nbengine.engine.host_events import (
     ToClient,
     ToCore,
 )
-from nbengine.engine.rank_table import MAX_DEATHS
-from nbengine.engine.scaling import MAX_SIZE, STOP_GRACE, LockStep
+from nbengine.engine.host.rank_table import MAX_DEATHS
+from nbengine.engine.host.scaling import STOP_GRACE, LockStep
 from nbengine.ipc.control_messages import (
     Attached,
     ChangeGroup,
@@ -31,6 +31,7 @@ from nbengine.ipc.control_messages import (
     Shutdown,
     ShutdownEngine,
 )
+from nbengine.ipc.protocol import PROTOCOL
 from tests.unit.engine.host_rig import (
     KILLED,
     LOCK_STEP,
@@ -143,17 +144,30 @@ def test_one_that_is_given_up_while_its_process_ends_is_wanted_again_by_a_scalin
     assert told(come_up(host, 1, 1))[-1] == Scaled(2)
 
 
-@pytest.mark.parametrize("size", [0, -1, MAX_SIZE + 1])
+@pytest.mark.parametrize("size", [0, -1])
 def test_a_size_that_is_none_is_refused(size) -> None:
-    refusal = Scaled(3, f"data_parallel_size must be 1 to {MAX_SIZE}, got {size}")
+    refusal = Scaled(3, f"data_parallel_size must be at least 1, got {size}")
     assert scale(started(), size) == [ToClient(b"a", refusal)]
+
+
+def test_a_size_that_the_machine_has_no_room_for_is_refused() -> None:
+    asked = []
+
+    def lacks_room(before: int, after: int) -> str | None:
+        asked.append((before, after))
+        return f"no room for {after}" if after > 4 else None
+
+    host = started(lacks_room=lacks_room)
+    assert scale(host, 10**6) == [ToClient(b"a", Scaled(3, "no room for 1000000"))]
+    assert only(scale(host, 4), StartCore) == [StartCore(3, 0)]
+    assert asked == [(3, 10**6), (3, 4)]
 
 
 def test_the_present_size_is_reached_at_once() -> None:
     assert told(scale(started(), 3)) == [Scaled(3)]
 
 
-def test_one_scaling_at_a_time() -> None:
+def test_a_second_scaling_is_refused_while_one_is_under_way() -> None:
     host = started()
     scale(host, 1)
     refusal = Scaled(1, "the engine is being scaled to 1 engine cores already")
@@ -175,7 +189,7 @@ def test_somebody_must_take_requests_all_the_time() -> None:
     assert told(scale(host, 1)) == [Scaled(2, error)]
 
 
-def test_whoever_asked_for_a_scaling_hears_of_an_end_in_the_middle_of_it() -> None:
+def test_the_client_that_asked_for_a_scaling_hears_of_an_end_in_the_middle_of_it() -> None:
     host = started(ranks=1)
     scale(host, 2, b"stranger")
     host.client(Shutdown())
@@ -201,7 +215,7 @@ def test_newcomers_wait_for_each_other_then_all_change_then_clients_hear_of_it()
     assert host.core(Hello(1, 101), 1)[0] == ToCore(1, handshake)
     assert host.core(ready(1), 1) == [CoreReady(1)]
     late = host.client(attach("late"), b"b")
-    assert told(late, b"b") == [Attached(2, [0]), ready(0)]
+    assert told(late, b"b") == [Attached(2, [0], protocol=PROTOCOL), ready(0)]
     assert {action.rank for action in only(late, ToCore)} == {0, 1}
     change = ChangeGroup(1, 3, "file:///place-1")
     assert only(come_up(host, 2, 0), ToCore)[-3:] == [ToCore(rank, change) for rank in range(3)]
@@ -251,7 +265,7 @@ def test_a_newcomer_that_fails_before_the_change_takes_only_the_newcomers_with_i
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_whoever_dies_after_the_change_was_announced_ends_the_engine(rank) -> None:
+def test_a_core_that_dies_after_the_change_was_announced_ends_the_engine(rank) -> None:
     host = started(ranks=1, model=LOCK_STEP)
     scale(host, 2)
     come_up(host, 1, 0)

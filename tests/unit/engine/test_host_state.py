@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nbengine.engine.host_events import (
+from nbengine.engine.host.events import (
     Action,
     CoreReady,
     End,
@@ -21,8 +21,8 @@ from nbengine.engine.host_events import (
     ToClient,
     ToCore,
 )
-from nbengine.engine.host_state import FIRST_ATTACH_GRACE, HostPhase
-from nbengine.engine.scaling import STOP_GRACE
+from nbengine.engine.host.scaling import STOP_GRACE
+from nbengine.engine.host.state import FIRST_ATTACH_GRACE, HostPhase
 from nbengine.ipc.control_messages import (
     AttachClient,
     Attached,
@@ -39,6 +39,7 @@ from nbengine.ipc.control_messages import (
     Shutdown,
     ShutdownEngine,
 )
+from nbengine.ipc.protocol import PROTOCOL
 from tests.unit.engine.host_rig import (
     HANDSHAKE,
     LOCK_STEP,
@@ -53,7 +54,7 @@ from tests.unit.engine.host_rig import (
 
 def test_a_client_that_attaches_early_hears_everything_once() -> None:
     host = Host()
-    assert host.client(attach()) == [ToClient(b"a", Attached(1, [0]))]
+    assert host.client(attach()) == [ToClient(b"a", Attached(1, [0], protocol=PROTOCOL))]
     assert host.core(Hello(0, 100)) == [
         ToCore(0, HANDSHAKE),
         ToCore(0, AttachClient(1, "ipc:///run/s.in", "ipc:///run/s.out")),
@@ -74,7 +75,10 @@ def test_a_client_that_attaches_while_loading_hears_the_latest_progress_and_a_la
     assert [action.message for action in only(news, ToClient)][1:] == [Progress("load", fraction=0.7)]
     host.core(ready())
     late = host.client(attach("t"), b"b")
-    assert [action.message for action in only(late, ToClient)] == [Attached(2, [0]), ready()]
+    assert [action.message for action in only(late, ToClient)] == [
+        Attached(2, [0], protocol=PROTOCOL),
+        ready(),
+    ]
     assert only(late, ToCore) == [ToCore(0, AttachClient(2, "ipc:///run/t.in", "ipc:///run/t.out"))]
 
 
@@ -109,12 +113,13 @@ def test_the_tensors_of_clients_that_left_are_removed_and_those_of_others_stay()
 def test_a_client_is_told_where_the_engine_takes_tensors() -> None:
     host = Host()
     host.state._handshake = EngineHandshakeMetadata("in", "out", "/dev/shm/nbe-x")
-    assert only(host.client(attach()), ToClient)[0].message == Attached(1, [0], "/dev/shm/nbe-x")
+    assert only(host.client(attach()), ToClient)[0].message == Attached(1, [0], "/dev/shm/nbe-x", PROTOCOL)
 
 
 def test_a_lapsed_lease_is_told_to_client_and_core_and_the_sockets_stay() -> None:
     host = Host().start()
-    host.client(attach())
+    host.client(attach(pid=0))
+    assert [action for half in range(60) for action in host.at(half / 2)] == []
     actions = host.at(30.0)
     assert actions == [
         ToClient(b"a", LeaseLost("no heartbeat for 30 s")),

@@ -2,49 +2,112 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nbengine.engine.leases import LIVENESS_INTERVAL, LeaseTable
+from nbengine.engine.host.leases import LIVENESS_INTERVAL, EndedLease, LeaseTable
 from nbengine.ipc.control_messages import Attach
+from nbengine.ipc.liveness import ProcessIdentity, ProcessState
 
 DURATION = 10.0
 
 
 def attach(session: str = "s", pid: int = 1) -> Attach:
-    return Attach(session, pid, 0.0, "in", "out")
+    return Attach(session, ProcessIdentity(pid, 1), "in", "out")
 
 
-def table(dead: set[int] | None = None) -> LeaseTable:
-    return LeaseTable(DURATION, lambda pid, _: pid not in (dead or set()))
+class Processes(dict[int, ProcessState]):
+    """The states of the clients' processes, by pid; those that are not listed run."""
+
+    def state_of(self, process: ProcessIdentity) -> ProcessState:
+        return self.get(process.pid, ProcessState.RUNNING)
 
 
-def test_a_lease_lapses_exactly_after_its_duration() -> None:
+def table(processes: Processes | None = None) -> LeaseTable:
+    return LeaseTable(DURATION, (Processes() if processes is None else processes).state_of)
+
+
+def pass_time(leases: LeaseTable, begin: float, end: float) -> list[tuple[float, EndedLease]]:
+    """Let the host look as often as it is asked to; return what ends, and when."""
+    ended, now = [], begin
+    while (due := leases.next_deadline()) is not None and max(now, due) <= end:
+        now = max(now, due)
+        ended += [(now, item) for item in leases.expire(now)]
+    return ended
+
+
+def test_a_lease_of_another_machine_lapses_exactly_after_its_duration() -> None:
     leases = table()
-    leases.grant(attach(), b"a", 0.0)
-    assert leases.expire(9.99) == []
-    ended = leases.expire(10.0)
-    assert [item.reason for item in ended] == ["no heartbeat for 10 s"]
-    assert not ended[0].final
+    leases.grant(attach(pid=0), b"a", 0.0)
+    ((when, ended),) = pass_time(leases, 0.0, 60.0)
+    assert (when, ended.reason, ended.final) == (10.0, "no heartbeat for 10 s", False)
     assert len(leases) == 0
     assert leases.next_deadline() is None
 
 
+@pytest.mark.parametrize("state", [ProcessState.RUNNING, ProcessState.TRACED])
+def test_a_silent_process_keeps_its_lease_while_it_runs_or_is_debugged(state: ProcessState) -> None:
+    leases = table(Processes({1: state}))
+    leases.grant(attach(), b"a", 0.0)
+    assert pass_time(leases, 0.0, 3600.0) == []
+
+
+def test_a_stopped_process_loses_its_lease_after_the_duration_of_one() -> None:
+    processes = Processes({2: ProcessState.STOPPED})
+    leases = table(processes)
+    leases.grant(attach("x", pid=1), b"a", 0.0)
+    leases.grant(attach("y", pid=2), b"b", 0.0)
+    ((when, stopped),) = pass_time(leases, 0.0, 100.0)
+    assert (when, stopped.reason, stopped.final) == (
+        10.0,
+        "no heartbeat for 10 s; process 2 is stopped",
+        False,
+    )
+    processes[1] = ProcessState.STOPPED
+    ((when, stopped),) = pass_time(leases, 100.0, 200.0)
+    assert stopped.lease.process.pid == 1
+    assert 110.0 - LIVENESS_INTERVAL <= when <= 110.0
+
+
+def test_a_process_that_goes_on_in_time_keeps_its_lease() -> None:
+    processes = Processes({1: ProcessState.STOPPED})
+    leases = table(processes)
+    leases.grant(attach(), b"a", 0.0)
+    assert pass_time(leases, 0.0, 9.0) == []
+    processes[1] = ProcessState.RUNNING
+    assert pass_time(leases, 9.0, 12.0) == []
+    processes[1] = ProcessState.STOPPED
+    assert pass_time(leases, 12.0, 21.0) == []
+
+
+@pytest.mark.parametrize("pid", [0, 1])
+def test_what_the_host_slept_through_is_not_counted(pid: int) -> None:
+    leases = table(Processes({1: ProcessState.STOPPED}))
+    leases.grant(attach(pid=pid), b"a", 0.0)
+    assert pass_time(leases, 0.0, 5.0) == []
+    # The host was stopped, or its machine slept, for a minute.
+    assert leases.expire(65.0) == []
+    ((when, _),) = pass_time(leases, 65.0, 100.0)
+    assert 70.0 - LIVENESS_INTERVAL <= when <= 70.0 + LIVENESS_INTERVAL
+
+
 def test_a_heartbeat_renews_and_a_stranger_has_nothing_to_renew() -> None:
     leases = table()
-    leases.grant(attach(), b"a", 0.0)
+    leases.grant(attach(pid=0), b"a", 0.0)
+    assert pass_time(leases, 0.0, 9.0) == []
     assert leases.renew(b"a", 9.0)
     assert not leases.renew(b"b", 9.0)
-    assert leases.expire(18.9) == []
+    assert pass_time(leases, 9.0, 18.9) == []
 
 
 def test_a_dead_process_is_noticed_at_the_next_look() -> None:
-    dead: set[int] = set()
-    leases = table(dead)
+    processes = Processes()
+    leases = table(processes)
     leases.grant(attach(pid=7), b"a", 0.0)
     leases.expire(0.0)
-    dead.add(7)
+    processes[7] = ProcessState.GONE
     assert leases.expire(LIVENESS_INTERVAL / 2) == []
     assert leases.next_deadline() == LIVENESS_INTERVAL
     ended = leases.expire(LIVENESS_INTERVAL)
@@ -53,7 +116,7 @@ def test_a_dead_process_is_noticed_at_the_next_look() -> None:
 
 
 def test_a_newer_attachment_of_a_session_or_connection_ends_the_older_one() -> None:
-    leases = table(dead={2})
+    leases = table(Processes({2: ProcessState.GONE}))
     first, none = leases.grant(attach("x", pid=1), b"a", 0.0)
     second, by_session = leases.grant(attach("x", pid=2), b"b", 0.0)
     third, by_connection = leases.grant(attach("y", pid=3), b"b", 0.0)
@@ -69,8 +132,8 @@ class Leases(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.dead: set[int] = set()
-        self.leases = table(self.dead)
+        self.processes = Processes()
+        self.leases = table(self.processes)
         self.held: dict[bytes, tuple[str, int, float]] = {}
         self.epochs: list[int] = []
 
@@ -96,10 +159,11 @@ class Leases(RuleBasedStateMachine):
         ended = self.leases.release(identity)
         assert (ended is not None) == (self.held.pop(identity, None) is not None)
 
-    @precondition(lambda self: len(self.dead) < 3)
-    @rule(pid=st.integers(1, 4))
-    def die(self, pid) -> None:
-        self.dead.add(pid)
+    @rule(pid=st.integers(1, 4), state=st.sampled_from(ProcessState))
+    def change(self, pid, state) -> None:
+        """Change what a process does: it runs, stops, is debugged or ends; the dead stay so."""
+        if self.processes.get(pid) is not ProcessState.GONE:
+            self.processes[pid] = state
 
     @rule(seconds=st.floats(0, 15))
     def wait(self, seconds) -> None:
@@ -108,14 +172,18 @@ class Leases(RuleBasedStateMachine):
         while (due := self.leases.next_deadline()) is not None and due <= until:
             self.now = max(self.now, due)
             for item in self.leases.expire(self.now):
-                _, pid, seen = self.held.pop(item.lease.identity)
-                assert pid in self.dead or seen + DURATION <= self.now
+                _, pid, heard = self.held.pop(item.lease.identity)
+                state = self.processes.state_of(ProcessIdentity(pid, 1))
+                silent = heard + DURATION <= self.now
+                assert state is ProcessState.GONE or (state is ProcessState.STOPPED and silent)
         self.now = until
 
     @invariant()
     def only_live_leases_remain(self) -> None:
         assert {lease.identity for lease in self.leases.leases} == set(self.held)
-        assert all(seen + DURATION >= self.now for _, _, seen in self.held.values())
+        for _, pid, _ in self.held.values():
+            gone = self.processes.state_of(ProcessIdentity(pid, 1)) is ProcessState.GONE
+            assert not gone or self.leases.next_deadline() <= self.now + LIVENESS_INTERVAL
 
     @invariant()
     def epochs_only_grow(self) -> None:
@@ -128,10 +196,10 @@ TestLeases.settings = settings(max_examples=60, deadline=None)
 
 
 def test_a_client_on_another_machine_has_no_process_to_look_at() -> None:
-    leases = LeaseTable(DURATION, lambda pid, _: False)
+    leases = LeaseTable(DURATION, lambda process: ProcessState.GONE)
     leases.grant(attach(pid=0), b"a", 0.0)
-    assert leases.expire(LIVENESS_INTERVAL) == []
-    assert [item.reason for item in leases.expire(10.0)] == ["no heartbeat for 10 s"]
+    assert pass_time(leases, 0.0, 9.9) == []
+    assert [item.reason for _, item in pass_time(leases, 9.9, 10.0)] == ["no heartbeat for 10 s"]
 
 
 def test_a_dropped_client_may_come_back_to_its_sockets() -> None:

@@ -1,10 +1,10 @@
-"""What goes into an engine's log."""
+"""An engine's log gets a bounded number of equal messages."""
 
 from __future__ import annotations
 
 import logging
 
-from nbengine.engine.logs import MAX_REPETITIONS, REPETITION_WINDOW, RepetitionLimit
+from nbengine.runtime.logs import MAX_REPETITIONS, REPETITION_WINDOW, RepetitionLimit
 
 
 def record(message: str, created: float) -> logging.LogRecord:
@@ -13,7 +13,7 @@ def record(message: str, created: float) -> logging.LogRecord:
     return made
 
 
-def test_a_message_is_repeated_so_often_in_a_while_and_no_more() -> None:
+def test_a_message_is_repeated_a_bounded_number_of_times_in_a_while() -> None:
     limit = RepetitionLimit()
     records = [record("dropped %s", 1.0 + number / 1000) for number in range(MAX_REPETITIONS + 50)]
     passed = [item for item in records if limit.filter(item)]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from nbengine.engine.output_thread import MAX_LARGE_BYTES, OUTPUT_HWM, PATIENCE, OutputThread
-from nbengine.engine.work import COORDINATOR_INDEX, AbortRequests, GiveUpClient, ThreadFailed, failure
+from nbengine.engine.core.output_thread import MAX_LARGE_BYTES, OUTPUT_HWM, PATIENCE, OutputThread
+from nbengine.engine.core.work import COORDINATOR_INDEX, AbortRequests, GiveUpClient, ThreadFailed, failure
 from nbengine.ipc.control_messages import AttachClient, DetachClient
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,

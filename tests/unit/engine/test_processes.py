@@ -1,4 +1,4 @@
-"""How processes' ends, causes and logs are described, and what the light processes load."""
+"""Ends, causes and logs of processes are put into words, and the light processes load little."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from nbengine.client.connection import ConnectionInfo, connection_file, write_connection
 from nbengine.config import EngineConfig, ParallelConfig
-from nbengine.engine.core_main import executor_class
-from nbengine.engine.logs import configure_logging, describe_exception, log_tail
-from nbengine.engine.processes import child_environment, describe_status
-from nbengine.engine.supervisor import claim_name
+from nbengine.engine.host.main import claim_name
 from nbengine.errors import EngineStartError, InvalidArgumentError, RequestError
 from nbengine.executor.base import Executor
+from nbengine.executor.choice import executor_class
+from nbengine.ipc.liveness import this_process
+from nbengine.runtime.connection import ConnectionInfo, connection_file, write_connection
+from nbengine.runtime.logs import configure_logging, describe_exception, log_tail
+from nbengine.runtime.processes import child_environment, describe_status
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,11 @@ from nbengine.executor.base import Executor
         (
             -signal.SIGKILL,
             "was killed by signal 9 (SIGKILL); the kernel's out-of-memory killer ends processes so",
+        ),
+        (
+            -signal.SIGBUS,
+            f"was killed by signal {int(signal.SIGBUS)} (SIGBUS); a file that it had mapped, such as the model's weights, "
+            + "was cut short or could not be read, or shared memory (/dev/shm) ran out",
         ),
         (-255, "was killed by signal 255 (unknown)"),
     ],
@@ -114,11 +120,16 @@ def test_children_do_not_inherit_the_notebooks_variables(monkeypatch) -> None:
     assert "NBENGINE_PARENT_FD" not in environment
 
 
-def test_the_host_and_the_wire_load_neither_torch_nor_numpy() -> None:
+def test_workers_and_engine_cores_do_not_load_the_host() -> None:
+    code = "import sys, nbengine.engine.__main__; sys.exit('nbengine.engine.host' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_host_and_the_wire_load_nothing_that_they_do_not_use() -> None:
     code = (
         "import sys, json\n"
-        "import nbengine.engine.__main__, nbengine.engine.coordinator, nbengine.ipc.serial\n"
-        "print(json.dumps(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules))))\n"
+        "import nbengine.engine.__main__, nbengine.engine.host.main, nbengine.ipc.serial\n"
+        "print(json.dumps(sorted({'torch', 'numpy', 'transformers', 'asyncio', 'ssl'} & set(sys.modules))))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert json.loads(done.stdout) == []
@@ -158,19 +169,17 @@ def runtime(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def connection(run_dir: str, pid: int, created: float = 0.0) -> ConnectionInfo:
+def connection(run_dir: str, pid: int, started: int = 0) -> ConnectionInfo:
     return ConnectionInfo(
-        name="n", run_dir=run_dir, log_path="", host_pid=pid, host_create_time=created, config=EngineConfig()
+        name="n", run_dir=run_dir, log_path="", host_pid=pid, host_started=started, config=EngineConfig()
     )
 
 
 def test_a_name_is_taken_from_the_dead_and_from_nonsense_but_not_from_the_living(runtime: Path) -> None:
-    import psutil
-
     connection_file("n").write_text("nonsense")
-    claim_name(connection("/run/1", os.getpid(), 1.0))
-    claim_name(connection("/run/2", os.getpid(), psutil.Process().create_time()))
-    claim_name(connection("/run/2", os.getpid(), psutil.Process().create_time()))
+    claim_name(connection("/run/1", os.getpid(), 1))
+    claim_name(connection("/run/2", os.getpid(), this_process().started))
+    claim_name(connection("/run/2", os.getpid(), this_process().started))
     with pytest.raises(EngineStartError, match="an engine named 'n' is running"):
         claim_name(connection("/run/3", 1))
     write_connection(connection("/run/2", 2**22 - 1))

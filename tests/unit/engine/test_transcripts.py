@@ -1,4 +1,5 @@
-"""What an engine core keeps of marked requests: how much, for whom, and how each of them ended."""
+"""An engine core keeps marked requests within limits, each for its session, with the way in which it
+ended."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.engine.core import EngineCore
-from nbengine.engine.transcripts import (
+from nbengine.engine.core.core import EngineCore
+from nbengine.engine.core.transcripts import (
     ALL_ABORTED,
     CLIENT_LEFT,
     RECORD_OVERHEAD,
@@ -17,7 +18,7 @@ from nbengine.engine.transcripts import (
     TranscriptStore,
     cost_of,
 )
-from nbengine.engine.work import GiveUpClient
+from nbengine.engine.core.work import GiveUpClient
 from nbengine.errors import InvalidArgumentError
 from nbengine.ipc.messages import EngineCoreRequest, FinishReason, TranscriptMark
 from nbengine.ipc.transcripts import TranscriptRecord, decoding_params, pack_tokens, unpack_tokens
@@ -230,7 +231,7 @@ def _scheduled(request: EngineCoreRequest):
     return Request.from_engine_core_request(request, None)
 
 
-def test_reading_and_forgetting_by_utility() -> None:
+def test_a_session_reads_and_forgets_its_own_by_utility() -> None:
     core = make_core()
     for number in (1, 2):
         add_marked(core, f"r{number}", number)

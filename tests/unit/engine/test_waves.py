@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nbengine.engine import waves
-from nbengine.engine.coordinator import DPCoordinator, WaveStart
-from nbengine.engine.waves import (
+from nbengine.engine.core import waves
+from nbengine.engine.core.waves import (
     WAVE_AGREEMENT_STEPS,
     WAVE_BITS,
     Standing,
@@ -18,6 +17,7 @@ from nbengine.engine.waves import (
     conclude,
     greatest_wave,
 )
+from nbengine.engine.host.coordinator import DPCoordinator, WaveStart
 from tests.unit.engine.simulated_core import Violation
 from tests.unit.engine.wave_network import Network
 
@@ -194,7 +194,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def deaf_when_running(patch: pytest.MonkeyPatch) -> None:
-    """A START_DP_WAVE that comes while the previous wave ends is forgotten with it."""
+    """Plant the fault that a START_DP_WAVE which comes while the previous wave ends is forgotten with it."""
     end = WaveState.agreement
 
     def agreement(self: WaveState, standing: Standing) -> waves.Agreement:
@@ -212,7 +212,8 @@ def deaf_when_running(patch: pytest.MonkeyPatch) -> None:
 
 
 def silent_beginner(patch: pytest.MonkeyPatch) -> None:
-    """A core relies on the client to have the others begin, when the request was sent in this wave."""
+    """Plant the fault that a core relies on the client to have the others begin, for a request of this
+    wave."""
     begin = WaveState.begin
 
     def begin_silently(self: WaveState, standing: Standing) -> int | None:
@@ -223,7 +224,7 @@ def silent_beginner(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_request_excludes(patch: pytest.MonkeyPatch) -> None:
-    """The core that the client names is left out: it is believed to begin by itself."""
+    """Plant the fault that the core which the client names is left out: it is believed to begin by itself."""
     first_request = DPCoordinator.first_request
 
     def excluding(self: DPCoordinator, rank: int, wave: int, now: float) -> WaveStart | None:
@@ -234,12 +235,12 @@ def first_request_excludes(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_newcomers(patch: pytest.MonkeyPatch) -> None:
-    """Who subscribes while a wave runs is told nothing."""
+    """Plant the fault that one who subscribes while a wave runs is told nothing."""
     patch.setattr(DPCoordinator, "joined", lambda self: None)
 
 
 def late_news_lead_back(patch: pytest.MonkeyPatch) -> None:
-    """The coordinator believes whatever it hears last."""
+    """Plant the fault that the coordinator believes what it hears last."""
 
     def move_to(self: DPCoordinator, wave: int, running: bool, now: float) -> bool:
         is_news = (wave, running) != (self.current_wave, self.running)
@@ -251,7 +252,7 @@ def late_news_lead_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def wakes_unheard(patch: pytest.MonkeyPatch) -> None:
-    """Who has held up the others does not begin a wave when it has woken up."""
+    """Plant the fault that a core which has held up the others begins no wave when it has woken up."""
     patch.setattr(
         WaveState,
         "_has_reason",
@@ -260,7 +261,7 @@ def wakes_unheard(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_opening(patch: pytest.MonkeyPatch) -> None:
-    """A wave begins with a batch."""
+    """Plant the fault that a wave begins with a batch."""
 
     def run(standing: Standing) -> waves.Agreement:
         yield False
@@ -270,7 +271,7 @@ def no_opening(patch: pytest.MonkeyPatch) -> None:
 
 
 def decides_alone(patch: pytest.MonkeyPatch) -> None:
-    """A core without work pauses, whatever the others say."""
+    """Plant the fault that a core without work pauses, whatever the others say."""
     agreement = WaveState.agreement
 
     def agree_with_oneself(self: WaveState, standing: Standing) -> waves.Agreement:
@@ -285,13 +286,13 @@ def decides_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def newcomers_start_at_zero(patch: pytest.MonkeyPatch) -> None:
-    """A new group does not find out which wave comes next."""
+    """Plant the fault that a new group does not find out which wave comes next."""
     joined = WaveState.joined
     patch.setattr(WaveState, "joined", lambda self, num, wave: joined(self, num, self.wave))
 
 
 def leaves_alone(patch: pytest.MonkeyPatch) -> None:
-    """A core that is to end leaves at the next agreement."""
+    """Plant the fault that a core which is to end leaves at the next agreement."""
     opening = waves._opening
 
     def leave(standing: Standing) -> waves.Agreement:

@@ -12,14 +12,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbengine.engine.coordinator import DPCoordinator, WaveStart
-from nbengine.engine.waves import Verdict, WaveState
+from nbengine.engine.core.waves import Verdict, WaveState
+from nbengine.engine.host.coordinator import DPCoordinator, WaveStart
 from nbengine.ipc.messages import EngineCoreOutputs
 from tests.unit.engine.simulated_core import Core, Group, Violation
 
 MAX_EVENTS = 20_000
 MERGED = 0.2
-"""How often what a core tells the coordinator is merged with what has not left yet."""
+"""The probability that what a core tells the coordinator is merged with what has not left yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +77,7 @@ class Network:
         self.send(f"core {rank}", "coordinator", "subscribe", rank)
 
     def make_script(self) -> deque[str]:
-        """What clients and the host do, in order; a sleep is followed by waking up."""
+        """Draw what clients and the host do, in order; a sleep is followed by waking up."""
         rng = self.random
         script = ["request"] * rng.randint(1, 6)
         sleeps, regroups = rng.random() < 0.3, rng.random() < 0.3
@@ -246,22 +246,29 @@ class Network:
     def run(self) -> None:
         """Let everything happen, until nothing more can; then check what must hold of the end."""
         rng = self.random
+        has_changed = True
         for _ in range(MAX_EVENTS):
             self.now += 1.0
-            busy = [channel for channel in self.channels if channel.queue]
-            ready = [core for core in self.cores.values() if core.can_step()]
-            num = len(busy) + len(ready) + bool(self.script)
-            if not num:
-                break
+            if has_changed:
+                busy = [channel for channel in self.channels if channel.queue]
+                ready = [core for core in self.cores.values() if core.can_step()]
+                num = len(busy) + len(ready) + bool(self.script)
+                if not num:
+                    break
+            has_changed = True
             choice = int(rng.random() * num)
             if choice < len(busy):
                 channel = busy[choice]
                 if channel.speed == 1.0 or rng.random() < channel.speed:
                     self.deliver(channel)
+                else:
+                    has_changed = False
             elif choice < len(busy) + len(ready):
                 ready[choice - len(busy)].step()
             elif rng.random() < 0.2 or num == 1:
                 self.act()
+            else:
+                has_changed = False
         else:
             raise Violation(f"no end after {MAX_EVENTS} events")
         self.check_end()

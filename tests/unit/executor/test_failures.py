@@ -1,4 +1,4 @@
-"""What is said of a worker's end, and which of several ends was the cause."""
+"""The end of a worker is put into words, and the cause is found among several ends."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ from nbengine.errors import (
     InvalidArgumentError,
     NBEngineError,
 )
-from nbengine.executor.base import Executor
+from nbengine.executor.choice import executor_class
 from nbengine.executor.multiproc import MultiprocExecutor
 from nbengine.executor.ray import RayExecutor
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.control_messages import Progress
-from nbengine.models.tiny import random_tiny
+from nbengine.models.checkpoints.tiny import random_tiny
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker import budget as budget_module
+from nbengine.worker.memory import budget as budget_module
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def one_request(token_ids: list[int], block_ids: list[int] | None = None) -> Sch
 
 
 def test_is_what_a_configuration_without_backend_gets(config: EngineConfig) -> None:
-    assert Executor.get_class(config) is UniProcExecutor
-    assert Executor.get_class(replace(config, parallel=ParallelConfig(distributed_executor_backend="uni")))
+    assert executor_class(config) is UniProcExecutor
+    assert executor_class(replace(config, parallel=ParallelConfig(distributed_executor_backend="uni")))
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_is_what_a_configuration_without_backend_gets(config: EngineConfig) -> N
 def test_several_workers_or_the_mp_backend_have_processes_of_their_own(
     config: EngineConfig, parallel: ParallelConfig
 ) -> None:
-    assert Executor.get_class(replace(config, parallel=parallel)) is MultiprocExecutor
+    assert executor_class(replace(config, parallel=parallel)) is MultiprocExecutor
 
 
 def test_the_ray_backend_has_its_own(config: EngineConfig) -> None:
     parallel = ParallelConfig(distributed_executor_backend="ray")
-    assert Executor.get_class(replace(config, parallel=parallel)) is RayExecutor
+    assert executor_class(replace(config, parallel=parallel)) is RayExecutor
 
 
-def test_executes_and_samples_blocking_and_not(executor: UniProcExecutor) -> None:
+def test_steps_are_executed_and_sampled_with_and_without_blocking(executor: UniProcExecutor) -> None:
     (spec,) = executor.get_kv_cache_specs()
     assert executor.determine_available_memory() == [8 * spec.page_size_bytes]
     executor.initialize_kv_cache(8)
@@ -107,6 +107,17 @@ def test_calls_workers_by_name(executor: UniProcExecutor) -> None:
             executor.collective_rpc(name)
 
 
+def test_every_layer_of_a_step_is_counted(executor: UniProcExecutor) -> None:
+    executor.initialize_kv_cache(8)
+    (before,) = executor.worker_pulses()
+    executor.execute_model(one_request([1, 2, 3]))
+    executor.sample_tokens()
+    (after,) = executor.worker_pulses()
+    assert after.ticks - before.ticks == executor._worker.model.config.num_layers
+    assert not after.waits
+    assert executor.check_health() is None
+
+
 def test_failures_reach_the_caller_as_they_were(executor: UniProcExecutor) -> None:
     executor.initialize_kv_cache(8)
     bad = one_request([1, 2, 3], block_ids=[10**6])
@@ -126,7 +137,7 @@ def test_shutdown_frees_model_and_cache_and_may_be_repeated(config: EngineConfig
     executor.sample_tokens()
     executor.check_health()
     runner = executor._worker.model_runner
-    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens.weight)]
+    tensors = [weakref.ref(runner._kv_caches[0]), weakref.ref(runner._model.embed_tokens.weight.tensor)]
     del runner
     executor.shutdown()
     executor.shutdown()

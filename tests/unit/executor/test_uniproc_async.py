@@ -116,7 +116,8 @@ def test_shutdown_with_steps_in_flight_finishes_the_running_call_and_drops_the_o
 def test_a_request_that_ends_by_itself_leaves_no_trace_in_a_step_planned_before(
     executor: UniProcExecutor,
 ) -> None:
-    """What is computed beyond an end is forgotten with the request, and its row is free for the next."""
+    """The tokens that are computed beyond an end are forgotten with the request, and its row is free for the
+    next."""
     plans = [one_request([1, 2, 3]), next_step(1)]
     last = SchedulerOutput([], CachedRequestData(), {"a": 2}, 2, {"a"}, step=2)
     last.scheduled_new_reqs = [NewRequestData("a", [1, 2], SamplingParams(temperature=0), [0], 0)]

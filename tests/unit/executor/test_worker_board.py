@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
-from nbengine.executor.worker_board import WorkerBoard
 from nbengine.metrics.stats import WorkerStats
+from nbengine.runtime.worker_board import WorkerBoard
 from nbengine.worker import meter
 from nbengine.worker.meter import WorkerMeter
 

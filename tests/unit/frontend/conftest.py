@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from nbengine.config import EngineConfig, ModelConfig, SchedulerConfig
-from nbengine.frontend.input_processor import InputProcessor
+from nbengine.frontend.requests.input_processor import InputProcessor
 
 MAX_MODEL_LEN = 64
 SPECIAL_TOKENS = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -113,13 +113,13 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory, byte_level: Tokeni
 def engine_config(model_directory: Path) -> EngineConfig:
     """Configuration of an engine with that model and the priority policy."""
     model = ModelConfig(model="tiny", directory=str(model_directory))
-    return EngineConfig(model=model, scheduler=SchedulerConfig(policy="priority"))
+    return EngineConfig(model=model, scheduler=SchedulerConfig(scheduling_policy="priority"))
 
 
 @pytest.fixture(scope="session")
 def tokenizer(model_directory: Path) -> PreTrainedTokenizerFast:
     """The model directory's tokenizer, as the frontend loads it."""
-    from nbengine.frontend.tokenizer import load_tokenizer
+    from nbengine.frontend.text.tokenizer import load_tokenizer
 
     return load_tokenizer(ModelConfig(model="tiny", directory=str(model_directory)))
 

@@ -1,4 +1,4 @@
-"""What stop strings mean, by definition."""
+"""A reference implementation of stop strings, by their definition."""
 
 from __future__ import annotations
 

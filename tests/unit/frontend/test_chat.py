@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
-from nbengine.frontend.chat import has_chat_template, is_conversation, render_chat
+from nbengine.frontend.text.chat import has_chat_template, is_conversation, render_chat
 
 HELLO = [{"role": "user", "content": "the fox"}]
 

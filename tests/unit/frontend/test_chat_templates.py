@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.frontend.chat import render_chat
-from nbengine.frontend.tools import tool_schemas
+from nbengine.frontend.text.chat import render_chat
+from nbengine.frontend.text.tools import tool_schemas
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -133,8 +133,8 @@ def test_arguments_of_tool_calls_may_be_json(tokenizer: PreTrainedTokenizerFast,
 
 def test_the_default_model_renders_chats_and_tools_as_transformers_does() -> None:
     from nbengine.config import ModelConfig
-    from nbengine.frontend.tokenizer import load_tokenizer
-    from nbengine.models.files import resolve_model
+    from nbengine.frontend.text.tokenizer import load_tokenizer
+    from nbengine.models.checkpoints.files import resolve_model
 
     tokenizer = load_tokenizer(resolve_model(ModelConfig("smollm2-135m")))
     for messages in (QUESTION, ANSWERED):

@@ -86,7 +86,9 @@ def test_the_names_that_scripts_import_are_there(module: str) -> None:
 def test_a_call_as_scripts_write_it_is_accepted(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    inspect.signature(function).bind(*arguments, **keywords)
+    bound = inspect.signature(function).bind(*arguments, **keywords)
+    # Each has a parameter of its own: none is taken in by a `**options` that may refuse it later.
+    assert keywords.items() <= bound.arguments.items()
 
 
 @pytest.mark.parametrize(

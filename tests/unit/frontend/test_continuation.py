@@ -8,10 +8,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
-from nbengine.frontend.continuation import Continuation, continued
-from nbengine.frontend.input_processor import InputProcessor
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.requests.continuation import Continuation, continued
+from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -29,7 +30,7 @@ class Answer:
         request = EngineCoreRequest("r-1", [1, 2], whole, external_req_id="r")
         continuation = continued(request, written)
         self.queue = RequestOutputCollector(RequestOutputKind.DELTA, "r", "r-1")
-        self.processor = OutputProcessor(tokenizer)
+        self.processor = OutputProcessor(TextDecoding(tokenizer))
         self.sent = self.processor.add_request(request, None, self.queue, continuation)
 
     def emit(
@@ -38,7 +39,7 @@ class Answer:
         reason: FinishReason | None = None,
         logprobs: LogprobsLists | None = None,
     ) -> RequestOutput | None:
-        """What the engine core has sampled comes in."""
+        """Let tokens come in that the engine core has sampled."""
         output = EngineCoreOutput("r-1", token_ids, finish_reason=reason, new_logprobs=logprobs)
         self.aborted = self.processor.process_outputs([output]).reqs_to_abort
         return self.queue.get_nowait()

@@ -19,10 +19,13 @@ from nbengine.engine import fit_probe
 from nbengine.engine.fit_probe import answer
 from nbengine.errors import InvalidArgumentError, ModelNotFoundError, NBEngineError
 from nbengine.ipc.fit import FitAnswer, FitQuestion
-from nbengine.models import hub
-from nbengine.models.files import resolve_configuration, resolve_model
+from nbengine.kv_cache.specs import FULL, LayerRule, make_groups
+from nbengine.models.checkpoints import hub
+from nbengine.models.checkpoints.files import resolve_configuration, resolve_model
+from nbengine.models.loading import Precision
 from nbengine.widgets.processes.fit_report import FitReport, MemoryPlace, TensorParallelFit
-from nbengine.worker.budget import GPUProfile
+from nbengine.worker.memory.budget import GPUProfile
+from nbengine.worker.memory.extras import decoder_extras
 
 GIB = 1 << 30
 REPORT = FitReport(
@@ -57,6 +60,17 @@ def test_a_report_counts_the_requests_that_its_blocks_hold() -> None:
     assert "<i>" not in html
     assert "<b>model</b>" not in html
     assert REPORT._repr_html_() == html
+
+
+def test_a_report_counts_groups_and_slots() -> None:
+    groups = make_groups([FULL, LayerRule("window", 64), LayerRule("recurrent", 1000)])
+    report = replace(REPORT, groups=groups, slot_bytes=2 << 20, num_state_slots=12)
+    # A token takes a part of a block in each of two groups, but of the window no more than 5 blocks.
+    assert report.kv_bytes_per_token == 2 * 1024
+    assert [report.concurrency(length) for length in (1, 1600, 4096)] == [12, 9, 3]
+    assert replace(report, num_spare_slots=4).concurrency(1) == 8
+    assert report.kv_cache_bytes == 16_384_000 + 12 * (2 << 20)
+    assert "2 MiB a request, 12 slots" in str(report)
 
 
 def test_a_report_of_what_does_not_fit_says_why_and_what_would() -> None:
@@ -121,6 +135,7 @@ def test_gpus_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fit_probe, "resolve_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(fit_probe, "resolve_dtype", lambda *args: torch.float32)
+    monkeypatch.setattr(fit_probe, "resolve_precision", lambda *args: Precision(torch.float32, torch.float32))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "test GPU")
@@ -137,11 +152,13 @@ def test_gpus_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda:0 (test GPU)", 9 * GIB),
         ("cuda:1 (test GPU)", 8 * GIB),
     ]
-    # Nine tenths of the GPU, without weights, one layer's activations (3 - 2 GiB) and what others hold.
-    assert one.num_blocks == (int(9 * GIB) - one.weights_bytes - GIB - GIB) // one.page_bytes
+    # Nine tenths of the GPU, without weights, one layer's activations (3 - 2 GiB) and what others hold. Beside each page there
+    # is room for the log probabilities of 16 prompt tokens: 21 ids and numbers, the next token's id, its rank.
+    gathered = 16 * (21 * (8 + 4) + 8 + 8)
+    assert one.num_blocks == (int(9 * GIB) - one.weights_bytes - GIB - GIB) // (one.page_bytes + gathered)
     assert one.max_model_len == 2048
     rank_weights, rank_page = two.weights_bytes // 2, two.page_bytes // 2
-    assert two.num_blocks == (int(9 * GIB) - rank_weights - GIB - 2 * GIB) // rank_page
+    assert two.num_blocks == (int(9 * GIB) - rank_weights - GIB - 2 * GIB) // (rank_page + gathered)
     assert four.problem == "it needs 4 GPUs, and there are 2"
 
 
@@ -206,7 +223,8 @@ def test_a_repository_without_a_configuration_says_what_to_do(
 
 def test_advice_is_what_was_tried_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(configs: Any) -> FitAnswer:
-        monkeypatch.setattr(fit_probe, "free_memory", lambda device: 450_000)
+        extras = decoder_extras(configs[0].scheduler, 256, 64, 64)
+        monkeypatch.setattr(fit_probe, "free_memory", lambda device: 450_000 + extras)
         return answer(FitQuestion(list(configs)))
 
     monkeypatch.setattr("nbengine.frontend.fit._ask", ask)

@@ -1,4 +1,4 @@
-"""What importing costs, and what is exported."""
+"""An import loads nothing heavy, and the exported names are the documented ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PUBLIC = {
     "PromptType",
     "TextPrompt",
     "TokensPrompt",
+    "ToolCall",
     "SamplingParams",
     "PoolingParams",
     "RequestOutputKind",
@@ -48,9 +49,15 @@ PUBLIC = {
     "UtilityError",
     "EngineStartError",
     "EngineDeadError",
+    "EngineStalledError",
     "LeaseExpiredError",
     "FitReport",
+    "StatLogger",
+    "LoggingStatLogger",
+    "RequestLog",
+    "RequestTracer",
     "fit",
+    "register_model",
     "load_ipython_extension",
     "unload_ipython_extension",
 }
@@ -75,11 +82,11 @@ def test_the_whole_frontend_is_free_of_torch(model_directory: Path) -> None:
     code = f"""
 import sys
 from nbengine import LLM, AsyncLLM, EmbeddingRequestOutput, LLMEngine, PoolingParams, SamplingParams
-import nbengine.client.sync_mp, nbengine.client.async_mp, nbengine.client.directory, nbengine.cli
+import nbengine.client.sync_mp, nbengine.client.async_mp, nbengine.client.engines.directory, nbengine.cli
 from nbengine.config import EngineConfig, ModelConfig
-from nbengine.frontend.chat import render_chat
-from nbengine.frontend.input_processor import InputProcessor
-from nbengine.frontend.tokenizer import load_tokenizer
+from nbengine.frontend.text.chat import render_chat
+from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.text.tokenizer import load_tokenizer
 model = ModelConfig(model="x", directory={str(model_directory)!r})
 tokenizer = load_tokenizer(model)
 processor = InputProcessor(EngineConfig(model=model), tokenizer, 64, ("generate", "embed"))

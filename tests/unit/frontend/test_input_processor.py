@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from nbengine.config import EngineConfig
-from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError
-from nbengine.frontend.input_processor import InputProcessor, _can_structure, prompt_text
+from nbengine.config import EngineConfig, ModelConfig
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, ModelLoadError, NotSupportedError
+from nbengine.frontend.requests.input_processor import InputProcessor, _can_structure, prompt_text
+from nbengine.frontend.requests.reasoning import ReasoningMarks
+from nbengine.frontend.text.tokenizer import load_tokenizer
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_MODEL_LEN = 64
@@ -244,6 +249,34 @@ def test_embeddings_have_no_prompt_logprobs(input_processor: InputProcessor) -> 
         input_processor.process_inputs("r", prompt, SamplingParams(prompt_logprobs=1))
 
 
+THOUGHTFUL = ReasoningMarks(endings=("</t>",), closing="\n</t>", openings=("<t>",))
+
+
+def test_a_budget_of_reasoning_goes_with_the_tokens_of_its_marks(input_processor: InputProcessor) -> None:
+    prompt = {"prompt": "the fox", "reasoning": THOUGHTFUL}
+    request = input_processor.process_inputs("r", prompt, SamplingParams(thinking_budget=9))
+    assert request.reasoning is not None
+    assert request.reasoning.closing == input_processor.encoder.encode("\n</t>")
+    assert request.reasoning.ending_texts == ["</t>"]
+    assert input_processor.process_inputs("r", prompt, SamplingParams()).reasoning is None
+    with pytest.raises(InvalidArgumentError, match=r"thinking_budget must be None.*got 9"):
+        input_processor.process_inputs("r", "the fox", SamplingParams(thinking_budget=9))
+
+
+def test_an_answer_that_goes_on_says_how_much_of_it_is_written(input_processor: InputProcessor) -> None:
+    prompt = {"prompt": "the fox", "reasoning": THOUGHTFUL}
+    request = input_processor.process_inputs("r", prompt, SamplingParams(thinking_budget=9))
+    input_processor.continue_answer(request, [5, 6, 7])
+    assert request.reasoning is not None
+    assert request.reasoning.num_written == 3
+
+
+@pytest.mark.parametrize("budget", [-1, 2**31, 1.5, "9", True])
+def test_a_budget_is_a_number_of_tokens(budget: Any) -> None:
+    with pytest.raises((InvalidArgumentError, InvalidTypeError), match="thinking_budget"):
+        SamplingParams(thinking_budget=budget)
+
+
 @pytest.mark.parametrize(
     ("truncate", "kept"), [(None, 10), (1, 1), (4, 4), (10, 10), (50, 10), (MAX_MODEL_LEN - 1, 10), (-1, 10)]
 )
@@ -320,6 +353,77 @@ def test_defaults_come_from_the_generation_config_and_are_valid(input_processor:
     assert defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "max_tokens": 33}
     params = SamplingParams(**defaults, output_kind=RequestOutputKind.DELTA)
     assert params_of(input_processor, params).temperature == 0.6
+
+
+def processor_with(
+    directory: Path, tokenizer: PreTrainedTokenizerFast, content: dict[str, Any], **settings: str
+) -> InputProcessor:
+    """The input processor of a copy of the model with another generation_config.json."""
+    (directory / "generation_config.json").write_text(json.dumps(content))
+    model = ModelConfig(model="tiny", directory=str(directory), **settings)
+    return InputProcessor(EngineConfig(model=model), tokenizer, MAX_MODEL_LEN)
+
+
+@pytest.fixture
+def copied(model_directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_directory, tmp_path / "copied"))
+
+
+def test_generation_config_none_gives_neutral_defaults_and_keeps_the_end_tokens(
+    copied: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    content = {"eos_token_id": [0, 1], "temperature": 0.6, "top_p": 0.5, "stop_strings": ["END", "STOP"]}
+    auto = processor_with(copied, tokenizer, content)
+    assert auto.default_sampling_params() == {"temperature": 0.6, "top_p": 0.5, "stop": ["END", "STOP"]}
+    none = processor_with(copied, tokenizer, content, generation_config="none")
+    assert none.default_sampling_params() == {}
+    for processor in (auto, none):
+        completed = params_of(processor, SamplingParams())
+        assert {completed.eos_token_id, *completed.stop_token_ids} == {0, 1}
+    one = processor_with(copied, tokenizer, {"stop_strings": "END", "top_k": None})
+    assert SamplingParams(**one.default_sampling_params()).stop == ["END"]
+
+
+def test_a_default_that_is_not_possible_is_told_with_its_file_and_the_way_around_it(
+    copied: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    processor = processor_with(copied, tokenizer, {"temperature": -3.0})
+    with pytest.raises(
+        ModelLoadError, match=r"generation_config\.json that cannot be used: temperature.*'none'"
+    ):
+        processor.default_sampling_params()
+
+
+def test_several_end_tokens_of_config_json_count_where_the_generation_config_has_none(
+    copied: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 0, 9]}))
+    completed = params_of(processor_with(copied, tokenizer, {"temperature": 0.5}), SamplingParams())
+    assert (completed.eos_token_id, completed.stop_token_ids) == (tokenizer.eos_token_id, [7, 9])
+
+
+def test_tokens_that_the_model_does_not_have_are_no_end_tokens_and_no_prompt(
+    copied: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    size = tokenizer.backend_tokenizer.get_vocab_size() - 5
+    (copied / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+    larger = load_tokenizer(ModelConfig(directory=str(copied)))
+    larger.add_special_tokens({"eos_token": "<|beyond|>"})
+    assert larger.eos_token_id >= size
+    processor = processor_with(copied, larger, {"eos_token_id": [size, 1]})
+    completed = params_of(processor, SamplingParams(min_tokens=2))
+    assert (completed.eos_token_id, completed.stop_token_ids) == (1, [])
+    with pytest.raises(
+        InvalidArgumentError, match=r"prompt must be text whose tokens the model has \('<.beyond.>' is"
+    ):
+        processor.process_inputs("r", "the fox<|beyond|>", SamplingParams())
+    with pytest.raises(InvalidArgumentError, match="bad_words must be text whose tokens the model has"):
+        processor.process_inputs("r", "the fox", SamplingParams(bad_words=["<|beyond|>"]))
+    with pytest.raises(InvalidArgumentError, match="prompt_token_ids must be token ids in"):
+        processor.process_inputs("r", [size], SamplingParams())
+    assert processor.process_inputs("r", "the fox", SamplingParams()).prompt_token_ids
 
 
 @pytest.mark.parametrize("request_id", ["", None, 3])

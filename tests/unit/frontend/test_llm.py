@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from nbengine import LLM, SamplingParams
-from nbengine.client.base import BlockingClient, EngineCoreClient, ProgressCallback
-from nbengine.client.utility_calls import merged_stats
+from nbengine import LLM, AsyncLLM, SamplingParams
+from nbengine.client.calls import merged_stats
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.config.engine import WITHOUT_EFFECT
 from nbengine.errors import (
@@ -20,15 +19,14 @@ from nbengine.errors import (
     EngineStartError,
     InvalidArgumentError,
     InvalidTypeError,
-    NotSupportedError,
     RequestError,
     UtilityError,
 )
 from nbengine.frontend.llm_engine import LLMEngine
-from nbengine.frontend.options import EngineOptions
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.metrics.stats import SchedulerStats
+from nbengine.runtime.progress import ProgressCallback
 from nbengine.sampling_params import RequestOutputKind
 
 Step = Callable[["EchoClient"], EngineCoreOutputs]
@@ -49,14 +47,18 @@ def ready_message() -> EngineReady:
     )
 
 
-class EchoClient(BlockingClient):
+class EchoClient:
     """Answers a request with its prompt's tokens in reverse, the youngest request first, two tokens a step."""
+
+    connection = death = stall = None
+    client_index = 0
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.requests: dict[str, EngineCoreRequest] = {}
         self.seen: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.stopped: list[str] = []
         self.shutdowns = 0
         self.step: Step | None = None
         self.start_error: Exception | None = None
@@ -83,7 +85,8 @@ class EchoClient(BlockingClient):
         self.seen.append(request)
         self.requests[request.request_id] = request
 
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
+    def abort_requests(self, request_ids: Iterable[str], *, stopped: Collection[str] = ()) -> None:
+        self.stopped += [request_id for request_id in request_ids if request_id in stopped]
         for request_id in request_ids:
             self.aborted.append(request_id)
             self.requests.pop(request_id, None)
@@ -121,7 +124,7 @@ class EchoClient(BlockingClient):
 def client(engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> EchoClient:
     made = EchoClient(engine_config)
     monkeypatch.setattr("nbengine.frontend.llm_engine.resolve_files", lambda config, progress: engine_config)
-    monkeypatch.setattr(EngineCoreClient, "make_client", staticmethod(lambda *args, **kwargs: made))
+    monkeypatch.setattr("nbengine.frontend.llm_engine.make_client", lambda *args, **kwargs: made)
     return made
 
 
@@ -264,6 +267,7 @@ def test_an_engine_tells_the_core_of_stop_strings_and_aborts(client: EchoClient)
     dropped = engine.add_request("mine", "the dog", SamplingParams())
     engine.abort_request("mine")
     assert client.aborted == [stopped, dropped]
+    assert client.stopped == [stopped], "the engine counts the two apart"
     assert engine.get_num_unfinished_requests() == 0
 
 
@@ -430,17 +434,28 @@ def test_a_dead_engine_raises_to_the_caller(llm: LLM, client: EchoClient) -> Non
 
 
 def test_unknown_and_unsupported_engine_arguments_are_named() -> None:
-    with pytest.raises(InvalidArgumentError, match="max_modle_len"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^LLM has no argument 'max_modle_len'; did you mean max_model_len"
+    ):
         LLM("tiny", max_modle_len=5)  # type: ignore[call-arg]
+    with pytest.raises(
+        InvalidArgumentError, match=r"^LLM has no argument 'multi_process'; did you mean multiprocess"
+    ):
+        LLM("tiny", multi_process=False)  # type: ignore[call-arg]
+    with pytest.raises(
+        InvalidArgumentError, match=r"^AsyncLLM has no argument 'sesion'; did you mean session"
+    ):
+        AsyncLLM("tiny", sesion="s")  # type: ignore[call-arg]
     with pytest.raises(InvalidTypeError, match="max_model_len"):
         LLM("tiny", max_model_len="5")  # type: ignore[arg-type]
-    with pytest.raises(NotSupportedError, match="quantization='fp8'"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^quantization must be None, 'int8' or 'int4' .*got 'fp8'"
+    ):
         LLM("tiny", quantization="fp8")
 
 
 def test_the_signature_shows_every_engine_argument_with_its_default() -> None:
     parameters = inspect.signature(LLM).parameters
-    expected = {f.name: f.default for f in fields(EngineArgs)} | {"multiprocess": True}
+    defaults = {name: getattr(EngineArgs, name, None) for name in WITHOUT_EFFECT}
+    expected = {f.name: f.default for f in fields(EngineArgs)} | {"multiprocess": True} | defaults
     assert {name: p.default for name, p in parameters.items()} == expected
-    names = {f.name for f in fields(EngineArgs)} - {"model"}
-    assert set(EngineOptions.__annotations__) == names | set(WITHOUT_EFFECT)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from nbengine.frontend.logprobs import LogprobsProcessor, TokenTexts
+from nbengine.frontend.outputs.logprobs import LogprobsProcessor, TokenTexts
 from nbengine.ipc.messages import LogprobsLists
 from nbengine.outputs import Logprob
 from nbengine.sampling_params import SamplingParams

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from nbengine.errors import NBEngineError
-from nbengine.frontend.loop_thread import LoopThread
+from nbengine.client.threads.loop_thread import LoopThread
+from nbengine.errors import EngineDeadError, NBEngineError
 
 
 def test_there_is_one_for_the_process_and_it_is_a_daemon() -> None:
@@ -40,3 +40,13 @@ def test_stopping_ends_the_thread_and_closes_the_loop() -> None:
     own = LoopThread()
     own.stop()
     assert own.loop.is_closed()
+    own.stop()
+
+
+def test_after_its_end_what_is_of_no_use_any_more_is_dropped_and_all_else_refused_by_name() -> None:
+    own = LoopThread()
+    own.stop()
+    assert not own.call_if_open(print)
+    for call in (lambda: own.call_soon(print), lambda: own.run(asyncio.sleep(0))):
+        with pytest.raises(EngineDeadError, match="the interpreter is exiting"):
+            call()

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from nbengine.errors import EngineDeadError, NBEngineError
-from nbengine.frontend.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
 from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import RequestOutputKind
 

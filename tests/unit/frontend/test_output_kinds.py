@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -36,7 +37,7 @@ seeds = st.integers(0, 2**32)
 
 
 class Completion:
-    """What an engine would send of one completion: its tokens, their logprobs, its end."""
+    """One completion as an engine sends it: its tokens, their log probabilities, its end."""
 
     def __init__(self, tokenizer: Tokenizer, options: dict[str, Any], index: int, seed: int) -> None:
         rng = random.Random(f"{seed} {index}")
@@ -69,7 +70,7 @@ class Completion:
         return output
 
     def expected(self, tokenizer: Tokenizer, options: dict[str, Any]) -> tuple[Any, ...]:
-        """Text, token ids, finish and stop reason, cumulative logprob, by definition."""
+        """Return text, token ids, finish and stop reason, and cumulative log probability, by definition."""
         include = options["include_stop_str_in_output"]
         shown = self.ids[:-1] if self.finish is FinishReason.STOP and not include else self.ids
         text = tokenizer.decode(shown)
@@ -93,8 +94,10 @@ def made_up_rows(token_ids: list[int], count: int, rng: random.Random) -> Logpro
 
 
 def shown_length(tokenizer: Tokenizer, ids: list[int], count: int) -> int:
-    """Characters known after so many tokens: a token whose last character is incomplete says nothing until the one that
-    completes it, or the end."""
+    """Count the characters that are known after `count` tokens; -1 while the last one is incomplete.
+
+    Its token says nothing until the one that completes it, or the end.
+    """
     text = tokenizer.decode(ids[:count])
     return -1 if text.endswith("\ufffd") and count < len(ids) else len(text)
 
@@ -108,8 +111,9 @@ def outputs_of(
     *,
     has_reader: bool = True,
 ) -> list[RequestOutput]:
-    """What a reader gets, or without one what is returned; `pattern` makes the steps, the interval and the reads."""
-    processor = OutputProcessor(tokenizer, stream_interval=pattern.choice((1, 1, 3)))
+    """Return what a reader gets, or without one what is returned; `pattern` makes steps, interval and
+    reads."""
+    processor = OutputProcessor(TextDecoding(tokenizer), stream_interval=pattern.choice((1, 1, 3)))
     params = SamplingParams(output_kind=kind, **options)
     request = EngineCoreRequest("r-1", PROMPT_IDS, params, external_req_id="r")
     queue = RequestOutputCollector(kind, "r", "r-1") if has_reader else None
@@ -218,7 +222,7 @@ def test_cumulative_outputs_only_grow_and_end_together(
 def test_a_reader_that_never_reads_costs_as_much_as_the_text(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("the quick brown fox ").ids * 400
     for kind in (CUMULATIVE, DELTA):
-        processor = OutputProcessor(byte_level)
+        processor = OutputProcessor(TextDecoding(byte_level))
         queue = RequestOutputCollector(kind, "r", "r-1")
         processor.add_request(EngineCoreRequest("r-1", [1], SamplingParams(output_kind=kind)), None, queue)
         for token_id in ids:

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, RequestError
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -30,7 +31,7 @@ class Harness:
     """An output processor, and requests whose tokens spell `TEXT`."""
 
     def __init__(self, tokenizer: Tokenizer, stream_interval: int = 1) -> None:
-        self.processor = OutputProcessor(tokenizer, stream_interval=stream_interval)
+        self.processor = OutputProcessor(TextDecoding(tokenizer), stream_interval=stream_interval)
         self.ids = tokenizer.encode(TEXT).ids
         self._numbers = itertools.count()
 

@@ -9,12 +9,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from nbengine.errors import InvalidArgumentError, RequestError
-from nbengine.frontend.detokenizer import IncrementalDetokenizer
-from nbengine.frontend.logprobs import LogprobsProcessor
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
-from nbengine.frontend.parallel_sampling import ParentRequest, make_children
-from nbengine.frontend.request_state import RequestState
+from nbengine.frontend.outputs.logprobs import LogprobsProcessor
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.outputs.parallel_sampling import ParentRequest, make_children
+from nbengine.frontend.outputs.request_state import RequestState
+from nbengine.frontend.text.decoding import TextDecoding
+from nbengine.frontend.text.detokenizer import IncrementalDetokenizer
 from nbengine.ipc.messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -39,7 +40,7 @@ class Harness:
     """An output processor with one request of three completions."""
 
     def __init__(self, tokenizer: Tokenizer, kind: RequestOutputKind = DELTA, *, queued: bool = True) -> None:
-        self.processor = OutputProcessor(tokenizer)
+        self.processor = OutputProcessor(TextDecoding(tokenizer))
         self.queue = RequestOutputCollector(kind, "r", "r-1")
         self.sent = self.processor.add_request(request(kind), "p", self.queue if queued else None)
 
@@ -185,10 +186,17 @@ def test_an_internal_id_is_not_given_twice_while_a_completion_runs(harness: Harn
     harness.processor.add_request(request(), None)
 
 
+@pytest.fixture
+def only_new_objects() -> None:
+    """Look at no object that is there already: with all that is imported, each look would take a second."""
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("end", ["finished", "stop string", "aborted", "refused", "engine dead"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_request_that_has_ended_leaves_nothing_behind(byte_level: Tokenizer, n: int, end: str) -> None:
-    processor = OutputProcessor(byte_level)
+    processor = OutputProcessor(TextDecoding(byte_level))
     before = num_living()
     queue = RequestOutputCollector(DELTA, "r", "r-1")
     names = [
@@ -210,7 +218,7 @@ def test_a_request_that_has_ended_leaves_nothing_behind(byte_level: Tokenizer, n
 
 
 def num_living() -> int:
-    """How many objects there are that belong to a request."""
+    """Count the objects that belong to a request."""
     gc.collect()
     kinds = (RequestState, ParentRequest, IncrementalDetokenizer, LogprobsProcessor, RequestOutputCollector)
     return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())

@@ -40,6 +40,17 @@ def test_a_terminal_has_one_line_that_changes_and_goes(monkeypatch: pytest.Monke
     assert lines[3:] == [""]
 
 
+def test_a_long_path_leaves_room_for_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((41, 24)))
+    with progress_line("starting /home/somebody/models/model.gguf:") as show:
+        assert show is not None
+        show(Progress("load", "reading layers", 0.25))
+        show(Progress("load", "x" * 200))
+    _, *lines = sys.stderr.getvalue().split("\r\x1b[K")  # type: ignore[attr-defined]
+    assert lines == ["starting /…odel.gguf: reading layers 25%", "startin…l.gguf: " + "x" * 24, ""]
+
+
 def test_an_error_removes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         with progress_line("starting tiny:") as show:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.frontend.stop_strings import StopStringMatcher
+from nbengine.frontend.text.stop_strings import StopStringMatcher
 from tests.unit.frontend.stop_reference import chunkings, first_stop
 
 

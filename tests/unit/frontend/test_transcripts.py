@@ -1,4 +1,4 @@
-"""What was kept as tokens becomes the text that the stream had brought."""
+"""Kept tokens become the text that the stream had brought."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from nbengine.client.utility_calls import merged_answers
+from nbengine.client.calls import merged_answers
 from nbengine.config import CacheConfig, SchedulerConfig
-from nbengine.engine.transcripts import TranscriptKeeper
+from nbengine.engine.core.transcripts import TranscriptKeeper
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, WireError
-from nbengine.frontend.continuation import continued
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.output_processor import OutputProcessor
-from nbengine.frontend.parallel_sampling import make_children
-from nbengine.frontend.transcripts import (
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.outputs.parallel_sampling import make_children
+from nbengine.frontend.outputs.transcripts import (
     Transcripts,
     completion_of,
     mark,
     transcripts_of,
 )
+from nbengine.frontend.requests.continuation import continued
+from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TranscriptMark
 from nbengine.ipc.transcripts import (
     MAX_PROMPT_CHARACTERS,
@@ -42,8 +43,8 @@ FINISHES = (FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT, None)
 def streamed(
     tokenizer: Tokenizer, steps: list[list[int]], params: SamplingParams, finish: FinishReason | None
 ) -> CompletionOutput:
-    """What a caller has got of a request whose engine core returned `steps`."""
-    processor = OutputProcessor(tokenizer)
+    """Return the completion of a caller whose request got `steps` from the engine core."""
+    processor = OutputProcessor(TextDecoding(tokenizer))
     collector = RequestOutputCollector(RequestOutputKind.CUMULATIVE, "r", "r-1")
     processor.add_request(EngineCoreRequest("r-1", [1], params, external_req_id="r"), None, collector)
     for index, token_ids in enumerate(steps):
@@ -73,7 +74,7 @@ def test_one_that_went_on_from_the_middle_has_the_text_of_the_whole(
         engine_request = EngineCoreRequest("r-1", [1, 2], params, external_req_id="r")
         continuation = continued(engine_request, ids[:cut])
         engine_request.transcript = mark(engine_request, "s", "why?", cut)
-        processor = OutputProcessor(tokenizer)
+        processor = OutputProcessor(TextDecoding(tokenizer))
         collector = RequestOutputCollector(RequestOutputKind.CUMULATIVE, "r", "r-1")
         if not processor.add_request(engine_request, None, collector, continuation):
             continue  # its beginning was its end already
@@ -87,7 +88,7 @@ def test_one_that_went_on_from_the_middle_has_the_text_of_the_whole(
         kept.all_token_ids += ids[cut:]
         record = TranscriptKeeper(scheduler_of(kept), 0).transcripts("s")[0]
         record.finish_reason = finish
-        assert completion_of(record, tokenizer) == output.outputs[0]
+        assert completion_of(record, TextDecoding(tokenizer)) == output.outputs[0]
         assert record.num_prompt_tokens == 2 + cut
         seen.add(output.outputs[0].stop_reason)
     assert seen == {None, "a", "s"}
@@ -119,7 +120,7 @@ def test_the_text_is_the_streams_wherever_it_was_cut(kind: str, request: pytest.
         record = TranscriptRecord(
             TranscriptMark("s", "", "r-1", 1.0), pack_tokens(ids), 1, decoding_params(params), finish
         )
-        found = completion_of(record, tokenizer)
+        found = completion_of(record, TextDecoding(tokenizer))
         assert found == wanted
         seen.add((found.finish_reason, found.stop_reason is None))
     assert seen >= {("length", True), ("abort", True), ("stop", True), ("stop", False), (None, True)}
@@ -127,7 +128,7 @@ def test_the_text_is_the_streams_wherever_it_was_cut(kind: str, request: pytest.
 
 def test_a_request_without_text_keeps_its_tokens(byte_level: Tokenizer) -> None:
     record = make_record("g", detokenize=False)
-    completion = completion_of(record, byte_level)
+    completion = completion_of(record, TextDecoding(byte_level))
     assert (completion.text, completion.token_ids) == ("", [70, 71, 72])
 
 
@@ -154,7 +155,7 @@ def test_completions_are_put_together_from_all_ranks_and_the_latest_comes_first(
     answers[0][1].was_read = True
     # As they are on the wire.
     plain = [msgspec.msgpack.decode(msgspec.msgpack.encode(answer)) for answer in answers]
-    found = transcripts_of(merged_answers("transcripts", plain), byte_level)
+    found = transcripts_of(merged_answers("transcripts", plain), TextDecoding(byte_level))
     assert [transcript.request_id for transcript in found] == ["b", "c", "a"]
     assert [transcript.was_read for transcript in found] == [True, False, False]
     whole = found[2]
@@ -167,7 +168,7 @@ def test_completions_are_put_together_from_all_ranks_and_the_latest_comes_first(
 def test_one_that_is_still_written_has_no_end(byte_level: Tokenizer) -> None:
     records = [make_record("a", 0, num=2), make_record("a", 1, num=2)]
     records[1].finish_reason = None
-    (found,) = transcripts_of(records, byte_level)
+    (found,) = transcripts_of(records, TextDecoding(byte_level))
     assert (found.ended, found.output.finished) == (None, False)
     assert [completion.finish_reason for completion in found.output.outputs] == ["length", None]
 

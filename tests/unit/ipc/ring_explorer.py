@@ -1,21 +1,21 @@
 """Every interleaving of a writer and its readers on a ring, and what must hold in all of them.
 
 The ends are little programs whose instructions are the single loads, stores, fences and futex calls of
-`nbengine/ipc/shm_ring.py` and `nbengine/ipc/waiting.py`, named after the functions there. `explore` goes
-through all states that they can reach, on a machine with one of three kinds of memory:
+`nbengine/ipc/queues/shm_ring.py` and `nbengine/ipc/queues/waiting.py`, named after the functions there.
+`explore` goes through all states that they can reach, on a machine with one of three kinds of memory:
 
 - `SC`: a store is seen by all at once;
 - `TSO`, as x86: a store waits in its core's queue, and later loads of that core may overtake it;
 - `PSO`: stores to different places may overtake each other too.
 
 Loads happen in order on all of them, so what is said here of a fence between two loads is only that it does
-no harm. A fence, like a system call, waits until the core's stores are out. There is no clock: who sleeps is
-woken or sleeps for ever, so nothing here is owed to the bound on a sleep. What touches nothing but its own
-core is done at once, since no other core can tell when it happened.
+no harm. A fence, like a system call, waits until the core's stores are out. There is no clock: an end that
+sleeps is woken or sleeps for ever, so nothing here is owed to the bound on a sleep. An instruction that
+touches nothing but its own core is done at once, since no other core can tell when it happened.
 
-Checked: whoever reads a chunk finds the message that is due, whole; and when nothing can move any more, the
-writer has written all, and every reader has read all and, if the writer has shut down, knows that nothing
-more will come.
+Two things are checked: a reader of a chunk finds the message that is due, whole; and when nothing can move
+any more, the writer has written all, and every reader has read all and, if the writer has shut down, knows
+that nothing more will come.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class End(NamedTuple):
 
 
 class Broken(Exception):
-    """What must hold does not."""
+    """A property of the ring does not hold."""
 
 
 class Explorer:
@@ -259,7 +259,7 @@ class Explorer:
             state = follower
 
     def moves(self, state):
-        """What can happen next: the end and its step, and the state after it.
+        """Yield what can happen next: the end and its step, and the state after it.
 
         Raises:
             Broken: some end reads what it should not.

@@ -25,8 +25,8 @@ from nbengine.errors import (
     WireError,
 )
 from nbengine.ipc.curve import make_curve_keys
-from nbengine.ipc.frames import INLINE_BYTES, decode, encode
-from nbengine.ipc.message_queue import Handle, MessageQueue
+from nbengine.ipc.queues.frames import INLINE_BYTES, decode, encode
+from nbengine.ipc.queues.message_queue import Handle, MessageQueue
 
 CHUNK = 256 << 10
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -237,7 +237,8 @@ class Interrupt:
 
 
 def interrupted(at: int, function: Callable[..., object], *arguments: object) -> tuple[bool, object]:
-    """Whether calling `function` was interrupted at place `at`, and else what it returned."""
+    """Call a function and interrupt it at place `at`; return whether that happened, and else what it
+    returned."""
     try:
         with Interrupt(at):
             return False, function(*arguments)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from nbengine.errors import QueueClosedError
-from nbengine.ipc import waiting
-from nbengine.ipc.shm_ring import RingReader, RingWriter, ShmRingBuffer
+from nbengine.ipc.queues import waiting
+from nbengine.ipc.queues.shm_ring import RingReader, RingWriter, ShmRingBuffer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -66,7 +66,7 @@ class Lockstep:
     def do(
         self, end: int, kind: str, cell: Cell | None = None, perform: Callable[[], int] = lambda: 1
     ) -> int:
-        """Called by an end for each of its steps; returns what `perform` did, which happens when it is its turn."""
+        """Return what `perform` did when it was the end's turn; an end calls this for each of its steps."""
         if not self.running:
             return perform()
         assert self._turn[end].acquire(timeout=20)

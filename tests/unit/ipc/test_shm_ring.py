@@ -20,8 +20,9 @@ from nbengine.errors import (
     QueueClosedError,
     QueueTimeoutError,
 )
-from nbengine.ipc import liveness, shm_ring, waiting
-from nbengine.ipc.shm_ring import RingReader, RingWriter
+from nbengine.ipc import liveness
+from nbengine.ipc.queues import shm_ring, waiting
+from nbengine.ipc.queues.shm_ring import RingReader, RingWriter
 
 MakeRing = Callable[..., tuple[RingWriter, list[RingReader]]]
 
@@ -326,9 +327,11 @@ def test_a_dead_writer_is_named_when_all_is_read_and_a_dead_reader_when_its_room
 
 
 def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
-    own = liveness.ProcessWatch(os.getpid(), liveness.start_time())
-    parent = liveness.ProcessWatch(os.getppid(), 1.0)
-    assert (own.gone(), parent.gone()) == (False, True)
-    for watch in (own, parent):
+    own, parent = liveness.this_process(), liveness.identity_of(os.getppid())
+    assert parent is not None
+    later = liveness.ProcessIdentity(parent.pid, parent.started + 1)
+    watches = [liveness.ProcessWatch(process) for process in (own, parent, later)]
+    assert [watch.gone() for watch in watches] == [False, False, True]
+    for watch in watches:
         watch.close()
         watch.close()

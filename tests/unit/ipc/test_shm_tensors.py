@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.errors import NBEngineError, WireError
-from nbengine.ipc import shm_tensors
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
-from nbengine.ipc.shm_tensors import ShmTensorReceiver, ShmTensorSender, new_tensor_dir, remove_abandoned
+from nbengine.ipc.shm_tensors import ShmTensorReceiver, ShmTensorSender, remove_abandoned
 
 CAPACITY = 64 << 10
 DATA = memoryview(bytes(range(256)) * 16)
@@ -208,10 +207,10 @@ def test_what_is_no_handle_reads_and_changes_nothing(
     paths = [directory.parent / "secret", directory / "secret", directory / GOOD["name"]]
     for path in paths:
         path.write_bytes(content)
-    with pytest.raises(WireError, match="no handle"):
+    with pytest.raises(WireError, match="not a handle"):
         receiver(64, GOOD | change)
     receiver.discard(GOOD | change)
-    with pytest.raises(WireError, match="no handle"):
+    with pytest.raises(WireError, match="not a handle"):
         receiver(64, {key: value for key, value in GOOD.items() if key != "ticket"})
     assert [path.read_bytes() for path in paths] == [content] * 3
 
@@ -299,18 +298,3 @@ def test_what_dead_clients_have_left_is_removed_and_nothing_else(directory: Path
     for sender in senders.values():
         sender.close()
     assert files(directory) == ["else"]
-
-
-def test_the_directory_is_in_shared_memory_if_that_can_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared, run_dir = tmp_path / "shm", tmp_path / "nbe-abc"
-    shared.mkdir()
-    run_dir.mkdir()
-    monkeypatch.setattr(shm_tensors, "SHARED_MEMORY", shared)
-    created = new_tensor_dir(run_dir)
-    assert created == shared / f"nbengine-{tmp_path.name}-nbe-abc"
-    assert stat.S_IMODE(created.stat().st_mode) == 0o700
-    # Somebody else's, from here on.
-    assert new_tensor_dir(run_dir) == run_dir / "tensors"
-    ShmTensorSender(run_dir / "tensors", 1)

@@ -22,6 +22,7 @@ from nbengine.ipc.control_messages import (
 )
 from nbengine.ipc.handshake import ControlDecoder, encode_control, say_hello
 from nbengine.ipc.messages import engine_identity
+from nbengine.ipc.protocol import PROTOCOL
 from nbengine.ipc.sockets import make_socket
 
 MakeSocket = Callable[..., zmq.Socket]
@@ -84,10 +85,10 @@ def host_and_core(socket_of: MakeSocket) -> tuple[zmq.Socket, zmq.Socket]:
 
 def test_the_handshake_says_hello_and_takes_the_answer(host_and_core) -> None:
     host, core = host_and_core
-    metadata = EngineHandshakeMetadata("in", "out")
+    metadata = EngineHandshakeMetadata("in", "out", protocol=PROTOCOL)
     host.send_multipart([engine_identity(3), encode_control(metadata)])
     assert say_hello(core, 3, 42) == metadata
-    assert ControlDecoder(CoreToHost).decode(host.recv_multipart()[1]) == Hello(3, 42)
+    assert ControlDecoder(CoreToHost).decode(host.recv_multipart()[1]) == Hello(3, 42, protocol=PROTOCOL)
 
 
 def test_a_silent_host_and_a_wrong_answer_are_start_errors(host_and_core) -> None:

@@ -83,7 +83,7 @@ def test_a_machine_without_a_way_out_has_the_address_of_an_interface(monkeypatch
     interfaces(**useless)
     with pytest.raises(NBEngineError, match="data_parallel_address"):
         own_address()
-    with pytest.raises(NBEngineError, match="no way to 'elsewhere'"):
+    with pytest.raises(NBEngineError, match="no route to 'elsewhere'"):
         own_address("elsewhere")
 
 

@@ -1,4 +1,4 @@
-"""When an end of a ring looks, and when it sleeps."""
+"""An end of a ring looks when something is due, and sleeps when not."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbengine.ipc import waiting
-from nbengine.ipc.waiting import LEAD, LONGEST_SLEEP, SPIN, Fence, Waiter, WakeWord
+from nbengine.ipc.queues import waiting
+from nbengine.ipc.queues.waiting import LEAD, LONGEST_SLEEP, SPIN, Fence, Waiter, WakeWord
 
 
 class Clock:
@@ -94,7 +94,7 @@ def test_what_comes_later_than_expected_is_slept_for_after_a_short_look(waiter: 
     assert clock.looks <= SPIN / 10e-6 + 1
 
 
-def test_nothing_is_looked_for_after_a_wait_so_long_that_nothing_is_due(waiter: Waiter, clock: Clock) -> None:
+def test_nothing_is_looked_for_when_a_long_wait_leaves_nothing_due(waiter: Waiter, clock: Clock) -> None:
     wait(waiter, clock, 10.0)
     assert wait(waiter, clock, 10.0)
     assert not clock.looks

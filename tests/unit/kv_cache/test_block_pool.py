@@ -20,7 +20,7 @@ class PoolHistories(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 9))
     def start(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
-        self.reference = ReferencePool(num_blocks)
+        self.reference = ReferencePool(num_blocks, lambda content: None)
         self.tables: list[list[int]] = []
 
     @rule(count=st.integers(0, 5))

@@ -9,7 +9,7 @@ from tests.unit.magics.conftest import FakeClient
 
 def run(shell: InteractiveShell, code: str, cell: str | None = None, execution: str = "1") -> None:
     """Run a cell, as frontends do that say which cell it is."""
-    shell.parent_header = (
+    shell.get_parent = lambda: (  # type: ignore[attr-defined]
         {} if cell is None else {"metadata": {"cellId": cell}, "header": {"msg_id": execution}}
     )
     shell.run_cell(code).raise_error()

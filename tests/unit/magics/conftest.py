@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from nbengine.client.connection import (
+from nbengine.config import EngineArgs, EngineConfig
+from nbengine.errors import NBEngineError
+from nbengine.frontend.control import Control, ControlOf
+from nbengine.frontend.outputs.divided_text import DividedText
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.transcripts import Transcript
+from nbengine.frontend.parsing.answer_parser import AnswerReading
+from nbengine.frontend.parsing.formats import AnswerFormat
+from nbengine.frontend.parsing.reading import answer_of
+from nbengine.frontend.parsing.reasoning.families import Qwen3ReasoningParser
+from nbengine.frontend.requests.reasoning import reasoning_marks
+from nbengine.ipc.control_messages import EngineReady, Progress
+from nbengine.ipc.liveness import this_process
+from nbengine.magics.extension import load, unload
+from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nbengine.runtime.connection import (
     ConnectionInfo,
     connection_file,
     log_dir,
@@ -25,20 +42,14 @@ from nbengine.client.connection import (
     runtime_dir,
     write_connection,
 )
-from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import NBEngineError
-from nbengine.frontend.control import Control, ControlOf
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.frontend.transcripts import Transcript
-from nbengine.ipc.control_messages import EngineReady, Progress
-from nbengine.magics.extension import load, unload
-from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+FORMAT = AnswerFormat("qwen3")
+MARKS = reasoning_marks(Qwen3ReasoningParser, "")
 
 
 def make_ready(rank: int) -> EngineReady:
-    """What an engine core says when it is ready."""
+    """Make the message of an engine core that is ready."""
     return EngineReady(
         rank=rank,
         num_blocks=64,
@@ -66,17 +77,20 @@ class FakeClient:
             run_dir=str(runtime_dir() / f"run-{name}"),
             log_path=str(log),
             host_pid=os.getpid(),
-            host_create_time=psutil.Process().create_time(),
+            host_started=this_process().started,
             config=config,
             ready=cores,
         )
-        Path(self.connection.run_dir).mkdir(exist_ok=True)
+        Path(self.connection.run_dir).mkdir(0o700, exist_ok=True)
         write_connection(self.connection)
         self.name = name
         self.config = config
         self.session = session
         self.has_chat_template = True
         self.engine_ranks = list(range(config.parallel.data_parallel_size))
+        self.divided: dict[tuple[str, int], DividedText] = {}
+        self.template_variables: list[dict[str, Any]] = []
+        """The variables of each call of `render_chat`."""
         self.words: list[str] | None = ["Hello", " wor", "ld"]
         self.defaults: dict[str, Any] = {"temperature": 0.5}
         self.refusal: NBEngineError | None = None
@@ -97,7 +111,7 @@ class FakeClient:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Those of the first engine core."""
+        """Return the statistics of the first engine core."""
         return self.engine_stats[0]
 
     def submit(
@@ -135,6 +149,10 @@ class FakeClient:
         logprobs = None if params.logprobs is None else [{len(word): Logprob(-0.5, 1, word)}]
         delta = CompletionOutput(completion, word, [len(word)], None, logprobs, finish_reason)
         collector = self.collectors[index]
+        reading = answer_of(self.requests[index][0])
+        if reading is not None:
+            key = collector.request_id, completion
+            self.divided.setdefault(key, DividedText(reading)).divide(delta)
         collector.put(
             RequestOutput(
                 collector.request_id,
@@ -174,32 +192,56 @@ class FakeClient:
     def abort_soon(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    def go_on_soon(self) -> None:
+        self.calls.append("go on")
+
     client_index = 1
     death: NBEngineError | None = None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def render_chat(self, messages: list[dict[str, str]]) -> Mapping[str, Any]:
-        return {"prompt": "".join(f"<{m['role']}>{m['content']}" for m in messages)}
+    thinks: str | None = None
+    """"always", or "switch" where the template can be told not to."""
+
+    def render_chat(
+        self, messages: list[dict[str, str]], *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]:
+        prompt = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        self.template_variables.append(dict(chat_template_kwargs or {}))
+        if self.thinks is None:
+            return {"prompt": prompt}
+        is_off = self.thinks == "switch" and (chat_template_kwargs or {}).get("enable_thinking") is False
+        prompt += "<think>\n\n</think>\n\n" if is_off else "<think>\n"
+        reading = AnswerReading(FORMAT, prompt_opens_reasoning=FORMAT.is_opened_by(prompt))
+        return {"prompt": prompt, "reasoning": MARKS.behind(prompt), "answer": reading}
 
     def default_sampling_params(self) -> dict[str, Any]:
         return dict(self.defaults)
 
-    def stats_blocking(self) -> EngineStats:
-        return EngineStats(engines=list(self.engine_stats))
+    stall: str | None = None
+    silent: Sequence[int] = ()
+    """Engine cores that do not answer."""
+
+    def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
+        assert 0 < timeout < 2
+        engines = [stats for stats in self.engine_stats if stats.engine_index not in self.silent]
+        return EngineStats(engines=engines), list(self.silent)
 
     @property
     def control(self) -> Control:
-        return ControlOf(self.config, self.call_utility)
+        return ControlOf(self)
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def submit_utility(self, method: str, *args: Any) -> Future[Any]:
         """Note a utility call; `answers` has the results, or errors to raise."""
         self.utilities.append((method, *args))
         answer = self.answers.get(method)
+        future: Future[Any] = Future()
         if isinstance(answer, NBEngineError):
-            raise answer
-        return answer
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+        return future
 
     def scale_blocking(
         self,
@@ -229,7 +271,7 @@ class FakeClient:
 
     def die(self) -> None:
         """Make the engine look dead."""
-        self.connection.host_create_time -= 1000
+        self.connection.host_started -= 1
         write_connection(self.connection)
 
 
@@ -257,6 +299,13 @@ class FakeBackend:
         self.on_start: Callable[[], None] = lambda: None
         self.started: list[dict[str, Any]] = []
         self.on_prepare: Callable[[], None] = lambda: None
+        self.has_spare = False
+
+    def keep_spare(self) -> None:
+        self.has_spare = True
+
+    def drop_spare(self) -> None:
+        self.has_spare = False
 
     def prepare(self, arguments: Mapping[str, Any], *, progress: Callable[[Progress], None]) -> None:
         self.on_prepare()
@@ -324,11 +373,12 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def shell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, private_runtime_dir: Path
 ) -> Iterator[InteractiveShell]:
     """A terminal-like shell with the extension loaded."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("NBENGINE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    # The paths of tests may be too long for sockets.
+    monkeypatch.setenv("NBENGINE_RUNTIME_DIR", tempfile.mkdtemp(prefix="", dir=private_runtime_dir))
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"

@@ -1,4 +1,4 @@
-"""What an engine has kept, and what lines say of it."""
+"""Answers that an engine has kept, and the lines that tell of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.frontend.transcripts import Transcript
+from nbengine.frontend.outputs.transcripts import Transcript
 from nbengine.outputs import CompletionOutput, RequestOutput
 
 Capture = pytest.CaptureFixture[str]
@@ -24,7 +24,7 @@ def kept(
     prompt: str = "why?",
     missing: int = 0,
 ) -> Transcript:
-    """What an engine has kept; a token a character."""
+    """Make a kept answer with one token a character."""
     submitted = time.time() - age
     completion = CompletionOutput(0, text, [ord(c) for c in text], None, None, reason)
     output = RequestOutput(request_id, prompt, None, [completion], reason is not None)
@@ -33,7 +33,7 @@ def kept(
 
 
 def said(shell: InteractiveShell, line: str, capsys: Capture) -> str:
-    """What a line that succeeds prints."""
+    """Run a line, check that it succeeds, and return what it prints."""
     capsys.readouterr()
     shell.run_cell(line).raise_error()
     return capsys.readouterr().out

@@ -22,14 +22,14 @@ async def run(shell: InteractiveShell, code: str) -> ExecutionResult:
 
 
 def publisher(shell: InteractiveShell) -> RecordingPublisher:
-    """Where the shell's outputs were recorded."""
+    """Return the publisher that has recorded the shell's outputs."""
     found = shell.display_pub
     assert isinstance(found, RecordingPublisher)
     return found
 
 
 def in_cell(shell: InteractiveShell, cell: str, execution: str) -> None:
-    """What a frontend that names its cells says with the next execution."""
+    """Let the next execution be that of a frontend that names its cells."""
     parent: dict[str, Any] = {"header": {"msg_id": execution}, "metadata": {"cellId": cell}}
     shell.get_parent = lambda: parent  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.magics.generation.answers import Answers, kept_answer, merged, selected
+from nbengine.magics.answers.kept import Answers, kept_answer, merged, selected
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestOutput
 from tests.unit.magics.kept_answers import kept

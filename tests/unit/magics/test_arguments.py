@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
 from nbengine.config import EngineArgs
+from nbengine.config.engine import WITHOUT_EFFECT
 from nbengine.magics.arguments import HelpRequested, key_value, literal, memory_size, split_prompt
 from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.config import NBEngine
@@ -23,9 +24,9 @@ from nbengine.magics.generation.arguments import (
 
 
 def parse(line: str, body: str | None = "hi\n") -> GenerateOptions:
-    options = parse_request(line, body, NBEngine(), {})
-    assert isinstance(options, GenerateOptions)
-    return options
+    (combination,) = parse_request(line, body, NBEngine(), {}).combinations
+    assert combination.settings == {}
+    return combination.options
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,19 @@ def test_start_has_the_short_names_of_the_interface() -> None:
     }
 
 
+def test_arguments_without_effect_are_taken_as_flags_too() -> None:
+    line = "--enforce-eager --no-trust-remote-code --runner pooling --set disable_log_stats=true"
+    arguments = parse_start(line.split()).arguments
+    assert arguments == {
+        "enforce_eager": True,
+        "trust_remote_code": False,
+        "runner": "pooling",
+        "disable_log_stats": True,
+    }
+    assert set(arguments) <= set(WITHOUT_EFFECT)
+    assert EngineArgs.from_kwargs(arguments) == EngineArgs()
+
+
 @given(
     st.fixed_dictionaries(
         {},
@@ -105,9 +119,11 @@ def test_start_has_the_short_names_of_the_interface() -> None:
             "dtype": st.sampled_from(["auto", "float32"]),
             "max_model_len": st.none() | st.integers(1, 100),
             "seed": st.integers(0, 9),
-            "hf_overrides": st.none() | st.dictionaries(st.text(max_size=3), st.integers()),
+            "hf_overrides": st.none()
+            | st.dictionaries(st.text(max_size=3), st.integers(1 - 2**63, 2**63 - 1)),
             "logits_processors": st.none() | st.lists(st.just("a:B"), max_size=2),
             "block_size": st.sampled_from([8, 16]),
+            "kv_cache_dtype": st.sampled_from(["auto", "int8"]),
             "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
             "max_num_batched_tokens": st.none() | st.integers(1, 9),
             "enable_prefix_caching": st.booleans(),
@@ -135,8 +151,8 @@ def test_arguments_of_a_configuration_make_it_again(arguments: dict[str, object]
         ("--kv-cache-memory-bytes lots", "not a size such as 512MiB"),
         ("--kv-cache-memory-bytes 9000000000T", "'9000000000T' is more than a machine can have"),
         (f"--kv-cache-memory-bytes {'9' * 400}", "is more than a machine can have"),
-        ("-o 1-x", "argument -o/--out: '1-x' is not a name of a variable"),
-        ("-o class", "'class' is not a name of a variable"),
+        ("-o 1-x", "argument -o/--out: '1-x' is not a variable name"),
+        ("-o class", "'class' is not a variable name"),
         ("--max-model-len", "expected one argument"),
     ],
 )
@@ -196,12 +212,14 @@ def test_the_line_wins_over_the_notebook_and_that_over_the_model() -> None:
         ("-t first", "argument -t: invalid int value: 'first'"),
         ("-n many", "invalid int value: 'many'"),
         ("--logprobs x", "invalid int value: 'x'"),
+        ("--set output_kind=null", "--set output_kind: nbengine sets it itself"),
+        ("--set eos_token_id=3", "--set eos_token_id: nbengine sets it itself"),
         ("--set temprature=2", "no sampling parameter 'temprature'; did you mean temperature?"),
         ("--max-token 3", "unknown flag --max-token; did you mean --max-tokens?"),
         ("hello", "unexpected 'hello': the prompt is the cell's body"),
         ("--system 'a", "no closing quotation"),
         ("--json ~nobody-here/x", "as a file: Could not determine home directory"),
-        ("-o 3x", "argument -o/--out: '3x' is not a name of a variable"),
+        ("-o 3x", "argument -o/--out: '3x' is not a variable name"),
         ("--raw --system S", "--system needs a chat prompt"),
         ("--raw --chat", "not allowed with argument"),
         ("-f latex", "invalid choice"),
@@ -260,8 +278,7 @@ def test_a_line_prompt_begins_after_the_flags_and_stays_as_typed(
 
 def test_flag_values_are_expanded_word_by_word() -> None:
     variables = {"t": 0.25, "who": "a 'pirate' --raw"}
-    options = parse_request("--temperature {t} --system {who}", "x\n", NBEngine(), variables)
-    assert isinstance(options, GenerateOptions)
+    options = parse_request("--temperature {t} --system {who}", "x\n", NBEngine(), variables).options
     assert options.sampling == {"temperature": 0.25}
     assert options.system == "a 'pirate' --raw"
     assert options.chat is None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from answers import PROMPT, HandDrivenClient, Word, delta_of, token_id, tree_of
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.frontend.requests.reasoning import ReasoningMarks
+from nbengine.magics.generation.request import Origin
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.tokens.branch import Branch
-from nbengine.magics.tokens.branching import BranchTree, Origin
+from nbengine.magics.tokens.branching import BranchTree
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -190,7 +193,7 @@ def test_without_log_probabilities_a_branch_needs_a_token_id() -> None:
     result = GenerationResult("r", "the prompt")
     client = HandDrivenClient()
     result.tree = BranchTree(result, Origin(client, SamplingParams(temperature=0)))
-    with pytest.raises(InvalidArgumentError, match="position must be that of a token, got 0"):
+    with pytest.raises(InvalidArgumentError, match="position must be the position of a token, got 0"):
         result.branch(0, 5)
     output = delta_of(WORDS, "stop")
     output.outputs[0].logprobs = None
@@ -257,3 +260,12 @@ def test_the_same_branch_is_found_again_where_it_would_say_the_same() -> None:
     varied, client = tree_of(WORDS, params=SamplingParams(temperature=1.0, logprobs=3))
     finish(client, varied.branch(3, " Lyon"), [], "The city is Lyon")
     assert varied.existing(varied[0], 3, token_id(" Lyon")) is None
+
+
+def test_a_branch_of_an_answer_with_a_budget_of_thinking_knows_where_that_ends() -> None:
+    marks = ReasoningMarks(endings=("</t>",), closing="</t>")
+    tree, client = tree_of(WORDS, params=SamplingParams(temperature=0, logprobs=3, thinking_budget=4))
+    tree.origin = replace(tree.origin, reasoning=marks)
+    tree.branch(3, " Lyon")
+    assert client.requests[0][0] == {"prompt_token_ids": PROMPT, "reasoning": marks}
+    assert client.requests[0][1].thinking_budget == 4

@@ -17,7 +17,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def count_words(engine: FakeClient, max_model_len: int) -> None:
-    """Have a prompt's words for its tokens, and a context of so many."""
+    """Have a prompt's words for its tokens, and a context of `max_model_len` of them."""
     engine.ready.max_model_len = max_model_len
 
     def render(messages: list[dict[str, str]]) -> Mapping[str, Any]:
@@ -169,7 +169,7 @@ def test_too_long_a_conversation_is_one_line_that_says_what_to_do(
     run(shell, "%chat three")
     message = (
         r"the conversation with this message is 9 tokens long, and the context of engine 'random-tiny' holds 9, one "
-        r"of them for the answer; `%chat --undo` makes room, `%chat --reset` starts anew"
+        r"of them for the answer; `%chat --undo` makes room, `%chat --reset` empties it"
     )
     with pytest.raises(UsageError, match=message):
         run(shell, "%chat four five")
@@ -222,7 +222,7 @@ def test_a_model_without_a_chat_template_cannot_talk(shell: InteractiveShell, en
         ("%chat --temprature 1 hi", "did you mean --temperature"),
         ("%chat -n 2 hi", "unknown flag -n"),
         ("%chat --set n=2 hi", "goes on with one answer"),
-        ("%chat -o 1x hi", "'1x' is not a name of a variable"),
+        ("%chat -o 1x hi", "'1x' is not a variable name"),
         ("%chat --name ' ' hi", "--name needs the name"),
         ("%chat --top-p 2 hi", "top_p must be"),
         ("%chat --json --regex a hi", "not allowed with argument"),

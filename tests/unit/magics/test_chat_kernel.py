@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.magics.conversations.answer import Answer
 from nbengine.magics.conversations.conversation import Conversation, Exchange
-from nbengine.magics.conversations.reasoning import Answer
 from nbengine.magics.conversations.view import chat_bundle, conversation_bundle
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import publisher, run, until
@@ -89,6 +89,15 @@ async def test_a_line_shows_its_answer_once(
     assert "Conversation" not in capsys.readouterr().out
     (await run(kernel_shell, "%chat --show")).raise_error()
     assert "1. assistant" in publisher(kernel_shell).outputs()[1]["text/html"]
+
+
+async def test_an_assigned_conversation_is_shown_where_a_later_cell_names_it(
+    kernel_shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (await run(kernel_shell, "talk = %chat hi?")).raise_error()
+    capsys.readouterr()
+    kernel_shell.run_cell("talk", store_history=True).raise_error()
+    assert "Conversation('default', 1 turn)" in capsys.readouterr().out
 
 
 async def test_the_body_reaches_the_engine_byte_for_byte(

@@ -63,7 +63,9 @@ def test_a_cell_that_undoes_does_so_once(shell: InteractiveShell, engine: FakeCl
         assert [turn.user for turn in shell.user_ns["_"].turns] == ["keep", "better"]
 
 
-def test_undo_show_and_reset(shell: InteractiveShell, engine: FakeClient, capsys: Capture) -> None:
+def test_turns_can_be_undone_shown_and_reset(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
     run(shell, "%chat --system brief one")
     run(shell, "%chat two")
     run(shell, "%chat three")

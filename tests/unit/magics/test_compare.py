@@ -18,8 +18,8 @@ from nbengine.errors import (
     NotSupportedError,
     RequestError,
 )
-from nbengine.frontend.output_collector import RequestOutputCollector
-from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.comparison.result import ComparisonHandle, ComparisonResult
 from nbengine.magics.comparison.view import GridState, GridTerminalView
 from nbengine.magics.config import NBEngine
@@ -360,7 +360,6 @@ def test_a_terminal_prints_what_is_complete_in_order_and_meanwhile_how_far_it_is
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     plan = parse_request("--seed 1,2,3", "hi\n", NBEngine(), {})
-    assert isinstance(plan, ComparisonPlan)
     results = [GenerationResult(str(index), "hi") for index in range(3)]
     comparison = ComparisonResult(plan.axes, [c.settings for c in plan.combinations], results)
     view = GridTerminalView(GridState(plan, [SamplingParams(max_tokens=9)] * 3, comparison))
@@ -372,15 +371,15 @@ def test_a_terminal_prints_what_is_complete_in_order_and_meanwhile_how_far_it_is
 
     absorb(results[1], "second", "stop")
     absorb(results[0], "fir")
-    view.update([0, 1])
+    view.update(comparison)
     out = capsys.readouterr().out
     assert ("1 of 3 answers · 1 running · 2 tokens" in out) is is_terminal
     assert "second" not in out
     absorb(results[0], "st", "stop")
-    view.update([0])
+    view.update(comparison)
     assert printed() == "── seed 1 ──\nfirst\n[2 tokens]\n\n── seed 2 ──\nsecond\n[1 token]\n\n"
     results[2].abort()
-    view.finish("note")
+    view.finish(comparison, "note")
     rest = printed()
     assert rest.startswith("── seed 3 ──\n")
     assert "first" not in rest

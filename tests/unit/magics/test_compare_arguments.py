@@ -17,11 +17,11 @@ from IPython.core.error import UsageError
 from nbengine.magics.arguments import values_of
 from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generation.arguments import GenerateOptions, generate_parser
+from nbengine.magics.generation.arguments import generate_parser
 
 
 class Column:
-    """What a DataFrame's column is to `--each`: values with an index, no mapping."""
+    """A stand-in for a DataFrame's column: values with an index, no mapping."""
 
     def __init__(self, values: list[Any], name: str) -> None:
         self.values = values
@@ -37,7 +37,7 @@ class Column:
 
 @dataclass
 class Table:
-    """What a DataFrame is to `--each`."""
+    """A stand-in for a DataFrame, as far as `--each` looks at it."""
 
     rows: dict[Any, dict[str, Any]]
 
@@ -58,7 +58,7 @@ TABLE = Table({"a": {"question": "Q1", "hint": "H1"}, "b": {"question": "Q2", "h
 
 def parse(
     line: str, body: str | None = "ask\n", config: NBEngine | None = None, **names: object
-) -> GenerateOptions | ComparisonPlan:
+) -> ComparisonPlan:
     return parse_request(line, body, config or NBEngine(), names)
 
 
@@ -66,7 +66,7 @@ def plan(
     line: str, body: str | None = "ask\n", config: NBEngine | None = None, **names: object
 ) -> ComparisonPlan:
     found = parse(line, body, config, **names)
-    assert isinstance(found, ComparisonPlan)
+    assert found.axes
     return found
 
 
@@ -84,7 +84,9 @@ def test_one_value_everywhere_is_one_request() -> None:
         "--temperature 0.5 --system S -n 4 --engine A",
         "--set stop=[1] --set bad_words='[\"a\"]'",
     ):
-        assert isinstance(parse(line), GenerateOptions)
+        assert parse(line).axes == ()
+        assert settings(parse(line)) == [{}]
+    assert parse("-n 300").options.sampling == {"n": 300}, "the limit is that of comparisons"
 
 
 VALUES = {
@@ -119,10 +121,6 @@ def test_the_requests_are_the_product_of_all_lists_the_last_changing_fastest(
     varied = {name: lists[name] for name in VALUES if len(lists.get(name, ())) > 1}
     if elements is not None:
         varied = {"item": elements, **varied}
-    if not varied:
-        assert isinstance(found, GenerateOptions)
-        return
-    assert isinstance(found, ComparisonPlan)
     expected = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     assert settings(found) == expected
     assert [axis.name for axis in found.axes] == list(varied)
@@ -239,10 +237,10 @@ def test_a_line_prompt_can_be_compared_too() -> None:
         ("--each other=questions", "--each: neither the prompt nor a flag names {other}"),
         ("--each questions --each questions", "two lists are called 'questions'"),
         ("--each seed=questions --seed 1,2", "two lists are called 'seed'"),
-        ("--temperature 0,1,0.0", "--temperature: 0.0 is there twice"),
+        ("--temperature 0,1,0.0", "--temperature: 0.0 appears twice"),
         ("--temperature 0,,1", "invalid float value: '0,,1'"),
         ("--top-k 1,two", "invalid int value: '1,two'"),
-        ("--engine A,A", "--engine: 'A' is there twice"),
+        ("--engine A,A", "--engine: 'A' appears twice"),
         ("--temperature 0,1,2 --seed 1,2,3", "9 answers (3 × temperature, 3 × seed), more than 8"),
         ("--seed 1,2,3 -n 3", "9 answers (3 × seed, -n 3), more than 8"),
         ("--set n=[1,2]", "--set n takes one value, which all requests share"),

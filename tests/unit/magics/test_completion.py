@@ -38,13 +38,13 @@ def words(shell: InteractiveShell, text: str) -> list[str]:
     return [whole.split(" ")[-1] for whole in completed(shell, text)]
 
 
-def test_commands_of_the_engine(shell: InteractiveShell) -> None:
+def test_commands_of_the_engine_are_offered(shell: InteractiveShell) -> None:
     assert words(shell, "%engine st") == ["start", "status", "stop"]
     assert {"load", "fit", "config", "logs", "help"} <= set(words(shell, "%engine "))
     assert words(shell, "%engine help sta") == ["start", "status"]
 
 
-def test_flags_of_every_command(shell: InteractiveShell) -> None:
+def test_flags_of_every_command_are_offered(shell: InteractiveShell) -> None:
     assert words(shell, "%engine start --tens") == ["--tensor-parallel-size"]
     assert words(shell, "%engine start smollm2-135m --max-model") == ["--max-model-len"]
     assert words(shell, "%engine logs --") == ["--follow", "--help", "--rank", "--worker"]
@@ -67,10 +67,10 @@ def test_each_command_says_what_it_reads_and_does_nothing(
 
 
 @pytest.mark.parametrize("magic", ["%%generate", "%generate", "%%chat", "%chat"])
-def test_flags_of_prompts(shell: InteractiveShell, magic: str) -> None:
-    assert words(shell, f"{magic} --temp") == ["--temperature"]
+def test_flags_of_prompts_are_offered(shell: InteractiveShell, magic: str) -> None:
+    assert words(shell, f"{magic} --tempe") == ["--temperature"]
     assert words(shell, f"{magic} --temperature 1 --min") == ["--min-p"]
-    assert words(shell, f"x = {magic} --temp" if magic[1] != "%" else f"\n{magic} --temp") == [
+    assert words(shell, f"x = {magic} --tempe" if magic[1] != "%" else f"\n{magic} --tempe") == [
         "--temperature"
     ]
     assert words(shell, f"{magic} -f ") == ["code", "json", "markdown", "text"]
@@ -78,14 +78,14 @@ def test_flags_of_prompts(shell: InteractiveShell, magic: str) -> None:
 
 
 def test_a_prompt_and_a_body_are_not_completed_as_flags(shell: InteractiveShell) -> None:
-    assert "--temperature" not in words(shell, "%generate tell me --temp")
-    assert "--temperature" not in words(shell, "%generate 'open --temp")
-    assert "--temperature" not in words(shell, "%%generate\nset --temp")
-    assert "--temperature" not in words(shell, "x = 1\n%%generate --temp")
+    assert "--temperature" not in words(shell, "%generate tell me --tempe")
+    assert "--temperature" not in words(shell, "%generate 'open --tempe")
+    assert "--temperature" not in words(shell, "%%generate\nset --tempe")
+    assert "--temperature" not in words(shell, "x = 1\n%%generate --tempe")
     assert Extension.loaded[shell].completion.complete("%other --te") == ("", [])
 
 
-def test_engines_by_name(shell: InteractiveShell, engine: FakeClient) -> None:
+def test_engines_are_offered_by_name(shell: InteractiveShell, engine: FakeClient) -> None:
     shell.run_cell("%engine start random-tiny --name second").raise_error()
     assert words(shell, "%%generate --engine ") == ["random-tiny", "second"]
     assert words(shell, "%%generate --engine random-tiny,se") == ["random-tiny,second"]
@@ -96,7 +96,7 @@ def test_engines_by_name(shell: InteractiveShell, engine: FakeClient) -> None:
     assert words(shell, "%engine load --name r") == ["random-tiny"]
 
 
-def test_models(shell: InteractiveShell, elsewhere: Path, tmp_path: Path) -> None:
+def test_models_are_offered(shell: InteractiveShell, elsewhere: Path, tmp_path: Path) -> None:
     for name in ("tiny.gguf", "notes.txt"):
         (elsewhere / name).touch()
     (elsewhere / "llama").mkdir()
@@ -128,21 +128,85 @@ def test_values_that_are_one_of_a_few(shell: InteractiveShell) -> None:
     assert set(CHOICES) <= set(EngineArgs.__dataclass_fields__)
 
 
-def test_the_dashboards_line(shell: InteractiveShell, engine: FakeClient) -> None:
+def test_engines_and_flags_of_the_dashboard_are_offered(shell: InteractiveShell, engine: FakeClient) -> None:
     assert words(shell, "%dashboard ra") == ["random-tiny"]
     assert words(shell, "%dashboard random-tiny --pl") == ["--plain"]
 
 
-def test_conversations_and_variables(shell: InteractiveShell, engine: FakeClient) -> None:
+def test_conversations_and_variables_are_offered(shell: InteractiveShell, engine: FakeClient) -> None:
     shell.run_cell("%chat --name alpha hi").raise_error()
     shell.user_ns.update(schema={"type": "object"}, scores=[1, 2], number=3, _hidden={})
     assert words(shell, "%chat --name a") == ["alpha"]
     assert words(shell, "%%generate --json s") == ["schema"]
-    assert words(shell, "%%generate --json --temp") == ["--temperature"]
+    assert words(shell, "%%generate --json --tempe") == ["--temperature"]
 
 
 def test_unloading_ends_it(shell: InteractiveShell) -> None:
     before = len(shell.Completer.custom_matchers)
     unload(shell)
     assert len(shell.Completer.custom_matchers) == before - 1
-    assert "--temperature" not in words(shell, "%%generate --temp")
+    assert "--temperature" not in words(shell, "%%generate --tempe")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "%%generate\nTell {sto",
+        "%%generate -o x\n\nOnce.\nTell {sto",
+        "%%chat\n{sto",
+        "%generate Tell {sto",
+        "x = %generate Tell {sto",
+        "%%generate --system {sto",
+        "%engine start {sto",
+        "%%generate\n{{{sto",
+    ],
+)
+def test_a_brace_in_a_prompt_offers_the_variables_that_can_stand_there(
+    shell: InteractiveShell, text: str
+) -> None:
+    shell.user_ns.update(story="Once", stone=3, stop=print, Stock=dict, _stored=1, other="x")
+    assert completed(shell, text) == [text.removesuffix("sto") + name for name in ("stone", "story")]
+
+
+def test_a_brace_offers_the_attributes_of_a_variable_and_reads_none_of_them(shell: InteractiveShell) -> None:
+    class Trap:
+        text = "bait"
+
+        @property
+        def tail(self) -> str:
+            raise AssertionError("completion has read a property")
+
+    shell.user_ns["trap"] = Trap()
+    assert completed(shell, "%%generate\n{trap.t") == ["%%generate\n{trap.tail", "%%generate\n{trap.text"]
+    assert Extension.loaded[shell].completion.complete("%%generate\n{nobody.t") == ("t", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "%%generate\n{{sto",
+        "%%generate\n{story} sto",
+        "%%generate\n{story}.sto",
+        "%%other\n{sto",
+        "x = f'{sto",
+    ],
+)
+def test_outside_of_a_field_no_variable_is_offered(shell: InteractiveShell, text: str) -> None:
+    shell.user_ns["story"] = "Once"
+    assert Extension.loaded[shell].completion.complete(text) == ("", [])
+
+
+def test_each_offers_the_variables_with_several_values(shell: InteractiveShell) -> None:
+    shell.user_ns.update(questions=["a", "b"], quests={"x": 1}, question="a", number=3)
+    for line in (
+        "%%generate --each ",
+        "%%generate --each qu",
+        "%generate --each item=",
+        "%%generate --each item=qu",
+    ):
+        lead = line.removesuffix("qu")
+        assert completed(shell, line) == [f"{lead}questions", f"{lead}quests"], line
+    assert completed(shell, "%%generate --each=ques") == [
+        "%%generate --each=questions",
+        "%%generate --each=quests",
+    ]

@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def said(shell: InteractiveShell, line: str, capsys: Capture) -> str:
-    """What a line that succeeds prints."""
+    """Run a line, check that it succeeds, and return what it prints."""
     capsys.readouterr()
     shell.run_cell(line).raise_error()
     return capsys.readouterr().out
@@ -25,10 +25,19 @@ def said(shell: InteractiveShell, line: str, capsys: Capture) -> str:
 @pytest.mark.parametrize(
     ("line", "call", "answer"),
     [
-        ("sleep", ("sleep", 1, None), "sleeps: 0 B of memory came back; `%engine wake` wakes it"),
-        ("sleep --level 2 --mode keep", ("sleep", 2, "keep"), "sleeps"),
-        ("sleep random-tiny --mode wait", ("sleep", 1, "wait"), "sleeps"),
-        ("pause", ("pause_generation", "abort", True), "is paused: requests wait until `%engine resume`"),
+        (
+            "sleep",
+            ("sleep", 1, None, False),
+            "sleeps: 0 B of memory came back; `%engine wake` or the next request wakes it",
+        ),
+        (
+            "sleep --hold",
+            ("sleep", 1, None, True),
+            "sleeps: 0 B of memory came back; `%engine wake` wakes it",
+        ),
+        ("sleep --level 2 --mode keep", ("sleep", 2, "keep", False), "sleeps"),
+        ("sleep random-tiny --mode wait", ("sleep", 1, "wait", False), "sleeps"),
+        ("pause", ("pause_generation", "abort", True), "is paused until `%engine resume`"),
         ("pause --mode wait --keep-cache", ("pause_generation", "wait", False), "is paused"),
         ("resume", ("resume_generation",), "goes on"),
     ],
@@ -110,6 +119,6 @@ def test_status_says_what_holds_requests_back(
 
 
 @pytest.mark.parametrize("command", ["sleep", "wake", "pause", "resume", "reset", "profile"])
-def test_each_has_help(shell: InteractiveShell, capsys: Capture, command: str) -> None:
+def test_every_command_has_help(shell: InteractiveShell, capsys: Capture, command: str) -> None:
     assert f"%engine {command}" in said(shell, "%engine help", capsys) or command in ("wake", "resume")
     assert said(shell, f"%engine help {command}", capsys).startswith(f"usage: %engine {command}")

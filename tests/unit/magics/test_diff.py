@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
-from nbengine.magics.generation.diff import AnswerDiff, Earlier, diff_html, diff_text, word_diff
+from nbengine.magics.answers.diff import AnswerDiff, Earlier, diff_html, diff_text, word_diff
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.outputs import CompletionOutput, RequestOutput
 

@@ -9,11 +9,11 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import log_dir
-from nbengine.client.directory import ReapReport
-from nbengine.engine.logs import worker_log_path
+from nbengine.client.engines.directory import ReapReport
 from nbengine.errors import EngineDeadError, EngineStartError
-from nbengine.magics.generation.ledger import Ledger
+from nbengine.magics.engines.ledger import Ledger
+from nbengine.runtime.connection import log_dir
+from nbengine.runtime.logs import worker_log_path
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 
 Capture = pytest.CaptureFixture[str]
@@ -61,7 +61,9 @@ def test_start_replaces_one_output_in_a_notebook(
     assert capsys.readouterr().out == ""
 
 
-def test_the_default_model_and_values_from_variables(shell: InteractiveShell, backend: FakeBackend) -> None:
+def test_a_start_takes_the_default_model_and_values_from_variables(
+    shell: InteractiveShell, backend: FakeBackend
+) -> None:
     shell.user_ns.update(size=128, overrides='{"rope_theta": 1}')
     shell.run_cell("%engine start --max-model-len {size} --hf-overrides {overrides}").raise_error()
     config = backend.clients["smollm2-135m"].config
@@ -74,8 +76,9 @@ def test_a_second_start_is_refused_unless_named(
 ) -> None:
     line = error_line(shell, "%engine start", capsys)
     assert "engine 'random-tiny' is running already" in line
-    assert "--name" in line
-    assert "choose another" in error_line(shell, "%engine start --name random-tiny", capsys)
+    assert "model is random-tiny there, smollm2-135m here. `%engine load smollm2-135m …`" in line
+    assert "another --name" in line
+    assert "and differs: model is" in error_line(shell, "%engine start --name random-tiny", capsys)
     shell.run_cell("%engine start --name second").raise_error()
     assert set(backend.clients) == {"random-tiny", "second"}
 
@@ -85,7 +88,7 @@ def test_the_name_of_somebody_elses_engine_is_refused(
 ) -> None:
     shell.run_cell("%engine detach")
     line = error_line(shell, "%engine start --name random-tiny", capsys)
-    assert "`%engine attach random-tiny` joins it" in line
+    assert "`%engine attach random-tiny`, and then `%engine load smollm2-135m …`" in line
 
 
 @pytest.mark.parametrize(
@@ -95,15 +98,15 @@ def test_the_name_of_somebody_elses_engine_is_refused(
         ("%engine start --max-modl-len 3", "did you mean --max-model-len?"),
         ("%engine start --max-model-len 0", "max_model_len must be at least 1, got 0"),
         ("%engine start --dp 0", "data_parallel_size must be at least 1, got 0"),
-        ("%engine start --quantization awq", "quantization='awq' is not available yet"),
+        ("%engine start --quantization awq", "quantization must be None, 'int8' or 'int4'"),
         ("%engine start --seed 1.5", "invalid int value"),
         ("%engine start --set seed=1.5", "seed must be int"),
         ("%engine load other", "no engine is running here"),
         ("%engine load", "which MODEL?"),
         ("%engine fit --name x other", "unknown flag --name"),
         ("%engine fit no-such-model", "no model 'no-such-model'"),
-        ("%engine fit -o 1-x random-tiny", "'1-x' is not a name of a variable"),
-        ("%engine start random-tiny -o 1-x", "'1-x' is not a name of a variable"),
+        ("%engine fit -o 1-x random-tiny", "'1-x' is not a variable name"),
+        ("%engine start random-tiny -o 1-x", "'1-x' is not a variable name"),
         ("%engine fit ~nobody-here/x", "no model '~nobody-here/x': Could not determine home directory"),
         ("%engine config", "no engine is running here"),
         ("%engine stop", "no engine is running here"),
@@ -245,10 +248,10 @@ def test_a_dead_engine_does_not_stand_in_the_way(
 def test_an_engine_found_dead_by_status_leaves_the_session(
     shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dead() -> None:
+    def dead(timeout: float) -> None:
         raise EngineDeadError("gone")
 
-    monkeypatch.setattr(engine, "stats_blocking", dead)
+    monkeypatch.setattr(engine, "stats_within", dead)
     with pytest.raises(EngineDeadError):
         shell.run_cell("%engine status").raise_error()
     shell.run_cell("%engine start random-tiny").raise_error()

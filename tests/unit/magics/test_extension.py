@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.errors import NBEngineError
 from nbengine.magics.extension import load, unload
+from nbengine.magics.session import AsyncLLMBackend
 from tests.unit.magics.conftest import FakeBackend, FakeClient
 
 
@@ -70,7 +73,53 @@ def test_a_reloaded_extension_finds_its_engine_again(
 def test_the_extension_costs_no_torch() -> None:
     code = (
         "import sys, nbengine.magics.extension\n"
-        "heavy = {'torch', 'transformers', 'numba'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
+        "print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_a_loaded_extension_keeps_a_spare_engine_until_it_is_unloaded(
+    shell: InteractiveShell, backend: FakeBackend
+) -> None:
+    assert backend.has_spare
+    unload(shell)
+    assert not backend.has_spare
+
+
+def test_the_configuration_can_do_without_a_spare_engine(
+    shell: InteractiveShell, backend: FakeBackend
+) -> None:
+    unload(shell)
+    shell.config.NBEngine.spare_engine = False
+    load(shell, backend)
+    assert not backend.has_spare
+
+
+def test_who_attaches_to_an_engine_needs_no_spare_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("nbengine.client.engines.spare.drop_spare", lambda: calls.append("drop"))
+    with pytest.raises(NBEngineError, match="no engine"):
+        AsyncLLMBackend().attach("nobody", session="s", progress=lambda progress: None)
+    assert calls == ["drop"]
+
+
+def test_a_kernel_imports_for_its_first_engine_when_the_cell_has_ended(
+    shell: InteractiveShell, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    unload(shell)
+
+    async def load_in_a_kernel() -> None:
+        imported = asyncio.Event()
+
+        def note() -> None:
+            calls.append("imported")
+            imported.set()
+
+        monkeypatch.setattr("nbengine.magics.extension.import_early", note)
+        load(shell, backend)
+        calls.append("loaded")
+        await asyncio.wait_for(imported.wait(), 10)
+
+    asyncio.run(load_in_a_kernel())
+    assert calls == ["loaded", "imported"]

@@ -306,7 +306,7 @@ def test_a_line_magic_can_be_assigned_and_looped(
     assert "Hello" not in capsys.readouterr().out
 
 
-def test_help_prints(shell: InteractiveShell, capsys: Capture) -> None:
+def test_help_prints_the_flags(shell: InteractiveShell, capsys: Capture) -> None:
     for code in ("%%generate -h", "%generate --help", "%%generate -h\nbody\n"):
         assert shell.run_cell(code).success
         assert "--max-tokens N" in capsys.readouterr().out

@@ -23,7 +23,10 @@ def test_value_of_json_that_python_does_not_read_says_so(
         _ = shell.user_ns["answer"].value
     shell.user_ns["answer"].abort("length")
     shell.user_ns["answer"].outputs[0] = CompletionOutput(0, text, [1], finish_reason="length")
-    with pytest.raises(IncompleteOutputError, match="the limit of tokens"):
+    with pytest.raises(
+        IncompleteOutputError,
+        match=r"was cut off after 1 tokens, where .* start the engine with a greater --max-model-len \(\.text",
+    ):
         _ = shell.user_ns["answer"].value
 
 

@@ -141,7 +141,9 @@ async def test_an_engine_that_dies_raises_with_its_log(
     assert kernel_shell.user_ns["_"].text == "before"
 
 
-async def test_assignments_loops_and_functions(kernel_shell: InteractiveShell, engine: FakeClient) -> None:
+async def test_generate_works_in_assignments_loops_and_functions(
+    kernel_shell: InteractiveShell, engine: FakeClient
+) -> None:
     code = (
         "import asyncio\n"
         "answers = []\n"
@@ -274,7 +276,7 @@ async def test_capture_captures_every_update(kernel_shell: InteractiveShell, eng
         ("code", "text/markdown", '```\n{"a": 1}\n```'),
     ],
 )
-async def test_formats(
+async def test_an_answer_is_shown_in_each_format(
     kernel_shell: InteractiveShell, engine: FakeClient, output_format: str, mime: str, content: str
 ) -> None:
     engine.words = [json.dumps({"a": 1})]

@@ -11,8 +11,8 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client import logs
-from nbengine.client.logs import follow_log
+from nbengine.client.engines import logs
+from nbengine.client.engines.logs import follow_log
 from nbengine.config import EngineArgs
 from nbengine.errors import EngineStartError, ModelNotFoundError
 from nbengine.magics.engines.logs import SHOWN_CHARACTERS, SHOWN_LINES, RollingLines
@@ -96,7 +96,7 @@ def test_an_interrupted_load_says_how_to_come_back(
 
     backend.on_start = interrupt
     with pytest.raises(
-        KeyboardInterrupt, match="`%engine start random-tiny --name random-tiny` starts the one before"
+        KeyboardInterrupt, match="`%engine start random-tiny --name random-tiny` starts the previous one"
     ):
         shell.run_cell("%engine load large").raise_error()
     assert len(backend.started) == 2
@@ -124,9 +124,44 @@ def test_config_shows_every_argument_and_where_it_comes_from(
     assert len(table.splitlines()) == len(fields(EngineArgs)) + 1
 
 
+def sources(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    capsys.readouterr()
+    shell.run_cell("%engine config --json").raise_error()
+    shown = json.loads(capsys.readouterr().out)["arguments"]
+    return {
+        name: entry["source"] for name, entry in shown.items() if entry["source"] not in ("default", "chosen")
+    }
+
+
+def test_config_tells_what_was_given_from_what_is_default(
+    shell: InteractiveShell, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.run_cell("%engine start --seed 0 --max-num-seqs 8").raise_error()
+    assert sources(shell, capsys) == {"seed": "given", "max_num_seqs": "given"}
+    shell.run_cell("%engine restart --block-size 8").raise_error()
+    assert sources(shell, capsys) == {"seed": "given", "max_num_seqs": "given", "block_size": "given"}
+    # A restart of the kernel: what differs from the defaults is all that is known, and that it is no default.
+    name = next(iter(backend.clients))
+    shell.run_cell(f"%engine detach {name}\n%engine attach {name}").raise_error()
+    assert sources(shell, capsys) == {"max_num_seqs": "given", "block_size": "given"}
+    shell.run_cell("%engine load random-tiny").raise_error()
+    assert sources(shell, capsys) == {"model": "given", "max_num_seqs": "given", "block_size": "given"}
+
+
+def test_config_tells_the_model_that_the_notebook_is_configured_for(
+    shell: InteractiveShell, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.run_cell("%config NBEngine.model = 'random-tiny'\n%engine start").raise_error()
+    assert sources(shell, capsys) == {"model": "configured"}
+    shell.run_cell("%engine restart").raise_error()
+    assert sources(shell, capsys) == {"model": "configured"}
+    shell.run_cell("%engine restart random-tiny").raise_error()
+    assert sources(shell, capsys) == {"model": "given"}
+
+
 @pytest.fixture
 def feed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a log that is followed gets, piece by piece; then the user interrupts."""
+    """Return the list of pieces that a followed log gets; the user interrupts behind the last one."""
     pieces: list[str] = []
 
     def follow(path: Path, info: object) -> Iterator[str]:
@@ -234,3 +269,22 @@ def test_a_question_mark_shows_what_help_shows(shell: InteractiveShell, capsys: 
         shell.run_cell(question).raise_error()
         lines = [line.strip() for line in shown.pop().splitlines()]
         assert all(line.strip() in lines for line in helped.splitlines())
+
+
+def test_a_joined_engine_is_restarted_with_its_own_model_not_with_the_notebooks(
+    shell: InteractiveShell, backend: FakeBackend
+) -> None:
+    shell.run_cell("%engine start smollm2-135m --name joined").raise_error()
+    shell.run_cell("%engine detach joined\n%config NBEngine.model = 'random-tiny'").raise_error()
+    shell.run_cell("%engine attach joined\n%engine restart --seed 1").raise_error()
+    assert backend.clients["joined"].config.model.model == "smollm2-135m"
+
+
+def test_config_of_an_engine_that_a_start_has_joined_has_what_that_line_gave(
+    shell: InteractiveShell, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.run_cell("%engine start random-tiny --seed 0").raise_error()
+    shell.run_cell("%engine detach random-tiny\n%config NBEngine.model = 'random-tiny'").raise_error()
+    shell.run_cell("%engine start --seed 0").raise_error()
+    assert backend.attached == ["random-tiny"]
+    assert sources(shell, capsys) == {"model": "configured", "seed": "given"}

@@ -10,8 +10,8 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import ConnectionInfo, connection_file
 from nbengine.errors import NBEngineError
+from nbengine.runtime.connection import ConnectionInfo, connection_file
 from nbengine.widgets.waves.timeline import RankSpan, Span, WaveTimeline
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 

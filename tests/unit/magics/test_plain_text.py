@@ -1,4 +1,4 @@
-"""What a model and a prompt say is text: a notebook typesets nothing of it, unless Markdown was asked for."""
+"""A notebook typesets nothing of what a model or a prompt says, unless Markdown was asked for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from answers import tree_of
 from IPython.core.interactiveshell import InteractiveShell
 from typesetting import MATHEMATICS, typeset
 
+from nbengine.magics.answers.diff import AnswerDiff, Earlier
+from nbengine.magics.conversations.answer import Answer
 from nbengine.magics.conversations.conversation import Conversation, Exchange
-from nbengine.magics.conversations.reasoning import Answer
 from nbengine.magics.conversations.view import chat_bundle, conversation_bundle
-from nbengine.magics.generation.diff import AnswerDiff, Earlier
 from nbengine.magics.generation.render import answer_bundle, answers_bundle
 from nbengine.magics.tokens.view import static_bundle
 from nbengine.outputs import CompletionOutput
@@ -21,7 +21,7 @@ from tests.unit.magics.kernel_cells import publisher
 
 
 def is_plain(shown: str, times: int = 1) -> bool:
-    """Whether the mathematics are there so often, and none is typeset."""
+    """Return whether nothing is typeset; check that the mathematics are there at least `times` times."""
     assert html.unescape(shown).count(MATHEMATICS) >= times
     return not {"$", "\\"} & set(typeset(shown))
 
@@ -32,7 +32,7 @@ def test_what_is_not_marked_is_typeset() -> None:
 
 @pytest.mark.parametrize("output_format", ["text", "json"])
 @pytest.mark.parametrize("complete", [False, True])
-def test_an_answer(output_format: str, complete: bool) -> None:
+def test_an_answer_is_not_typeset(output_format: str, complete: bool) -> None:
     bundle = answer_bundle(MATHEMATICS, output_format, MATHEMATICS, complete=complete)
     assert is_plain(bundle["text/html"], 2)
     several = [CompletionOutput(index, MATHEMATICS, [1]) for index in range(2)]
@@ -46,7 +46,7 @@ def test_in_markdown_formulas_stay_formulas() -> None:
     assert MATHEMATICS in typeset(shown)
 
 
-def test_a_difference() -> None:
+def test_a_difference_is_not_typeset() -> None:
     old, new = (
         Earlier(f"{MATHEMATICS} a", f"a {MATHEMATICS}"),
         Earlier(f"{MATHEMATICS} b", f"b {MATHEMATICS}"),
@@ -54,7 +54,7 @@ def test_a_difference() -> None:
     assert is_plain(AnswerDiff(old, new).html, 2)
 
 
-def test_a_conversation() -> None:
+def test_a_conversation_is_not_typeset() -> None:
     talk = Conversation(MATHEMATICS, MATHEMATICS)
     talk.add(Exchange(MATHEMATICS, MATHEMATICS, MATHEMATICS))
     assert is_plain(conversation_bundle(talk)["text/html"], 4)
@@ -62,7 +62,7 @@ def test_a_conversation() -> None:
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_shaded_tokens_and_their_branches(folded: bool) -> None:
+def test_shaded_tokens_and_their_branches_are_not_typeset(folded: bool) -> None:
     tree, client = tree_of([(MATHEMATICS, 0.5, {"$a$": 0.3})], text=MATHEMATICS)
     branch = tree.branch(0, "$a$")
     client.write([(MATHEMATICS, 0.5, {})], "stop", text=f"$a${MATHEMATICS}")

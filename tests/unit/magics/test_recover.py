@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import RequestLostError
-from nbengine.magics.generation.recover import MAX_SHOWN
+from nbengine.magics.answers.recover import MAX_SHOWN
 from nbengine.magics.interrupts import Interrupted
 from tests.unit.magics.conftest import FakeClient, RecordingPublisher
 from tests.unit.magics.kept_answers import kept, said
@@ -166,7 +166,7 @@ def test_clearing_forgets_what_has_ended_here_and_there(
         ("recover nonsense", "no answer 'nonsense'"),
         ("recover 1 2", "unexpected '2'"),
         ("recover --lst", "did you mean --list?"),
-        ("recover -o 1x", "'1x' is not a name of a variable"),
+        ("recover -o 1x", "'1x' is not a variable name"),
         ("recover --all --clear", "--all does not go with --clear"),
         ("recover 1 --all", "'1' means one answer, --all all of them"),
         ("recover -l -o x", "-o NAME means one answer, --list all of them"),
@@ -272,7 +272,7 @@ def test_an_interrupt_ends_the_showing_and_not_the_generation(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nbengine.magics.generation.recover.time.sleep", interrupt)
+        patch.setattr("nbengine.magics.answers.recover.time.sleep", interrupt)
         with pytest.raises(Interrupted, match="what is being written goes on"):
             shell.run_cell("%engine recover").raise_error()
     assert engine.aborted == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import write_connection
 from nbengine.errors import EngineDeadError, UtilityError
+from nbengine.runtime.connection import write_connection
 from tests.unit.magics.conftest import FakeBackend, FakeClient
 from tests.unit.magics.kept_answers import kept, said
 

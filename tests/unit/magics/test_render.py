@@ -26,7 +26,7 @@ from nbengine.widgets.words import count, seconds, table
         (7200, "2 h"),
     ],
 )
-def test_seconds(duration: float, text: str) -> None:
+def test_seconds_are_put_into_words(duration: float, text: str) -> None:
     assert seconds(duration) == text
 
 
@@ -40,11 +40,11 @@ def test_seconds(duration: float, text: str) -> None:
         (5 << 28, "1.25 GiB"),
     ],
 )
-def test_sizes(number: float, text: str) -> None:
+def test_sizes_are_put_into_words(number: float, text: str) -> None:
     assert size(number) == text
 
 
-def test_counts() -> None:
+def test_counts_are_put_into_words() -> None:
     assert [count(1, "token"), count(2000, "token"), count(2, "process", "processes")] == [
         "1 token",
         "2,000 tokens",

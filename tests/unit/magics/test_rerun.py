@@ -1,36 +1,36 @@
-"""What a cell had asked and got before: found again, and little of it kept."""
+"""A cell finds again what it had asked and got before, of which little is kept."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation import rerun
-from nbengine.magics.generation.answers import EndHandler
-from nbengine.magics.generation.diff import Earlier
-from nbengine.magics.generation.rerun import EarlierAnswers
-from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.answers import rerun
+from nbengine.magics.answers.diff import Earlier
+from nbengine.magics.answers.rerun import EarlierAnswers
+from nbengine.magics.generation.request import Origin, Request
 from nbengine.outputs import CompletionOutput, RequestOutput
+from nbengine.sampling_params import SamplingParams
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import in_cell, run, until
 
 
-class Asked:
-    """A request, and who wants to know of its end."""
+class Asked(Request):
+    """A request to no engine."""
 
     def __init__(self, prompt: str) -> None:
-        self.result = GenerationResult("r", prompt)
-        self.on_end: list[EndHandler] = []
+        nobody: Any = None
+        super().__init__(Origin(nobody, SamplingParams()), prompt, prompt)
 
-    def end(self, text: str) -> None:
+    def answer(self, text: str) -> None:
         """Let it have its answer."""
         completion = CompletionOutput(0, text, [1], finish_reason="stop")
         self.result.absorb(RequestOutput("r", None, [1], [completion], True))
-        for handler in self.on_end:
-            handler(True, None)
+        self.end(shown=False)
 
 
 async def test_each_of_several_generations_of_a_cell_is_compared_with_its_own_predecessor(
@@ -57,7 +57,7 @@ def test_of_what_a_cell_had_before_only_the_first_texts_are_kept(
         results = [weakref.ref(request.result) for request in asked]
         for request in asked:
             earlier.note([({}, request)])
-            request.end("x")
+            request.answer("x")
         before = [request.result.previous for request in asked]
         del request, asked
         gc.collect()

@@ -24,7 +24,7 @@ def load(
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds are those that are reported."""
+    """Stop the clock, so that seconds are those that are reported."""
     monkeypatch.setattr("nbengine.widgets.processes.stages.time.monotonic", lambda: 0.0)
 
 
@@ -83,7 +83,7 @@ def test_a_worker_that_goes_ahead_does_not_end_the_stage_of_the_others() -> None
 
 
 @pytest.mark.usefixtures("frozen")
-def test_a_workers_last_word_on_a_stage_that_is_over_opens_none_anew() -> None:
+def test_a_workers_last_word_on_a_stage_that_is_over_opens_none_again() -> None:
     stages = StartStages(ParallelConfig(tensor_parallel_size=2))
     for worker in range(2):
         stages.take(load(worker, 1.0, stage="join"))

@@ -8,9 +8,11 @@ import re
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.client.connection import write_connection
 from nbengine.ipc.control_messages import WorkerInfo
+from nbengine.magics.engines.reports import started_sentence
+from nbengine.magics.session import AttachedEngine
 from nbengine.metrics.stats import WorkerStats
+from nbengine.runtime.connection import write_connection
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 
 Capture = pytest.CaptureFixture[str]
@@ -31,6 +33,18 @@ def test_status_shows_topology_requests_blocks_and_reuse(
         engine.connection.log_path,
     ):
         assert expected in printed
+
+
+def test_status_says_where_prometheus_is_answered_if_it_is(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    shell.run_cell("%engine status").raise_error()
+    assert "metrics" not in capsys.readouterr().out
+    engine.connection.metrics_address = "http://127.0.0.1:9400/metrics"
+    write_connection(engine.connection)
+    engine.connection.metrics_address = ""
+    shell.run_cell("%engine status").raise_error()
+    assert re.search(r"metrics +http://127.0.0.1:9400/metrics", capsys.readouterr().out)
 
 
 def test_status_of_one_worker_adds_its_memory_and_step_to_the_engines(
@@ -56,7 +70,16 @@ def test_status_has_a_row_for_each_of_several_workers(
     engine = backend.clients["random-tiny"]
     engine.ready.workers = [
         WorkerInfo(
-            rank, rank % 2, rank // 2, 500 + rank, f"cuda:{rank}", 5 << 20, 7 << 20, 8 * (rank // 2), 8
+            rank,
+            rank % 2,
+            rank // 2,
+            500 + rank,
+            f"cuda:{rank}",
+            5 << 20,
+            7 << 20,
+            8 * (rank // 2),
+            8,
+            kernels="cpu, products with AVX2",
         )
         for rank in range(3)
     ]
@@ -67,6 +90,7 @@ def test_status_has_a_row_for_each_of_several_workers(
     own, of_workers = shown["text/plain"].split("\n\n")
     assert "TP 2 × PP 2 × DP 1, 4 workers, " in own
     assert "last step" not in own
+    assert re.search(r"^kernels +cpu, products with AVX2$", own, re.MULTILINE)
     header, *rows = [re.split("  +", line) for line in of_workers.splitlines()]
     assert len(header) == 10
     assert rows[2] == [
@@ -202,3 +226,40 @@ def test_ps_lists_all_engines_and_says_which_are_dead(
     assert "ready" in rows["random-tiny"]
     assert rows["random-tiny"].endswith("default")
     assert " dead " in rows["second"]
+
+
+def test_status_of_an_engine_that_stands_says_so_and_shows_what_answers(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    engine.silent = (0,)
+    engine.stall = "core 0: no progress for 42 s, in step 1,234"
+    shell.run_cell("%engine status").raise_error()
+    rows = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["progress"] == "core 0 does not answer; core 0: no progress for 42 s, in step 1,234"
+    assert "requests" not in rows
+    assert rows["log"] == engine.connection.log_path
+    engine.silent, engine.stall = (), None
+    shell.run_cell("%engine status").raise_error()
+    assert "progress" not in capsys.readouterr().out
+
+
+def test_start_and_status_say_whose_layers_run_unless_they_are_nbengines(
+    kernel_shell: InteractiveShell, backend: FakeBackend
+) -> None:
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    kernel_shell.run_cell("%engine start random-tiny").raise_error()
+    client = backend.clients["random-tiny"]
+    shown = {}
+    for name in ("", "OPTForCausalLM of transformers 5.23.0"):
+        client.ready.workers = [WorkerInfo(0, 0, 0, 500, "cpu", 1, 1, 0, 8, implementation=name)]
+        write_connection(client.connection)
+        publisher.messages.clear()
+        kernel_shell.run_cell("%engine status").raise_error()
+        (status,) = publisher.outputs()
+        shown[name] = started_sentence(AttachedEngine(client), 1.0), status["text/plain"]
+    (plain, plain_status), (sentence, status_text) = shown.values()
+    assert "layers" not in plain + plain_status
+    told = "; its layers are OPTForCausalLM of transformers 5.23.0's, which take longer than nbengine's own"
+    assert sentence == plain + told
+    assert re.search(r"^layers +OPTForCausalLM of transformers 5.23.0 .slower", status_text, re.MULTILINE)

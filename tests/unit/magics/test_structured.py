@@ -21,15 +21,14 @@ TEXT = json.dumps(SCHEMA)
 
 
 class Place(pydantic.BaseModel):
-    """What a user may have defined in a cell."""
+    """A class that a user may have defined in a cell."""
 
     city: str
 
 
 def parse(line: str, body: str | None = "hi\n", **namespace: object) -> GenerateOptions:
-    options = parse_request(line, body, NBEngine(), {**namespace, "n": 3})
-    assert isinstance(options, GenerateOptions)
-    return options
+    (combination,) = parse_request(line, body, NBEngine(), {**namespace, "n": 3}).combinations
+    return combination.options
 
 
 def constraint(options: GenerateOptions) -> tuple[str, Any]:
@@ -102,7 +101,10 @@ def test_value_without_json_is_the_text(shell: InteractiveShell, engine: FakeCli
 @pytest.mark.parametrize(
     ("finish_reason", "words"),
     [
-        ("length", r"not complete JSON: it reached the limit of tokens; raise --max-tokens \(.text has"),
+        (
+            "length",
+            r"not complete JSON: it was cut off at max_tokens=1; raise --max-tokens, or NBEngine.max_tokens .* \(.text has",
+        ),
         ("abort", "it was ended early"),
         ("stop", "a stop string or stop token ended it"),
         (None, "it is still being written"),
@@ -112,7 +114,7 @@ def test_value_of_an_answer_that_was_cut_off_says_why(
     shell: InteractiveShell, engine: FakeClient, finish_reason: str | None, words: str
 ) -> None:
     engine.words = None
-    shell.run_cell("%%generate -a --json -o handle\nMore\n").raise_error()
+    shell.run_cell("%%generate -a --json --max-tokens 1 -o handle\nMore\n").raise_error()
     handle = shell.user_ns["handle"]
     engine.emit('{"a": [1', finish_reason)
     result = handle._partial if finish_reason is None else handle.result(timeout=10)
@@ -121,3 +123,18 @@ def test_value_of_an_answer_that_was_cut_off_says_why(
     if finish_reason is None:
         engine.emit("]}", "stop")
         assert handle.result(timeout=10).value == {"a": [1]}
+
+
+def test_value_of_an_answer_that_was_cut_off_shows_one_line_and_no_traceback(
+    shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.words = None
+    shell.run_cell("%%generate -a --json --max-tokens 1 -o handle\nMore\n").raise_error()
+    engine.emit('{"a": [1', "length")
+    shell.user_ns["answer"] = shell.user_ns["handle"].result(timeout=10)
+    capsys.readouterr()
+    assert not shell.run_cell("answer.value").success
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "IncompleteOutputError: the answer is not complete JSON: it was cut off at max_tokens=1;"
+    )

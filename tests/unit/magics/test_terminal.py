@@ -1,4 +1,4 @@
-"""What a model, or a prompt, says in a terminal: text, whatever it contains."""
+"""A terminal shows what a model or a prompt says as text, whatever it contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.diff import AnswerDiff, Earlier
+from nbengine.magics.answers.diff import AnswerDiff, Earlier
 from nbengine.widgets.words import harmless
 from tests.unit.magics.conftest import FakeClient
 

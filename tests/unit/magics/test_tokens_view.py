@@ -11,13 +11,12 @@ import pytest
 from answers import Word, delta_of, token_id, tree_of
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.extension import unload
-from nbengine.magics.generation import open_views
-from nbengine.magics.generation.open_views import OpenViews
+from nbengine.magics.extension import Extension, unload
 from nbengine.magics.tokens import view as tokens_view
 from nbengine.magics.tokens.branching import BranchTree
 from nbengine.magics.tokens.feed import EAGER_ALTERNATIVES, TokensFeed, num_in_text
 from nbengine.magics.tokens.view import static_bundle
+from nbengine.widgets.open_views import OpenViews
 from nbengine.widgets.tokens.widget import TokensWidget
 from tests.unit.magics.conftest import FakeClient, RecordingPublisher
 
@@ -31,7 +30,7 @@ WORDS: list[Word] = [
 
 
 class RecordedWidget:
-    """What the script would get."""
+    """A widget that records what the script would get."""
 
     def __init__(self) -> None:
         self.frames: list[dict[str, Any]] = []
@@ -368,9 +367,8 @@ async def test_the_oldest_of_many_views_is_closed(
     kernel_shell: InteractiveShell,
     engine: FakeClient,
     widgets: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(open_views, "MOST_OPEN", 2)
+    Extension.loaded[kernel_shell].session.ongoing.views.most = 2
     for _ in range(3):
         await run(kernel_shell, "%%generate --logprobs 2\nhi\n")
     publisher: Any = kernel_shell.display_pub
@@ -384,10 +382,11 @@ def test_views_that_nobody_has_any_more_are_forgotten() -> None:
             closed.append(self)
 
     closed: list[Closed] = []
-    views, kept = OpenViews(), Closed()
-    views.add("a", kept)
-    for _ in range(2 * open_views.MOST_OPEN):
-        views.add("a", Closed())
+    views, kept = OpenViews[Closed](2), Closed()
+    views.add(kept, "a")
+    for _ in range(4):
+        views.add(Closed(), "a")
+        views.close_superfluous()
     assert closed == []
     views.close("b")
     assert closed == []

@@ -17,9 +17,14 @@ from torch import Tensor
 
 from nbengine.config import ModelConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.files import resolve_model
-from nbengine.models.registry import load_model
+from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.latent import LatentOptions
+from nbengine.models.checkpoints.files import resolve_model
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.loading import load_model
+from tests.support.shared_kernels import kernels_are_compiled_once
+
+__all__ = ["kernels_are_compiled_once"]
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,12 +36,16 @@ BLOCK_SIZE = 4
 class DenseKernels:
     """Cache write and attention in plain indexing and float32 softmax, one request at a time."""
 
+    name = "dense"
+
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         blocks, offsets = slot_mapping // BLOCK_SIZE, slot_mapping % BLOCK_SIZE
         kv_cache[0, blocks, :, offsets] = key
         kv_cache[1, blocks, :, offsets] = value
 
-    def paged_attention(self, query: Tensor, kv_cache: Tensor, metadata: Batch, scale: float) -> Tensor:
+    def paged_attention(
+        self, query: Tensor, kv_cache: Tensor, metadata: Batch, options: AttentionOptions
+    ) -> Tensor:
         out = torch.empty_like(query)
         group = query.shape[1] // kv_cache.shape[2]
         for index, length in enumerate(metadata.seq_lens):
@@ -45,18 +54,39 @@ class DenseKernels:
                 cache[metadata.block_table[index]].transpose(1, 2).flatten(0, 1)[:length]
                 for cache in kv_cache
             )
-            keys, values = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (keys, values))
-            scores = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * scale
+            keys, values = (
+                part.to(query.dtype).repeat_interleave(group, dim=1).transpose(0, 1)
+                for part in (keys, values)
+            )
+            scores = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * options.scale
+            if options.soft_cap is not None:
+                scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
             num_new = rows.stop - rows.start
             unseen = torch.ones(num_new, length, dtype=torch.bool).triu(length - num_new + 1)
-            weights = scores.masked_fill(unseen, -torch.inf).softmax(-1, dtype=torch.float32)
+            at = torch.arange(length - num_new, length)[:, None]
+            unseen |= torch.arange(length) < options.first_seen(at)
+            scores = scores.masked_fill(unseen, -torch.inf)
+            if options.sinks is not None:
+                sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, num_new, 1)
+                scores = torch.cat((scores, sinks), dim=2)
+            weights = scores.softmax(-1, dtype=torch.float32)[..., :length]
             out[rows] = (weights.to(values.dtype) @ values).transpose(0, 1)
         return out
+
+    def write_latent(self, rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        cache[0, slot_mapping // BLOCK_SIZE, 0, slot_mapping % BLOCK_SIZE] = rows
+
+    def latent_attention(
+        self, query: Tensor, cache: Tensor, metadata: Batch, options: LatentOptions
+    ) -> Tensor:
+        both = torch.cat((cache, cache))
+        plain = AttentionOptions(options.scale)
+        return self.paged_attention(query, both, metadata, plain)[..., : options.rank]
 
 
 @dataclass
 class Batch:
-    """What the kernels above need to know of a flattened batch."""
+    """The facts about a flattened batch that the kernels above need."""
 
     query_start_loc: list[int]
     seq_lens: list[int]
@@ -72,10 +102,13 @@ class Runner:
         self, model: DecoderForCausalLM, num_blocks: int = 256, parallel: ParallelState = SINGLE
     ) -> None:
         shard = model.shard
-        shape = (2, num_blocks, shard.num_kv_heads, BLOCK_SIZE, model.config.head_dim)
+        parts, width = model.config.cache_parts, model.config.head_dim
+        shape = (parts, num_blocks, shard.num_kv_heads, BLOCK_SIZE, width)
         self.model = model
         self.parallel = parallel
-        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(shard.num_layers)]
+        self.kv_caches = [
+            torch.full(shape, torch.nan, dtype=model.hidden_dtype) for _ in range(shard.num_layers)
+        ]
         self._free = list(range(num_blocks))[::-1]
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -152,14 +185,18 @@ def random_model() -> Callable[..., PreTrainedModel]:
     import transformers
 
     def make(kind: str, head: str = "ForCausalLM", **settings: Any) -> PreTrainedModel:
-        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
-        model = getattr(transformers, f"{kind}{head}")._from_config(config, attn_implementation="eager")
+        model_class = getattr(transformers, f"{kind}{head}")
+        config = model_class.config_class(**{**SIZES, **settings})
+        model = model_class._from_config(config, attn_implementation="eager")
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
                 scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
                 parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * scale)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         return model.float().eval()
 
     return make
@@ -167,7 +204,8 @@ def random_model() -> Callable[..., PreTrainedModel]:
 
 @dataclass
 class GGUFVariant:
-    """How a model is written to a GGUF file; `permute` undoes what HF's converter did to Meta's q and k rows."""
+    """A way to write a model to a GGUF file; `permute` undoes what HF's converter did to Meta's q and k
+    rows."""
 
     arch: str
     weight_type: GGMLQuantizationType = GGMLQuantizationType.F32
@@ -176,6 +214,12 @@ class GGUFVariant:
     first_token: str = "<|endoftext|>"
     extra_tensors: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    dense: str = "no matrix"
+    """Matrices whose names contain this are float32, whatever the type is."""
+    lengths: tuple[int, int] | None = None
+    """The sizes of keys and values, where they are not those of a head."""
+    splits_latents: bool = False
+    """The projection from latents is one tensor for keys, transposed, and one for values."""
 
 
 @pytest.fixture(scope="session")
@@ -194,15 +238,25 @@ def _write_gguf(path: Path, model: PreTrainedModel, variant: GGUFVariant) -> Pat
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    key_length, value_length = variant.lengths or (head_dim, head_dim)
+    writer.add_key_length(key_length)
+    writer.add_value_length(value_length)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     _write_vocabulary(writer, variant.vocabulary, variant.first_token)
     for key, value in variant.metadata.items():
-        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
-    for name, weight in _one_a_projection(model.state_dict()):
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
+        add[type(value)](key, value)
+    archs = {name: member for member, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(archs[arch], config.num_hidden_layers)
+    split = (config.num_attention_heads, config.qk_nope_head_dim) if variant.splits_latents else None
+    for name, weight in _one_a_projection(model.state_dict(), split):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = weight.numpy()
@@ -210,9 +264,14 @@ def _write_gguf(path: Path, model: PreTrainedModel, variant: GGUFVariant) -> Pat
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             data = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:]).swapaxes(1, 2)
             data = data.reshape(weight.shape)
-        kind = variant.weight_type if data.ndim > 1 else GGMLQuantizationType.F32
         base, suffix = name.rsplit(".", 1)
-        writer.add_tensor(f"{names.get_name(base)}.{suffix}", gguf.quantize(data, kind), raw_dtype=kind)
+        is_dense = data.ndim == 1 or suffix == "bias" or variant.dense in name
+        kind = GGMLQuantizationType.F32 if is_dense else variant.weight_type
+        if data.dtype == np.uint8:  # Blocks as they are.
+            kind = GGMLQuantizationType.MXFP4
+        else:
+            data = gguf.quantize(data, kind)
+        writer.add_tensor(f"{names.get_name(base)}.{suffix}", data, raw_dtype=kind)
     for name, data in variant.extra_tensors.items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -222,9 +281,21 @@ def _write_gguf(path: Path, model: PreTrainedModel, variant: GGUFVariant) -> Pat
     return path
 
 
-def _one_a_projection(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights with the experts' gates apart from their other projections."""
+def _one_a_projection(
+    weights: dict[str, torch.Tensor], latents: tuple[int, int] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with the experts' gates apart from their other projections, and perhaps keys apart from values:
+    `latents` are the heads, and the rows of a key."""
     for name, weight in weights.items():
+        if latents is not None and name.endswith("kv_b_proj.weight"):
+            heads, keys = latents
+            by_head = weight.view(heads, -1, weight.shape[1])
+            yield name.replace("kv_b", "k_b"), by_head[:, :keys].transpose(1, 2).contiguous()
+            yield name.replace("kv_b", "v_b"), by_head[:, keys:].contiguous()
+            continue
+        if name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), weight
+            continue
         if name.endswith("experts.gate_up_proj"):
             for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True):
                 yield f"{name.replace('gate_up_proj', part)}.weight", rows.contiguous()

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from nbengine.config import ModelConfig
 from nbengine.errors import ModelLoadError
-from nbengine.models.bert import BertModel
-from nbengine.models.decoder_classifier import DecoderForSequenceClassification
-from nbengine.models.encoder_attention import group_prompts
-from nbengine.models.encoder_config import encoder_config
-from nbengine.models.files import resolve_model
-from nbengine.models.registry import load_encoder_model
+from nbengine.models.checkpoints.files import resolve_model
+from nbengine.models.configs.encoder_config import encoder_config
+from nbengine.models.families.bert import BertModel
+from nbengine.models.families.decoder_classifier import DecoderForSequenceClassification
+from nbengine.models.layers.encoder_attention import group_prompts
+from nbengine.models.loading import load_encoder_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,

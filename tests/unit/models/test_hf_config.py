@@ -1,4 +1,4 @@
-"""What config.json and its siblings say, and how it maps to the decoder, device and dtype."""
+"""The configuration of the decoder, device and dtype follow from config.json and its siblings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 from nbengine.config import ModelConfig
 from nbengine.errors import InvalidArgumentError, ModelLoadError
-from nbengine.models import registry
-from nbengine.models.decoder_config import RopeScaling, decoder_config
-from nbengine.models.hf_config import (
+from nbengine.models import loading
+from nbengine.models.configs.hf_config import (
     eos_token_ids,
     load_generation_config,
     load_hf_config,
     max_model_len_of,
     vocab_size,
 )
-from nbengine.models.registry import resolve_device, resolve_dtype
+from nbengine.models.configs.rope_config import RopeScaling
+from nbengine.models.loading import resolve_device, resolve_dtype
+from nbengine.models.registry import decoder_config
 
 CPU = torch.device("cpu")
 
@@ -54,13 +55,15 @@ def test_a_configuration_that_is_no_json_object_is_refused_with_its_path(
     [
         ({}, 4096),
         ({"sliding_window": None}, 4096),
-        ({"sliding_window": 1024}, 1024),
-        ({"sliding_window": 8192}, 4096),
-        ({"sliding_window": 1024, "use_sliding_window": False}, 4096),
-        ({"sliding_window": 1024, "use_sliding_window": True}, 1024),
+        ({"sliding_window": 1024}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 4096),
     ],
 )
-def test_the_longest_sequence_is_the_context_or_the_window(entries: dict[str, Any], expected: int) -> None:
+def test_the_longest_sequence_is_the_context_which_yarn_lengthens(
+    entries: dict[str, Any], expected: int
+) -> None:
     assert max_model_len_of({"max_position_embeddings": 4096, **entries}) == expected
 
 
@@ -180,7 +183,7 @@ def test_dtype_auto_of_a_gguf_is_what_the_cpu_multiplies_fast(
     cpu_info: str, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "cpuinfo"
-    monkeypatch.setattr(registry, "_CPU_INFO", path)
+    monkeypatch.setattr(loading, "_CPU_INFO", path)
     gguf = ModelConfig(weights=("model.gguf",))
     assert resolve_dtype(gguf, {}, CPU) is torch.float32
     path.write_text(f"processor\t: 0\n{cpu_info}\n")

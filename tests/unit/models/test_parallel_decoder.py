@@ -13,10 +13,10 @@ from torch import Tensor
 from nbengine.distributed.communicator import ParallelState
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import NBEngineError
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_config import DecoderConfig
-from nbengine.models.layers import Linear
-from nbengine.models.registry import weights_bytes_of
+from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.layers.basic import Linear
+from nbengine.models.loading import weights_bytes_of
 
 
 def sizes(num_heads: int, num_kv_heads: int, **others: Any) -> dict[str, Any]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from family_cases import CASES as FAMILIES
 from parallel_support import ThreadDataParallelGroup, ThreadWorld
 from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState, SingleGroup
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.layers import WeightSlot
+from nbengine.models.checkpoints.loader import open_weights
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.layers.basic import WeightSlot
+from nbengine.models.loading import weights_bytes_of
 from nbengine.models.redivision import Redivision
-from nbengine.models.registry import weights_bytes_of
-from nbengine.models.safetensors_loader import SafetensorsWeights
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
@@ -24,6 +27,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "vocab_size": 96,
 }
+DEEPSEEK = FAMILIES["deepseek v3"]
 QWEN3 = {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral of 5": ("Mixtral", {**SIZES, "num_local_experts": 5, "intermediate_size": 48}),
@@ -46,6 +50,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "deepseek v3 latents, groups": ("DeepseekV3", {**DEEPSEEK.settings, "moe_intermediate_size": 24}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "swiglu_limit": 0.8,
+            "sliding_window": 8,
         },
     ),
 }
@@ -205,14 +222,25 @@ def test_ranks_together_hold_every_expert_and_each_reads_its_part_only(
         for name, slot in slots.items():
             assert torch.equal(slot.tensor, part(slot, whole[name]))
             part(slot, held[name]).fill_(True)
-        assert SafetensorsWeights((tmp_path / "model.safetensors",)).num_bytes(slots) == model.weights_bytes
+        weights = open_weights((tmp_path / "model.safetensors",), model.config)
+        assert weights.num_bytes(slots) == model.weights_bytes
     assert [name for name, places in held.items() if not places.all()] == []
     copies = sum(model.weights_bytes for model in cores.models)
     assert copies < 4 * sum(values.nbytes for values in whole.values())
 
 
+def no_reading(model: DecoderForCausalLM, slots: dict[str, WeightSlot]) -> None:
+    raise AssertionError(f"read from the files: {sorted(slots)}")
+
+
 def redivide(
-    directory: Path, load: Any, sizes: tuple[int, int], expert_parallel: bool, before: int, after: int
+    directory: Path,
+    load: Any,
+    sizes: tuple[int, int],
+    expert_parallel: bool,
+    before: int,
+    after: int,
+    read: Callable[[DecoderForCausalLM, dict[str, WeightSlot]], None] = no_reading,
 ) -> tuple[list[DecoderForCausalLM], ThreadWorld]:
     """The models of the engine cores that there are when their number has changed, and what they are joined by."""
     tp, pp = sizes
@@ -227,14 +255,14 @@ def redivide(
         model = load(directory, parallel=state)
         with torch.inference_mode():
             for weight in model.parameters():
-                weight.fill_(torch.nan)
+                weight.fill_(torch.nan if weight.is_floating_point() else 0xA5)
         return model
 
     models = [model_of(state) for state in world.states]
 
     def change(state: ParallelState) -> None:
         model = models[world.states.index(state)]
-        Redivision(before, after, state.dp, layout(state, after)).run(model)
+        Redivision(before, after, state.dp, layout(state, after)).run(model, partial(read, model))
 
     world.run(change)
     return models[: tp * pp * after], world
@@ -243,16 +271,18 @@ def redivide(
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 4), (4, 2), (2, 3)])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("variant", ["qwen3", "gpt-oss"])
 def test_weights_go_from_those_who_have_them_to_those_who_need_them(
     sizes: tuple[int, int],
     before: int,
     after: int,
     expert_parallel: bool,
+    variant: str,
     tmp_path: Path,
     load: Any,
     random_model: Any,
 ) -> None:
-    hf_config = saved(random_model, tmp_path, "qwen3")
+    hf_config = saved(random_model, tmp_path, variant)
     whole = {name: slot.tensor for name, slot in load(tmp_path).weight_slots().items()}
     models, world = redivide(tmp_path, load, sizes, expert_parallel, before, after)
     for model, state in zip(models, world.states, strict=False):
@@ -287,5 +317,5 @@ def test_an_unchanged_division_copies_nothing(tmp_path: Path, load: Any, random_
     saved(random_model, tmp_path)
     model = load(tmp_path)
     before = [weight.data_ptr() for weight in model.parameters()]
-    Redivision(1, 1, SingleGroup(), ParallelState()).run(model)
+    Redivision(1, 1, SingleGroup(), ParallelState()).run(model, partial(no_reading, model))
     assert [weight.data_ptr() for weight in model.parameters()] == before

@@ -1,4 +1,4 @@
-"""What ranks read of a checkpoint: together all of it, each its own part only."""
+"""Ranks read all of a checkpoint together, and each its own part only."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from nbengine.distributed.communicator import ParallelState
 from nbengine.distributed.layout import layouts
 from nbengine.errors import ModelLoadError
 from nbengine.ipc.control_messages import Progress
-from nbengine.models import safetensors_loader
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_config import DecoderConfig
-from nbengine.models.gguf_loader import GGUFWeights
-from nbengine.models.layers import WeightSlot
-from nbengine.models.loader import load_decoder, reload_weights
-from nbengine.models.progress import Reporter
-from nbengine.models.safetensors_loader import SafetensorsWeights
-from nbengine.worker.offload import WeightsOffload
+from nbengine.kernels.cpu.quantized import CpuProducts
+from nbengine.kernels.quantized import FORMATS, dense
+from nbengine.models.checkpoints import gguf_loader, safetensors_loader
+from nbengine.models.checkpoints.gguf_loader import GGUFWeights
+from nbengine.models.checkpoints.loader import load_decoder, reload_weights
+from nbengine.models.checkpoints.safetensors_loader import SafetensorsWeights
+from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.layers.weights import ALL_DENSE, PackedFormats, WeightSlot
+from nbengine.runtime.progress import Reporter
+from nbengine.worker.memory.offload import WeightsOffload
 
 CPU = torch.device("cpu")
 WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 3)]
@@ -62,7 +64,11 @@ def states(tp_size: int, pp_size: int) -> list[ParallelState]:
 
 
 def read(
-    path: Path, state: ParallelState, config: DecoderConfig = CONFIG, report: Reporter | None = None
+    path: Path,
+    state: ParallelState,
+    config: DecoderConfig = CONFIG,
+    report: Reporter | None = None,
+    packed: PackedFormats = ALL_DENSE,
 ) -> DecoderForCausalLM:
     return load_decoder(
         config,
@@ -72,24 +78,26 @@ def read(
         max_positions=8,
         report=report or Reporter(None, "load"),
         parallel=state,
+        packed=packed,
     )
 
 
 def part(slot: WeightSlot) -> tuple[slice, ...]:
     index = [slice(None)] * len(slot.full_shape)
     if slot.dim is not None:
-        index[slot.dim] = slice(slot.start, slot.start + slot.tensor.shape[slot.dim])
+        index[slot.dim] = slice(slot.start, slot.start + slot.size)
     return tuple(index)
 
 
 def assert_parts_make(checkpoint: dict[str, Tensor], models: list[DecoderForCausalLM]) -> None:
-    """Every rank's part is the checkpoint's, bit for bit, and nothing of the checkpoint is on no rank."""
+    """Check that every rank's part is the checkpoint's, bit for bit, and that nothing of it is on no rank."""
     held = {name: torch.zeros(values.shape, dtype=torch.bool) for name, values in checkpoint.items()}
     for model in models:
         for name, slot in model.weight_slots().items():
             values = checkpoint[name]
             assert slot.full_shape == tuple(values.shape)
-            torch.testing.assert_close(slot.tensor, values[part(slot)].float(), rtol=0, atol=0, msg=name)
+            found = slot.tensor if slot.form is None else dense(slot.form, slot.tensor, slot.rows)
+            torch.testing.assert_close(found, values[part(slot)].float(), rtol=0, atol=0, msg=name)
             held[name][part(slot)] = True
     assert [name for name, places in held.items() if not places.all()] == []
 
@@ -117,13 +125,14 @@ def test_parts_of_safetensors_make_the_checkpoint(
 
 
 def raw_blocks(shape: tuple[int, ...], kind: Kind, random: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Bytes up to 0x7B, so that whatever is a float16 is finite."""
+    """Draw bytes up to 0x7B, so that each float16 among them is finite."""
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     return random.integers(0, 0x7C, (*shape[:-1], shape[-1] // block_size * block_bytes), dtype=np.uint8)
 
 
 def unpermuted(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Within a head llama.cpp's rows 0, 1, 2, 3 ... are Hugging Face's 0, half, 1, half + 1 ..."""
+    """Put rows in Hugging Face's order: within a head llama.cpp's 0, 1, 2, 3 ... are its 0, half, 1, half + 1
+    ..."""
     head_rows = len(values) // num_heads
     out = np.empty_like(values)
     for row, content in enumerate(values):
@@ -132,19 +141,19 @@ def unpermuted(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, 
     return out
 
 
-def write_blocks(path: Path, arch: str, kind: Kind) -> dict[str, Tensor]:
+def write_blocks(path: Path, arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> dict[str, Tensor]:
     """A GGUF file with random blocks of one type in its matrices; gives their values by the reference."""
     random = np.random.default_rng(kind)
     writer = gguf.GGUFWriter(str(path), arch)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], CONFIG.num_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_layers)
     checkpoint = {}
-    for name, values in random_checkpoint().items():
+    for name, values in random_checkpoint(config=config).items():
         base, suffix = name.rsplit(".", 1)
         own_kind = kind if values.ndim == 2 else Kind.F32
         blocks = raw_blocks(tuple(values.shape), own_kind, random)
         writer.add_tensor(f"{names.get_name(base)}.{suffix}", blocks, raw_dtype=own_kind)
         reference = gguf.dequantize(blocks.reshape(-1, blocks.shape[-1]), own_kind).reshape(values.shape)
-        heads = {"q_proj": CONFIG.num_heads, "k_proj": CONFIG.num_kv_heads}.get(name.split(".")[-2])
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         if arch == "llama" and heads is not None:
             reference = unpermuted(reference, heads)
         checkpoint[name] = torch.from_numpy(reference.copy())
@@ -170,6 +179,104 @@ def test_parts_of_gguf_files_make_the_checkpoint(
     path = tmp_path / "model.gguf"
     checkpoint = write_blocks(path, arch, Kind.Q4_0)
     assert_parts_make(checkpoint, [read(path, state) for state in states(tp_size, pp_size)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_parts_of_matrices_that_stay_quantised_make_the_checkpoint(
+    arch: str, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    checkpoint = write_blocks(path, arch, Kind[name.upper()])
+    packed = PackedFormats(GGUFWeights(path, CONFIG).formats, CpuProducts())
+    for sizes in [(1, 1), (4, 2)]:
+        models = [read(path, state, packed=packed) for state in states(*sizes)]
+        assert_parts_make(checkpoint, models)
+        for model in models:
+            for of, slot in model.weight_slots().items():
+                # Of a row-parallel matrix, a quarter of the columns may be no whole number of cells.
+                whole = len(slot.full_shape) == 2 and (slot.dim == 0 or slot.full_shape[1] // 4 % 256 == 0)
+                if whole or (len(slot.full_shape) == 2 and not FORMATS[name].is_super):
+                    assert slot.form is FORMATS[name], of
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3000, 20_000])
+@pytest.mark.parametrize("has_packer", [True, False])
+def test_weights_are_the_same_in_pieces_of_any_size(
+    has_packer: bool, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Heads of 24 rows begin and end within tiles, and the vocabulary's last tile is not full.
+    config = dataclasses.replace(CONFIG, head_dim=24, num_heads=32, num_kv_heads=4, num_layers=1)
+    path = tmp_path / "model.gguf"
+    for kind in (Kind.Q5_1, Kind.Q4_K):
+        checkpoint = write_blocks(path, "llama", kind, config)
+        formats = PackedFormats(GGUFWeights(path, config).formats, CpuProducts())
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_loader, "_PIECE_BYTES", piece_bytes)
+            if not has_packer:
+                patch.setattr(gguf_loader, "select_block_packer", lambda device: None)
+            for packed in (ALL_DENSE, formats):
+                for sizes in [(1, 1), (2, 1)]:
+                    models = [read(path, state, config, packed=packed) for state in states(*sizes)]
+                    assert_parts_make(checkpoint, models)
+
+
+def test_a_file_is_read_from_front_to_back_and_no_more_than_a_piece_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_blocks(path, "llama", Kind.Q4_0)
+    monkeypatch.setattr(gguf_loader, "_PIECE_BYTES", 4608)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for packed in (ALL_DENSE, PackedFormats(GGUFWeights(path, CONFIG).formats, CpuProducts())):
+            reads: list[range] = []
+            slots = read(path, states(1, 1)[0], packed=packed).weight_slots()
+            weights = GGUFWeights(watched_path(path, reads), CONFIG)
+            with torch.inference_mode():
+                weights.load(dict(reversed(slots.items())), lambda num_bytes: None)
+            starts = [span.start for span in reads]
+            assert starts == sorted(starts)
+            # A head of 64 rows is the most that cannot be cut.
+            assert max(map(len, reads)) == 64 * 256 // 32 * 18
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_matrix_that_has_become_another_type_is_not_loaded_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_blocks(path, "llama", Kind.Q4_0)
+    packed = PackedFormats(GGUFWeights(path, CONFIG).formats, CpuProducts())
+    model = read(path, states(1, 1)[0], packed=packed)
+    write_blocks(path, "llama", Kind.Q8_0)
+    with pytest.raises(ModelLoadError, match=r"tensor .*has the type Q8_0, q4_0 was loaded"):
+        reload_weights(model, (path,), Reporter(None, "load"))
+
+
+@pytest.mark.parametrize("has_packer", [True, False])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "q4_k", "q6_k"])
+def test_a_scale_that_is_not_finite_is_named(
+    name: str, has_packer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_packer:
+        monkeypatch.setattr(gguf_loader, "select_block_packer", lambda device: None)
+    path = tmp_path / "model.gguf"
+    kind = Kind[name.upper()]
+    write_blocks(path, "llama", kind)
+    weights = GGUFWeights(path, CONFIG)
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    content = bytearray(path.read_bytes())
+    # Q6_K has its scale at the end of a block, the others at its beginning.
+    place = weights._parts["model.layers.1.mlp.up_proj.weight"].tensor.offset + 3 * block_bytes
+    place += block_bytes - 2 if name == "q6_k" else 0
+    content[place : place + 2] = b"\x00\x7e"
+    path.write_bytes(content)
+    packed = PackedFormats(weights.formats, CpuProducts())
+    with pytest.raises(
+        ModelLoadError, match=r"model.layers.1.mlp.up_proj.weight has a scale that is not finite"
+    ):
+        read(path, states(1, 1)[0], packed=packed)
 
 
 class WatchedFile(io.FileIO):
@@ -198,7 +305,7 @@ def watched_path(path: Path, reads: list[range]) -> Path:
 
 def ranges_of(weights: GGUFWeights, name: str, slot: WeightSlot) -> list[range]:
     """The bytes of the blocks that hold the slot's values, found value by value."""
-    tensor = weights._tensors[name]
+    tensor = weights._parts[name].tensor
     block_size, block_bytes = GGML_QUANT_SIZES[tensor.type]
     blocks = np.arange(math.prod(tensor.shape)).reshape(tensor.shape)[part(slot)] // block_size
     return [
@@ -306,7 +413,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 def test_progress_is_of_the_ranks_own_bytes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbengine.models.loader._REPORT_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("nbengine.models.checkpoints.loader._REPORT_INTERVAL_SECONDS", 0.0)
     path = tmp_path / name
     WRITERS[name](path)
     for state in states(2, 2):

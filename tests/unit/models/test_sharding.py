@@ -1,4 +1,4 @@
-"""Which numbers of workers divide a model, and what is said of the others."""
+"""Some numbers of workers divide a model; the others are refused with the numbers that do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
 from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.errors import InvalidArgumentError, ModelLoadError
 from nbengine.frontend.assembly import resolve_files
-from nbengine.models.decoder_config import decoder_config
-from nbengine.models.moe_config import moe_config
-from nbengine.models.sharding import DecoderShard, ExpertShard, check_parallel
+from nbengine.models.division import check_parallel
+from nbengine.models.registry import decoder_config
+from nbengine.models.sharding import DecoderShard, ExpertShard
 
 
 def hf_config(heads: int, kv_heads: int, inner: int, layers: int = 30) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def test_encoders_are_computed_by_one_worker(sizes: tuple[int, int], name: str) 
 
 
 def test_an_unsupported_architecture_is_named_before_anything_is_divided() -> None:
-    with pytest.raises(ModelLoadError, match="GPT2LMHeadModel is not supported"):
-        check_parallel({"architectures": ["GPT2LMHeadModel"]}, parallel(2))
+    with pytest.raises(ModelLoadError, match="OwnForCausalLM is not supported"):
+        check_parallel({"architectures": ["OwnForCausalLM"]}, parallel(2))
 
 
 def test_the_frontend_refuses_before_anything_is_started() -> None:
@@ -135,7 +135,7 @@ def experts_parallel(tp_size: int, dp_size: int, *, whole: bool) -> list[RankLay
 
 @pytest.mark.parametrize("num_experts", [1, 4, 7, 60])
 def test_whole_experts_are_divided_into_neighbouring_ranges_of_nearly_one_length(num_experts: int) -> None:
-    config = moe_config("Qwen3MoeForCausalLM", moe(num_experts, 6))
+    config = decoder_config(moe(num_experts, 6)).moe
     assert config is not None
     for tp_size, dp_size in ((1, 1), (1, 3), (2, 2), (2, 3)):
         if tp_size * dp_size > num_experts:
@@ -149,7 +149,7 @@ def test_whole_experts_are_divided_into_neighbouring_ranges_of_nearly_one_length
 
 
 def test_else_every_experts_inner_features_are() -> None:
-    config = moe_config("Qwen3MoeForCausalLM", moe(3, 24))
+    config = decoder_config(moe(3, 24)).moe
     assert config is not None
     shards = [ExpertShard.of(config, layout) for layout in experts_parallel(2, 3, whole=False)]
     assert {shard.experts for shard in shards} == {range(3)}
@@ -194,6 +194,7 @@ def test_tensor_parallel_ranks_divide_the_dense_layers_and_shared_experts_that_t
 
 
 def test_engine_cores_of_their_own_divide_nothing() -> None:
-    cores = ParallelConfig(data_parallel_size=3)
-    check_parallel(hf_config(4, 4, 7), cores)
-    check_parallel({"architectures": ["BertModel"], "model_type": "bert"}, cores)
+    for model in (hf_config(4, 4, 7), {"architectures": ["BertModel"], "model_type": "bert"}):
+        check_parallel(model, ParallelConfig(data_parallel_size=3))
+        with pytest.raises(InvalidArgumentError, match="tensor_parallel_size"):
+            check_parallel(model, ParallelConfig(data_parallel_size=3, tensor_parallel_size=3))

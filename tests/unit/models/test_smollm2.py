@@ -12,8 +12,14 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nbengine.config import ModelConfig
-from nbengine.models.files import resolve_model
-from nbengine.models.hf_config import eos_token_ids, load_hf_config, max_model_len_of, vocab_size
+from nbengine.models.checkpoints.files import SMOLLM2_SAMPLING, resolve_model
+from nbengine.models.configs.hf_config import (
+    eos_token_ids,
+    load_generation_config,
+    load_hf_config,
+    max_model_len_of,
+    vocab_size,
+)
 
 TEXTS = [
     "",
@@ -98,6 +104,9 @@ def test_the_configuration_says_what_the_file_says(resolved: ModelConfig) -> Non
     hf = load_hf_config(resolved)
     assert (vocab_size(hf), max_model_len_of(hf)) == (49152, 8192)
     assert eos_token_ids(resolved.directory, hf) == [2]
+    # The file advises nothing; the alias does.
+    advised = load_generation_config(resolved.directory)
+    assert {name: advised[name] for name in SMOLLM2_SAMPLING} == SMOLLM2_SAMPLING
 
 
 def test_a_second_resolution_reads_no_weights_and_imports_neither_torch_nor_transformers(

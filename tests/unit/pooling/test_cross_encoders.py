@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from nbengine import LLM, PoolingParams
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
-from nbengine.models.tiny import random_tiny
+from nbengine.models.checkpoints.tiny import random_tiny
 
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 WORDS = [f"w{index}" for index in range(60)]
@@ -81,10 +81,10 @@ def logits_of(oracle: PreTrainedModel, *encodings: Any) -> torch.Tensor:
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, kind: str, *texts: str) -> Any:
-    return tokenizer(*texts, return_tensors="pt", return_token_type_ids=kind == "Bert")
+    return tokenizer(*texts, return_tensors="pt", return_token_type_ids=kind in ("Bert", "Electra"))
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Llama", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Bert", "Llama", "Qwen3", "ModernBert", "StableLm"])
 def test_classes_have_the_softmax_of_transformers_logits(kind: str, make_model: MakeModel) -> None:
     llm, oracle, tokenizer = make_model(kind, 3)
     want = logits_of(oracle, *(encoded(tokenizer, kind, text) for text in TEXTS))
@@ -99,7 +99,7 @@ def test_classes_have_the_softmax_of_transformers_logits(kind: str, make_model: 
         llm.score(TEXTS[0], TEXTS[1], use_tqdm=False)
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Llama", "Qwen2"])
+@pytest.mark.parametrize("kind", ["Bert", "Llama", "Qwen2", "Electra", "StableLm"])
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5}], ids=["whole", "chunks"])
 def test_a_cross_encoder_scores_pairs_by_the_sigmoid_of_its_logit(
     kind: str, options: dict[str, Any], make_model: MakeModel

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nbengine import LLM, PoolingParams, SamplingParams
 from nbengine.errors import InvalidArgumentError
-from nbengine.models.tiny import random_tiny
+from nbengine.models.checkpoints.tiny import random_tiny
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingRequestOutput
 from nbengine.scheduler.request import Request
@@ -85,7 +85,7 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 def expected(states: Tensor, params: PoolingParams) -> NDArray[np.float32]:
-    """The definition, in plain torch."""
+    """Compute the result by its definition, in plain torch."""
     if params.task == "encode":
         return (torch.nn.functional.normalize(states, dim=1) if params.normalize else states).numpy()
     vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[params.pooling or "last"]
@@ -246,3 +246,25 @@ def test_a_prompt_given_as_embeddings_is_pooled_like_its_tokens(
         first, *others = (o.outputs.data for o in llm.encode(prompts, asked, use_tqdm=False))
         for other in others:
             np.testing.assert_allclose(other, first, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_model_len": 1, "num_gpu_blocks_override": 1, "block_size": 1},
+        {"max_model_len": 1, "max_num_batched_tokens": 1, "block_size": 64},
+    ],
+    ids=str,
+)
+def test_an_engine_for_one_token_embeds_it_and_refuses_to_generate(
+    make_llm: Callable[..., LLM], limits: dict[str, int]
+) -> None:
+    llm = make_llm(**limits)
+    (output,) = llm.embed([{"prompt_token_ids": [5]}], use_tqdm=False)
+    assert len(output.outputs.embedding) == 64
+    with pytest.raises(
+        InvalidArgumentError, match="max_model_len must be at least 2 for text to be generated"
+    ):
+        llm.generate([{"prompt_token_ids": [5]}], use_tqdm=False)
+    with pytest.raises(InvalidArgumentError, match="at most 1 tokens long"):
+        llm.embed([{"prompt_token_ids": [5, 6]}], use_tqdm=False)

@@ -66,7 +66,8 @@ def oracle(llm: LLM) -> PreTrainedModel:
 
 
 def sentence_vectors(llm: LLM, oracle: PreTrainedModel, sentences: list[str]) -> NDArray[np.float32]:
-    """As sentence-transformers defines them: the mean over a padded batch's own tokens, normalised."""
+    """Compute vectors as sentence-transformers defines them: the mean over a batch's own tokens,
+    normalised."""
     tokenizer = llm.get_tokenizer()
     batch = tokenizer(sentences, padding=True, truncation=True, max_length=256, return_tensors="pt")
     with torch.inference_mode():
@@ -113,7 +114,9 @@ def test_related_sentences_score_higher_than_unrelated_ones(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_other_ways_of_pooling_and_dimensions(pooling: str, llm: LLM, oracle: PreTrainedModel) -> None:
+def test_other_ways_of_pooling_and_dimensions_are_those_of_transformers(
+    pooling: str, llm: LLM, oracle: PreTrainedModel
+) -> None:
     (states,) = llm.encode("A short text.", use_tqdm=False)
     assert states.outputs.data.shape == (len(states.prompt_token_ids), 384)
     with torch.inference_mode():

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from nbengine.config import EngineConfig, ModelConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, ModelLoadError
-from nbengine.frontend.input_processor import InputProcessor
-from nbengine.frontend.pooling_inputs import PoolingInputs
+from nbengine.frontend.requests.input_processor import InputProcessor
+from nbengine.frontend.requests.pooling_inputs import PoolingInputs
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.ipc.serial import MsgpackDecoder, MsgpackEncoder
-from nbengine.models.pooling_config import PoolingDefaults, load_pooling_defaults, supported_tasks
-from nbengine.models.tiny import random_tiny
+from nbengine.models.checkpoints.tiny import random_tiny
+from nbengine.models.configs.pooling_config import PoolingDefaults, load_pooling_defaults, supported_tasks
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
 BERT = {"architectures": ["BertModel"], "hidden_size": 16}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, RequestError
-from nbengine.frontend.output_processor import OutputProcessor
-from nbengine.frontend.pooling_state import PoolingFuture
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.outputs.pooling_state import PoolingFuture
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from nbengine.sampling_params import PoolingParams
 
@@ -30,7 +30,7 @@ def answer(request_id: str, **changes: Any) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [], **fields)
 
 
-def test_a_result_goes_to_whoever_steps_unless_someone_waits_for_it() -> None:
+def test_a_result_goes_to_the_caller_that_steps_unless_someone_waits_for_it() -> None:
     future: PoolingFuture = Future()
     processor = processor_with(a=None, b=future)
     assert processor.get_num_unfinished_requests() == 2

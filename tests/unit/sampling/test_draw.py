@@ -56,7 +56,7 @@ def sample(
 def warped(
     logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """What transformers' warpers leave of one row of logits, in the order temperature, min-p, top-k, top-p."""
+    """Apply transformers' warpers to one row of logits, in the order temperature, min-p, top-k, top-p."""
     scores = logits[None].double()
     ids = torch.zeros((1, 1), dtype=torch.int64)
     if temperature != 1:
@@ -71,7 +71,7 @@ def warped(
 
 
 def distribution(logits: Tensor, count: int, **params: float) -> Tensor:
-    """How often each token is sampled when the random numbers are `count` equidistant ones in [0, 1)."""
+    """Return each token's share of the samples for `count` equidistant random numbers in [0, 1)."""
     vocab = logits.shape[0]
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens = sample(logits.repeat(count, 1), metadata(count, vocab=vocab, **params), uniform)
@@ -275,4 +275,5 @@ def test_window_and_full_sort_agree(
     expected = draw_module._draw_from_sorted(logits, uniform, filters)
     for window in (3, 1024):
         with mock.patch.object(draw_module, "_WINDOW", window):
-            assert torch.equal(draw_module._draw_from_window(logits, uniform, filters), expected)
+            found = draw_module._draw_from_window(logits, uniform, filters)
+            assert all(map(torch.equal, found, expected))

@@ -51,7 +51,7 @@ class Rows(RuleBasedStateMachine):
 
     @initialize(compiled=st.booleans())
     def choose(self, compiled: bool) -> None:
-        """Plain torch is what runs on a GPU."""
+        """Choose compiled kernels or plain torch, which is what runs on a GPU."""
         if not compiled:
             patch = mock.patch.object(penalties_module, "select_penalties", return_value=None)
             patch.start()
@@ -112,6 +112,7 @@ class Rows(RuleBasedStateMachine):
                 expected[position] = self.rows[row].penalised(logits[position])
             np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
             tokens = self.random.integers(low, VOCAB, len(chosen))
+            self.table.make_room(rows)
             self.table.append(rows, torch.from_numpy(tokens))
             for row, token in zip(chosen, tokens.tolist(), strict=True):
                 self.rows[row].output.append(token)

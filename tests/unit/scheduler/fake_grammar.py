@@ -11,7 +11,7 @@ VOCAB_SIZE = 24
 
 
 def allowed_tokens(output: list[int]) -> list[int]:
-    """What may come after `output`: a third of the vocabulary."""
+    """List the tokens that may come after `output`: a third of the vocabulary."""
     last = output[-1] if output else 0
     return [token for token in range(VOCAB_SIZE) if (token + len(output) + last // 3) % 3 == 0]
 
@@ -34,6 +34,13 @@ class FakeGrammar:
 
     def is_terminated(self) -> bool:
         return len(self.accepted) >= self.length
+
+    def is_free(self, num_unknown: int) -> bool:
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        return False
 
     def fill_bitmask(self, bitmask: Any, row: int) -> None:
         bitmask[row] = sum(1 << token for token in allowed_tokens(self.accepted))

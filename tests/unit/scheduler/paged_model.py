@@ -1,6 +1,6 @@
 """A tiny causal 'model' over a paged memory, a worker that runs plans on it, and its sequential oracle.
 
-Like a transformer of two layers: each layer first writes a value for every token of the batch into its slot,
+Like a transformer of a few layers: each layer first writes a value for every token of the batch into its slot,
 then each token's next value depends on the values of all tokens up to it, read back through its request's
 block table. A slot that was shared, reused or left out by mistake changes every value after it.
 """
@@ -8,30 +8,36 @@ block table. A slot that was shared, reused or left out by mistake changes every
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nbengine.scheduler.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.unit.scheduler.fake_grammar import VOCAB_SIZE, allowed_tokens, tokens_of_mask
+from tests.unit.scheduler.layered_model import (
+    PLAIN,
+    GrowingSequence,
+    Rules,
+    first_visible,
+    layers_of,
+    mix,
+    mix_all,
+    tables_of,
+)
 
 EOS = 0
-_MASK = (1 << 61) - 1
 
 
-def _mix(state: int, value: int) -> int:
-    return ((state ^ value) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % _MASK
-
-
-def sequential_tokens(prompt: list[int], count: int, *, constrained: bool = False) -> list[int]:
+def sequential_tokens(
+    prompt: list[int], count: int, *, constrained: bool = False, rules: Rules = PLAIN
+) -> list[int]:
     """The oracle: `count` tokens after `prompt`, computed one after another without any cache."""
-    first = second = 0
+    sequence = GrowingSequence(rules)
     tokens = list(prompt)
     for token in prompt:
-        first = _mix(first, token)
-        second = _mix(second, first)
+        sequence.append(token)
     for _ in range(count):
-        tokens.append(_pick(second, allowed_tokens(tokens[len(prompt) :]) if constrained else None))
-        first = _mix(first, tokens[-1])
-        second = _mix(second, first)
+        allowed = allowed_tokens(tokens[len(prompt) :]) if constrained else None
+        tokens.append(_pick(sequence.value, allowed))
+        sequence.append(tokens[-1])
     return tokens[len(prompt) :]
 
 
@@ -39,54 +45,117 @@ def _pick(value: int, allowed: list[int] | None) -> int:
     return value % VOCAB_SIZE if allowed is None else allowed[value % len(allowed)]
 
 
-def sequential_value(tokens: list[int]) -> int:
-    """What the second layer must give for the last of `tokens`."""
-    first = second = 0
+def sequential_value(tokens: list[int], rules: Rules = PLAIN) -> int:
+    """Compute what the last layer must give for the last of `tokens`."""
+    sequence = GrowingSequence(rules)
     for token in tokens:
-        first = _mix(first, token)
-        second = _mix(second, first)
-    return second
+        sequence.append(token)
+    return sequence.value
 
 
 class PagedMemory:
-    """Two layers of slots; a slot whose block was handed out anew is unreadable until it is written."""
+    """Slots for what each layer keeps of tokens, and for recurrent states.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    The k-th layer of every table lies in tensor k: what one table's layer writes in a block, a layer of another table
+    would find there. So each value stands with its table and position. A slot whose block was handed out again is
+    unreadable until it is written.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, rules: Rules = PLAIN, num_state_slots: int = 0
+    ) -> None:
         self.block_size = block_size
-        self.layers: list[list[int | None]] = [[None] * (num_blocks * block_size) for _ in range(2)]
+        self.layers = layers_of(rules)
+        self.rules = tables_of(rules)
+        tables = [table for table, _ in self.layers]
+        num_tensors = max(map(tables.count, range(len(self.rules))), default=0)
+        self.tensors: list[list[tuple[int, int, int] | None]] = [
+            [None] * (num_blocks * block_size) for _ in range(num_tensors)
+        ]
+        self.states: list[tuple[int, int] | None] = [None] * num_state_slots
+        """The number of tokens, and what the recurrent layer has made of them."""
 
-    def slots(self, table: list[int], end: int) -> list[int]:
-        size = self.block_size
-        return [table[position // size] * size + position % size for position in range(end)]
+    def slot(self, table: list[int], number: int, position: int) -> int:
+        """The place of a position in the memory, through a request's table of this number."""
+        column, offset = divmod(position, self.block_size)
+        block_id = table[column * len(self.rules) + number]
+        assert block_id >= 0, f"table {number} has no block for position {position}"
+        return block_id * self.block_size + offset
+
+    def slots(self, table: list[int], start: int, end: int) -> list[int]:
+        """The places of positions in all tables."""
+        numbers = range(len(self.rules))
+        return [self.slot(table, number, position) for position in range(start, end) for number in numbers]
 
     def forget(self, slots: list[int]) -> None:
-        for layer in self.layers:
+        for tensor in self.tensors:
             for slot in slots:
-                layer[slot] = None
+                tensor[slot] = None
 
     def wipe(self, block_ids: list[int]) -> None:
-        for layer in self.layers:
+        for tensor in self.tensors:
             for block_id in block_ids:
-                start = block_id * self.block_size
-                layer[start : start + self.block_size] = [None] * self.block_size
+                if block_id >= 0:
+                    start = block_id * self.block_size
+                    tensor[start : start + self.block_size] = [None] * self.block_size
 
     def forward(self, rows: list[Row]) -> list[list[int]]:
         """Compute the new tokens of all rows, layer by layer, and return each row's values."""
-        tables = [self.slots(row.table, row.end) for row in rows]
         values = [list(row.tokens) for row in rows]
-        for layer in self.layers:
-            for row, slots, new in zip(rows, tables, values, strict=True):
-                for slot, value in zip(slots[row.start :], new, strict=True):
-                    layer[slot] = value
-            for row, slots, new in zip(rows, tables, values, strict=True):
-                state = 0
-                for position, slot in enumerate(slots):
-                    value = layer[slot]
-                    assert value is not None, f"{row.req_id} reads slot {slot}, which nobody has written"
-                    state = _mix(state, value)
-                    if position >= row.start:
-                        new[position - row.start] = state
+        met = [0] * (len(self.rules) + 1)
+        for number, rule in self.layers:
+            if rule.kind == "recurrent":
+                self._recur(rows, values)
+                continue
+            tensor = self.tensors[met[number]]
+            met[number] += 1
+            for row, new in zip(rows, values, strict=True):
+                for position, value in enumerate(new, row.start):
+                    tensor[self.slot(row.table, number, position)] = (number, position, value)
+            for row, new in zip(rows, values, strict=True):
+                for position in range(row.start, row.end):
+                    visible = range(first_visible(rule, position), position + 1)
+                    new[position - row.start] = mix_all(
+                        [self._read(tensor, row, number, each) for each in visible]
+                    )
         return values
+
+    def _read(self, tensor: list[tuple[int, int, int] | None], row: Row, number: int, position: int) -> int:
+        slot = self.slot(row.table, number, position)
+        found = tensor[slot]
+        assert found is not None, f"{row.req_id} reads slot {slot}, which nobody has written"
+        assert found[:2] == (number, position), f"{row.req_id} reads what is another table's or position's"
+        return found[2]
+
+    def _recur(self, rows: list[Row], values: list[list[int]]) -> None:
+        """Go on from the rows' states. All are read before any is written, and the other way round would give the same."""
+        sources, written = [], []
+        begun = []
+        for row in rows:
+            begun.append(0 if row.source < 0 else self._state(row))
+            if row.source != row.state_slot:
+                sources.append(row.source)
+        for row, new, state in zip(rows, values, begun, strict=True):
+            places = dict(row.checkpoints)
+            assert len(places) == len(row.checkpoints)
+            for index, value in enumerate(new):
+                new[index] = state = mix(state, value)
+                if (slot := places.pop(row.start + index + 1, None)) is not None:
+                    self.states[slot] = row.start + index + 1, state
+                    written.append(slot)
+            assert not places, "a checkpoint outside of the step"
+            self.states[row.state_slot] = row.end, state
+            written.append(row.state_slot)
+        assert len(written) == len(set(written)), "two states share a slot"
+        assert not set(written) & set(sources), "a state is written that a request starts from"
+
+    def _state(self, row: Row) -> int:
+        found = self.states[row.source]
+        assert found is not None, f"{row.req_id} starts from slot {row.source}, which nobody has written"
+        assert found[0] == row.start, (
+            f"{row.req_id} starts from the state of {found[0]} tokens, not {row.start}"
+        )
+        return found[1]
 
 
 @dataclass
@@ -98,6 +167,9 @@ class Row:
     tokens: list[int]
     start: int
     end: int
+    state_slot: int = -1
+    source: int = -1
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -105,14 +177,24 @@ class _State:
     tokens: list[int]
     table: list[int]
     num_computed: int
+    state_slot: int = -1
 
 
 class FakeWorker:
     """Runs plans as a worker does, knowing only what the plans say, and checks each plan on the way."""
 
-    def __init__(self, num_blocks: int, block_size: int, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        rng: random.Random | None = None,
+        rules: Rules = PLAIN,
+        num_state_slots: int = 0,
+    ) -> None:
         """With `rng`, drafts are proposed: some of the tokens that will come, then others."""
-        self.memory = PagedMemory(num_blocks, block_size)
+        self.memory = PagedMemory(num_blocks, block_size, rules, num_state_slots)
+        self.rules = rules
+        self.has_states = num_state_slots > 0
         self.block_size = block_size
         self.states: dict[str, _State] = {}
         self.num_computed_tokens = 0
@@ -127,6 +209,7 @@ class FakeWorker:
             resumed = req_id in plan.scheduled_cached_reqs.resumed_req_ids
             assert resumed == (req_id in plan.num_scheduled_tokens)
             self.states[req_id].table = []
+            self.states[req_id].state_slot = -1
         self._take_new(plan)
         self._take_cached(plan)
         drafts = plan.scheduled_spec_decode_tokens
@@ -135,6 +218,7 @@ class FakeWorker:
             self._row(req_id, count, drafts.get(req_id, []))
             for req_id, count in plan.num_scheduled_tokens.items()
         ]
+        self._take_states(plan, rows)
         self._check_writes(rows)
         values = self.memory.forward(rows)
         allowed = {}
@@ -151,6 +235,25 @@ class FakeWorker:
             plan.incomplete_req_ids
         )
         return ModelRunnerOutput([row.req_id for row in rows], sampled, draft_token_ids=self._draft(rows))
+
+    def _take_states(self, plan: SchedulerOutput, rows: list[Row]) -> None:
+        """Give every row the slots of its state; those that are admitted, and no others, are told theirs."""
+        admitted = {
+            new.req_id for new in plan.scheduled_new_reqs
+        } | plan.scheduled_cached_reqs.resumed_req_ids
+        assert set(plan.state_slots) == (admitted if self.has_states else set())
+        assert plan.checkpoints.keys() <= plan.num_scheduled_tokens.keys()
+        if not self.has_states:
+            return
+        for row in rows:
+            state = self.states[row.req_id]
+            source = state.state_slot
+            if row.req_id in admitted:
+                state.state_slot, source = plan.state_slots[row.req_id]
+                assert (source < 0) is (row.start == 0), "only a state of no tokens starts from zeros"
+            row.state_slot, row.source = state.state_slot, source
+            row.checkpoints = plan.checkpoints.get(row.req_id, [])
+            assert all(place % self.block_size == 0 for place, _ in row.checkpoints)
 
     def _take_new(self, plan: SchedulerOutput) -> None:
         for new in plan.scheduled_new_reqs:
@@ -181,7 +284,11 @@ class FakeWorker:
 
     def _wipe_uncomputed(self, state: _State) -> None:
         assert state.num_computed % self.block_size == 0
-        self.memory.wipe(state.table[state.num_computed // self.block_size :])
+        self.memory.wipe(state.table[state.num_computed // self.block_size * self.num_tables :])
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.memory.rules)
 
     def _row(self, req_id: str, count: int, drafts: list[int]) -> Row:
         state = self.states[req_id]
@@ -189,35 +296,42 @@ class FakeWorker:
         assert count >= 1
         tokens = state.tokens + drafts
         assert end == len(tokens) if drafts else end <= len(tokens)
-        assert end <= len(state.table) * self.block_size, "tokens without slots"
+        assert end * self.num_tables <= len(state.table) * self.block_size, "tokens without slots"
         self.num_computed_tokens += count
         return Row(req_id, state.table, tokens[start:end], start, end)
 
     def _check_writes(self, rows: list[Row]) -> None:
-        """No slot is written for two tokens, and no written block is in another live request's table."""
-        written = [slot for row in rows for slot in self.memory.slots(row.table, row.end)[row.start :]]
+        """Check that no slot is written for two tokens, and no written block is in another live request's
+        table."""
+        written = [slot for row in rows for slot in self.memory.slots(row.table, row.start, row.end)]
         assert len(written) == len(set(written)), "two tokens share a slot"
         holders: dict[int, set[str]] = {}
         for req_id, state in self.states.items():
-            for block_id in state.table:
-                holders.setdefault(block_id, set()).add(req_id)
+            for place, block_id in enumerate(state.table):
+                column, number = divmod(place, self.num_tables)
+                first = first_visible(self.memory.rules[number], state.num_computed)
+                # What no later query reads may be another's by now.
+                if (column + 1) * self.block_size > first:
+                    assert block_id >= 0, "a block that is read is missing"
+                    holders.setdefault(block_id, set()).add(req_id)
         for row in rows:
-            size = self.block_size
-            for index in range(row.start // size, -(-row.end // size)):
-                block_id = row.table[index]
+            size, num_tables = self.block_size, self.num_tables
+            for place in range(row.start // size * num_tables, -(-row.end // size) * num_tables):
+                block_id = row.table[place]
                 others = holders[block_id] - {row.req_id}
-                assert all(self._reads_what(row, index, other) for other in others), (
+                assert all(self._reads_what(row, place, other) for other in others), (
                     "a shared block is written"
                 )
 
-    def _reads_what(self, row: Row, index: int, other: str) -> bool:
-        """Whether `other` shares the block as part of a prefix that this row computes in full right now."""
-        end = (index + 1) * self.block_size
+    def _reads_what(self, row: Row, place: int, other: str) -> bool:
+        """Return whether `other` shares the block as part of a prefix that this row computes in full right
+        now."""
+        end = (place // self.num_tables + 1) * self.block_size
         state = self.states[other]
         return (
             row.end >= end
             and state.num_computed >= end
-            and state.table[index] == row.table[index]
+            and state.table[place] == row.table[place]
             and state.tokens[:end] == self.states[row.req_id].tokens[:end]
         )
 
@@ -227,18 +341,18 @@ class FakeWorker:
         known = len(state.tokens)
         if row.end < known:
             assert allowed is None
-            assert values[-1] == sequential_value(state.tokens[: row.end])
+            assert values[-1] == sequential_value(state.tokens[: row.end], self.rules)
             state.num_computed = row.end
             return []
         sampled: list[int] = []
         for value, draft in zip(values[known - 1 - row.start :], [*drafts, None], strict=True):
-            assert value == sequential_value(state.tokens), f"{row.req_id} computed a wrong value"
+            assert value == sequential_value(state.tokens, self.rules), f"{row.req_id} computed a wrong value"
             state.tokens.append(_pick(value, allowed))
             sampled.append(state.tokens[-1])
             if draft != state.tokens[-1]:
                 break
         state.num_computed = len(state.tokens) - 1
-        self.memory.forget(self.memory.slots(row.table, row.end)[state.num_computed :])
+        self.memory.forget(self.memory.slots(row.table, state.num_computed, row.end))
         return sampled
 
     def _draft(self, rows: list[Row]) -> dict[str, list[int]] | None:
@@ -248,7 +362,8 @@ class FakeWorker:
         proposed = {}
         for row in rows:
             if rng.random() < 0.8:
-                right = sequential_tokens(self.states[row.req_id].tokens, rng.randrange(4))
+                tokens = self.states[row.req_id].tokens
+                right = sequential_tokens(tokens, rng.randrange(4), rules=self.rules)
                 proposed[row.req_id] = right + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(3))]
         return proposed
 

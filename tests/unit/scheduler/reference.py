@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 
+from nbengine.kv_cache.specs import LayerRule
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.pause import PauseState
+from tests.unit.scheduler.layered_model import PLAIN, Rules, first_visible, tables_of
 from tests.unit.scheduler.reference_pool import ReferencePool
+from tests.unit.scheduler.reference_states import ReferenceRule, ReferenceStates, num_spare, worth_of_likely
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,20 @@ class Limits:
     depth: int = 1
     """Steps that may be in flight."""
     ahead: bool = False
-    """Whether requests are scheduled while what was sampled for them is in flight."""
+    """Requests are scheduled while what was sampled for them is in flight."""
     stages: int = 1
     """Of a pipeline, among whose steps requests are shared out."""
+    rules: Rules = PLAIN
+    """Of the model's layers."""
+    num_state_slots: int = 0
+    spacing: int = 4
+    """In blocks, of the checkpoints of recurrent states."""
+
+    @property
+    def longest_step(self) -> int:
+        """The most tokens of a request for which a step makes room."""
+        longest = min(self.budget, self.threshold) if self.chunked and self.threshold else self.budget
+        return longest + self.lookahead
 
 
 @dataclass
@@ -39,13 +54,21 @@ class ReferenceRequest:
     tokens: list[int]
     num_prompt: int
     params: SamplingParams
-    order: tuple[int, float, int]
+    order: tuple[int, int, float, int]
+    """Priority, turn of its admission, arrival, number."""
     client: int = 0
     salt: str | None = None
     computed: int = 0
-    table: list[int] = field(default_factory=list)
+    table: list[int | None] = field(default_factory=list)
+    """The blocks of all tables, column by column."""
     offered: int = 0
-    """Blocks that have been put into the cache."""
+    """Blocks of each table that have been put into the cache."""
+    room: int = 0
+    """Tokens up to which it does not ask for room."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Checkpoints that nobody can find yet: the worth of each by its number of tokens."""
+    fork: int = 0
+    """Tokens after which it parts from others, if there should be a state and is none."""
     awaited: list[int] = field(default_factory=list)
     """Steps in flight that sample for it."""
     drafts: list[int] = field(default_factory=list)
@@ -60,7 +83,7 @@ class ReferenceRequest:
 
 @dataclass
 class ReferencePlan:
-    """What one step must look like."""
+    """The plan that one step must have."""
 
     scheduled: list[tuple[str, int]] = field(default_factory=list)
     starts: dict[str, int] = field(default_factory=dict)
@@ -70,6 +93,8 @@ class ReferencePlan:
     finished: set[str] = field(default_factory=set)
     incomplete: set[str] = field(default_factory=set)
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    checkpoints: dict[str, list[int]] = field(default_factory=dict)
+    """The numbers of tokens after which the state is kept."""
 
 
 class ReferenceScheduler:
@@ -77,7 +102,11 @@ class ReferenceScheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.pool = ReferencePool(limits.num_blocks)
+        self.tables = tables_of(limits.rules)
+        spare = num_spare(limits.num_state_slots, limits.max_num_seqs, caching=limits.caching)
+        self.states = ReferenceStates(limits.num_state_slots, spare)
+        self.pool = ReferencePool(limits.num_blocks, self.states.give_up)
+        self.rule = ReferenceRule(limits.block_size, limits.spacing * limits.block_size, spare * 3 // 4)
         self.waiting: list[ReferenceRequest] = []
         self.running: list[ReferenceRequest] = []
         self.finished: set[str] = set()
@@ -89,6 +118,10 @@ class ReferenceScheduler:
         self.hits = 0
         self.preemptions = 0
         self.added = 0
+        self.line: list[tuple[int, int]] = []
+        """Priority and client of those with requests that have not begun, in the order of their turns."""
+        self.turn = 0
+        self.newest_client: int | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
         count = 0
@@ -102,7 +135,7 @@ class ReferenceScheduler:
         return min(self.limits.max_model_len, num_prompt + params.max_tokens)
 
     def refuses(self, prompt: list[int], params: SamplingParams) -> bool:
-        """Whether the request could not be run to its end even alone."""
+        """Return whether the request could not be run to its end even alone."""
         limits = self.limits
         if not 1 <= len(prompt) < limits.max_model_len:
             return True
@@ -110,7 +143,42 @@ class ReferenceScheduler:
             return True
         # The last token of all is sampled, never computed.
         slots = min(self.total_limit(len(prompt), params) - 1 + limits.lookahead, limits.max_model_len)
-        return self.blocks_for(slots) > limits.num_blocks
+        return self.most_blocks(slots) > limits.num_blocks
+
+    def most_blocks(self, num_tokens: int) -> int:
+        return sum(self.most_of_table(rule, num_tokens) for rule in self.tables)
+
+    def most_of_table(self, rule: LayerRule, num_tokens: int) -> int:
+        """Count the blocks that a table needs at a time, wherever what is kept begins."""
+        whole, size = self.blocks_for(num_tokens), self.limits.block_size
+        if rule.kind == "full":
+            return whole
+        kept = min(num_tokens, rule.size - 1 + self.limits.longest_step)
+        return min(whole, max(len({(first + i) // size for i in range(kept)}) for first in range(size)))
+
+    def columns(self, request: ReferenceRequest) -> int:
+        return len(request.table) // len(self.tables) if self.tables else 0
+
+    def first_column(self, rule: LayerRule, num_computed: int) -> int:
+        return first_visible(rule, num_computed) // self.limits.block_size
+
+    def give_back(self, request: ReferenceRequest) -> None:
+        """Give back the blocks of tokens that no query from the next on sees."""
+        for column in range(self.columns(request)):
+            for number, rule in enumerate(self.tables):
+                place = column * len(self.tables) + number
+                is_seen = column >= self.first_column(rule, request.computed)
+                if not is_seen and request.table[place] is not None:
+                    self.pool.free_one(request.table[place])
+                    request.table[place] = None
+
+    def grow(self, request: ReferenceRequest, columns: int, end: int, count: int) -> None:
+        """Take blocks until the tables have that many columns, and note when to ask again."""
+        while self.tables and len(request.table) < columns * len(self.tables):
+            request.table.append(self.pool.take_one())
+        has_windows = any(rule.kind != "full" for rule in self.tables)
+        room = self.columns(request) * self.limits.block_size if self.tables else self.limits.max_model_len
+        request.room = end if has_windows and count > 1 else room
 
     def add(
         self,
@@ -123,8 +191,11 @@ class ReferenceScheduler:
         salt: str | None,
         grammar_length: int | None,
     ) -> ReferenceRequest:
-        order = (priority, arrival, self.added) if self.limits.policy == "priority" else (0, 0.0, self.added)
+        by_priority = self.limits.policy == "priority"
+        order = (priority, 0, arrival, self.added) if by_priority else (0, 0, 0.0, self.added)
         self.added += 1
+        if (order[0], client) not in self.line:
+            self.line.append((order[0], client))
         request = ReferenceRequest(req_id, list(prompt), len(prompt), params, order, client, salt)
         request.grammar_length = grammar_length
         self.waiting.append(request)
@@ -139,27 +210,53 @@ class ReferenceScheduler:
             return
         self.release_blocks(request)
         (self.running if request in self.running else self.waiting).remove(request)
+        self.leave_line(request)
         self.finished.add(req_id)
         self.preempted.discard(req_id)
 
     def release_blocks(self, request: ReferenceRequest) -> None:
         while request.table:
-            self.pool.free_one(request.table.pop())
+            block = request.table.pop()
+            if block is not None:
+                self.pool.free_one(block)
         request.offered = 0
+        if self.limits.num_state_slots and request in self.running:
+            known = [(self.content(request, place), worth) for place, worth in self.settled(request)]
+            self.states.end(known, len(request.made))
+            request.made = {}
 
-    def prefix(self, request: ReferenceRequest, index: int) -> object:
-        return (request.salt, tuple(request.tokens[: (index + 1) * self.limits.block_size]))
+    def settled(self, request: ReferenceRequest) -> list[tuple[int, int]]:
+        """The checkpoints whose tokens are known by now."""
+        return [(place, worth) for place, worth in request.made.items() if place <= len(request.tokens)]
 
-    def lookup(self, request: ReferenceRequest) -> list[int]:
+    def content(self, request: ReferenceRequest, place: int) -> object:
+        """Return what the state after that many tokens depends on."""
+        return self.prefix(request, place // self.limits.block_size - 1)
+
+    def prefix(self, request: ReferenceRequest, index: int, number: int = 0) -> object:
+        return (number, request.salt, tuple(request.tokens[: (index + 1) * self.limits.block_size]))
+
+    def lookup(self, request: ReferenceRequest) -> tuple[int, list[int | None]]:
+        """Return the most columns from which all tables and the state can go on, and their blocks."""
         if not self.limits.caching or request.params.prompt_logprobs is not None:
-            return []
-        found: list[int] = []
-        while (len(found) + 1) * self.limits.block_size < len(request.tokens):
-            wanted = self.prefix(request, len(found))
-            if wanted not in self.pool.contents:
-                break
-            found.append(self.pool.contents.index(wanted))
-        return found
+            return 0, []
+        contents, size = self.pool.contents, self.limits.block_size
+        request.fork = 0
+        for columns in range((len(request.tokens) - 1) // size, 0, -1):
+            found: list[int | None] = []
+            for column in range(columns):
+                for number, rule in enumerate(self.tables):
+                    wanted = self.prefix(request, column, number)
+                    is_seen = column >= self.first_column(rule, columns * size)
+                    is_there = is_seen and wanted in contents
+                    found.append(contents.index(wanted) if is_there else (-1 if is_seen else None))
+            if -1 in found:
+                continue
+            if not self.limits.num_state_slots or self.states.find(self.prefix(request, columns - 1)):
+                return columns, found
+            if self.tables and not request.fork:
+                request.fork = columns * size
+        return 0, []
 
     def offer(self, request: ReferenceRequest) -> None:
         """Put the full blocks of known, computed tokens into the cache, once each."""
@@ -167,14 +264,18 @@ class ReferenceScheduler:
         if not self.limits.caching:
             return
         while (request.offered + 1) * size <= min(request.computed, len(request.tokens)):
-            content = self.prefix(request, request.offered)
-            if content in pool.contents:
-                duplicate = pool.contents.index(content)
-                pool.contents[duplicate] = None
-                if pool.holders[duplicate] == 0:
-                    pool.least_recent_first.remove(duplicate)
-                    pool.blank.append(duplicate)
-            pool.contents[request.table[request.offered]] = content
+            for number in range(len(self.tables)):
+                content = self.prefix(request, request.offered, number)
+                block = request.table[request.offered * len(self.tables) + number]
+                if block is None:
+                    continue
+                if content in pool.contents:
+                    duplicate = pool.contents.index(content)
+                    pool.contents[duplicate] = None
+                    if pool.holders[duplicate] == 0:
+                        pool.least_recent_first.remove(duplicate)
+                        pool.blank.append(duplicate)
+                pool.contents[block] = content
             request.offered += 1
 
     def slots_after(self, request: ReferenceRequest, computed: int, count: int) -> int:
@@ -186,7 +287,8 @@ class ReferenceScheduler:
         return min(count, budget)
 
     def wanted(self, request: ReferenceRequest) -> int:
-        """How many tokens a running request would compute next: known ones, drafts, or one in flight."""
+        """Count the tokens that a running request would compute next: known ones, drafts, or one in
+        flight."""
         known, limit = len(request.tokens), self.total_limit(request.num_prompt, request.params)
         if request.computed < known:
             return known - request.computed + min(len(request.drafts), limit - known - 1)
@@ -196,6 +298,12 @@ class ReferenceScheduler:
     def schedule(self) -> ReferencePlan:
         plan = ReferencePlan(finished=self.finished, preempted=self.preempted)
         self.finished, self.preempted = set(), set()
+        self.states.pinned = []
+        for request in self.states.makers:
+            for place, worth in self.settled(request):
+                self.states.keep(self.content(request, place), worth)
+                del request.made[place]
+        self.states.makers = [request for request in self.states.makers if request.made]
         if self.pause is not PauseState.PAUSED_ALL:
             preemptions = self.preemptions
             budget = self.continue_running(plan)
@@ -205,8 +313,37 @@ class ReferenceScheduler:
                 # Those whose turn it was are gone: it is the others' turn.
                 preemptions = self.preemptions
                 self.continue_running(plan)
+        self.make_checkpoints(plan)
         self.steps += 1
         return plan
+
+    def make_checkpoints(self, plan: ReferencePlan) -> None:
+        if not (self.limits.num_state_slots and self.limits.caching):
+            return
+        wanted = []
+        for number, (req_id, count) in enumerate(plan.scheduled):
+            request = self.find(req_id)
+            assert request is not None
+            for place in range(request.computed - count + 1, request.computed + 1):
+                if place % self.limits.block_size == 0:
+                    worth = self.rule.worth(place, request.num_prompt, request.fork)
+                    wanted += [(-worth, number, place)] if worth else []
+        met = []
+        for minus_worth, number, place in sorted(wanted):
+            request = self.find(plan.scheduled[number][0])
+            assert request is not None
+            content = self.content(request, place) if place <= len(request.tokens) else None
+            if content in met:
+                continue
+            if content is not None and self.states.find(content):
+                self.states.use(content, -minus_worth)
+            elif self.states.take_one(-minus_worth):
+                met += [] if content is None else [content]
+                plan.checkpoints.setdefault(request.req_id, []).append(place)
+                plan.checkpoints[request.req_id].sort()
+                request.made[place] = -minus_worth
+                if request not in self.states.makers:
+                    self.states.makers.append(request)
 
     def continue_running(self, plan: ReferencePlan) -> int:
         budget = self.limits.budget
@@ -222,8 +359,9 @@ class ReferenceScheduler:
         return budget
 
     def share(self, num_requests: int, num_free: int) -> int:
-        """How many requests a step may sample for. Of all requests one part in as many as there are stages; of those
-        that are in no step one part in as many as there are steps to come. Rounded up, the smaller of the two."""
+        """Return the most requests that a step may sample for: of all requests one part in as many as there
+        are stages, or of those that are in no step one part in as many as there are steps to come. Both are
+        rounded up, and the smaller one counts."""
         to_come = self.limits.stages - (self.steps - 1 - self.answered)
         count = 0
         while count * self.limits.stages < num_requests and count * max(to_come, 1) < num_free:
@@ -244,12 +382,15 @@ class ReferenceScheduler:
         return [r for r in self.running if self.limits.stages == 1 or r not in left_out]
 
     def most_due(self, plan: ReferencePlan) -> int:
-        """How many requests the step may sample for when waiting ones have joined."""
+        """Return the most requests that the step may sample for when waiting ones have joined."""
         if self.limits.stages == 1:
             return self.limits.max_num_seqs
         free, fitting = self.pool.num_free(), 0
-        for request in self.candidates()[: self.limits.max_num_seqs - len(self.running)]:
-            free -= self.blocks_for(len(request.tokens))
+        places = self.limits.max_num_seqs - len(self.running)
+        if self.limits.num_state_slots:
+            places = min(places, self.states.num_admissible())
+        for request in self.candidates()[:places]:
+            free -= self.most_blocks(len(request.tokens))
             if free < 0:
                 break
             fitting += 1
@@ -262,20 +403,23 @@ class ReferenceScheduler:
         return len([req_id for req_id, _ in plan.scheduled if req_id not in plan.incomplete])
 
     def make_room(self, request: ReferenceRequest, count: int, preempted: set[str]) -> bool:
-        wanted = self.blocks_for(self.slots_after(request, request.computed, count))
-        while wanted - len(request.table) > self.pool.num_free():
+        end = self.slots_after(request, request.computed, count)
+        if request.computed + count + self.limits.lookahead <= request.room:
+            return True
+        wanted = self.blocks_for(end)
+        self.give_back(request)
+        while wanted * len(self.tables) - len(request.table) > self.pool.num_free():
             victim = max(self.running, key=lambda r: r.order)
             self.preempt(victim, preempted)
             if victim is request:
                 return False
-        while len(request.table) < wanted:
-            request.table.append(self.pool.take_one())
+        self.grow(request, wanted, end, count)
         return True
 
     def preempt(self, victim: ReferenceRequest, preempted: set[str]) -> None:
+        self.release_blocks(victim)
         self.running.remove(victim)
         self.waiting.append(victim)
-        self.release_blocks(victim)
         victim.computed = 0
         victim.drafts = []
         victim.was_preempted = True
@@ -283,14 +427,63 @@ class ReferenceScheduler:
         preempted.add(victim.req_id)
         self.preemptions += 1
 
+    def forget_all(self) -> bool:
+        """Forget all blocks and states, unless a request holds some."""
+        if self.states.num_free() < self.states.num_slots or not self.pool.forget_all():
+            return False
+        self.states.forget_all()
+        return True
+
     def preempt_all(self) -> None:
         for victim in sorted(self.running, key=lambda r: r.order, reverse=True):
             self.preempt(victim, self.preempted)
 
+    def unbegun(self) -> list[ReferenceRequest]:
+        return [r for r in self.waiting if not r.was_preempted]
+
+    def leave_line(self, request: ReferenceRequest) -> None:
+        """Take a request out of its client's line, if it waits there."""
+        place = (request.order[0], request.client)
+        if place in self.line and place not in [(r.order[0], r.client) for r in self.unbegun()]:
+            self.line.remove(place)
+
+    def in_waiting_order(self) -> list[ReferenceRequest]:
+        """The waiting requests as they would be admitted: clients of a priority in turn, and before each of them those
+        preempted ones that would be before it among those that run."""
+        by_order = sorted(self.waiting, key=lambda r: r.order)
+        begun = [r for r in by_order if r.was_preempted]
+        lines: dict[tuple[int, int], list[ReferenceRequest]] = {place: [] for place in self.line}
+        for request in by_order:
+            if not request.was_preempted:
+                lines[request.order[0], request.client].append(request)
+        turn, newest, found = self.turn, self.newest_client, []
+        for priority in sorted({priority for priority, _ in lines}):
+            rounds = zip_longest(*[line for place, line in lines.items() if place[0] == priority])
+            for request in filter(None, chain.from_iterable(rounds)):
+                turn, newest = turn + (request.client != newest), request.client
+                while begun and begun[0].order < (priority, turn, *request.order[2:]):
+                    found.append(begun.pop(0))
+                found.append(request)
+        return found + begun
+
+    def take_turn(self, request: ReferenceRequest) -> None:
+        """Note that a request that waited is admitted."""
+        self.waiting.remove(request)
+        self.running.append(request)
+        if request.was_preempted:
+            return
+        priority, _, arrival, number = request.order
+        self.turn += request.client != self.newest_client
+        self.newest_client = request.client
+        request.order = (priority, self.turn, arrival, number)
+        self.line.remove((priority, request.client))
+        if any((r.order[0], r.client) == (priority, request.client) for r in self.unbegun()):
+            self.line.append((priority, request.client))
+
     def candidates(self) -> list[ReferenceRequest]:
         """Waiting requests in order, as far as nobody blocks those behind."""
         found = []
-        for request in sorted(self.waiting, key=lambda r: r.order):
+        for request in self.in_waiting_order():
             if request.was_preempted and self.answered < request.resumable_after:
                 break
             if request.was_preempted or self.pause is PauseState.UNPAUSED:
@@ -302,26 +495,35 @@ class ReferenceScheduler:
         for request in self.candidates():
             if budget == 0 or len(self.running) == limits.max_num_seqs or self.num_due(plan) >= most_due:
                 break
-            found = self.lookup(request)
-            computed = len(found) * limits.block_size
+            columns, found = self.lookup(request)
+            computed = columns * limits.block_size
             rest = len(request.tokens) - computed
             if not limits.chunked and budget < rest <= limits.budget:
                 break
             count = self.chunk(rest, budget)
-            planned = self.blocks_for(self.slots_after(request, computed, count))
-            must_fit = max(planned, self.blocks_for(len(request.tokens)))
-            free_besides_found = self.pool.num_free() - sum(1 for b in found if self.pool.holders[b] == 0)
-            if must_fit - len(found) > free_besides_found:
+            end = self.slots_after(request, computed, count)
+            planned = self.blocks_for(end)
+            held = [block for block in found if block is not None]
+            missing = 0
+            for rule in self.tables:
+                passed, whole = self.first_column(rule, computed), self.blocks_for(len(request.tokens))
+                most = min(whole - passed, self.most_of_table(rule, len(request.tokens)))
+                missing += max(most - (columns - passed), 0)
+            must_fit = max(missing, (planned - columns) * len(self.tables))
+            if must_fit > self.pool.num_free() - sum(1 for b in held if self.pool.holders[b] == 0):
                 break
-            for block in found:
+            if limits.num_state_slots and not self.states.start(
+                self.prefix(request, columns - 1) if columns else None,
+                worth_of_likely(computed) if columns and limits.caching else 0,
+            ):
+                break
+            for block in held:
                 self.pool.share_one(block)
-                request.table.append(block)
-            while len(request.table) < planned:
-                request.table.append(self.pool.take_one())
-            self.waiting.remove(request)
-            self.running.append(request)
+            request.table += found
+            self.grow(request, planned, end, count)
+            self.take_turn(request)
             request.computed = computed
-            request.offered = len(found)
+            request.offered = columns
             if request.was_preempted:
                 plan.resumed.add(request.req_id)
             else:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class ReferencePool:
     """Blocks with the tokens that they hold spelled out: `contents[i]` is a whole prefix, or None."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, evicted: Callable[[object], None]) -> None:
+        """`evicted` hears of what nobody can find any more, because its place is needed."""
+        self.evicted = evicted
         self.holders = [0] * num_blocks
         self.contents: list[object] = [None] * num_blocks
         self.blank = list(reversed(range(num_blocks)))
@@ -23,6 +27,7 @@ class ReferencePool:
             block = self.blank.pop()
         else:
             block = self.least_recent_first.pop(0)
+            self.evicted(self.contents[block])
             self.contents[block] = None
         self.holders[block] = 1
         return block

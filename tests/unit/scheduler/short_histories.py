@@ -8,6 +8,7 @@ from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.grammar import Grammar, GrammarMaskBuilder
+from nbengine.scheduler.options import SchedulerOptions
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -33,10 +34,12 @@ def make_scheduler(
         num_blocks,
         max_model_len,
         engine_index=3,
-        num_lookahead_tokens=lookahead,
-        async_scheduling=ahead,
-        num_stages=stages,
-        max_concurrent_steps=max_concurrent_steps,
+        options=SchedulerOptions(
+            num_lookahead_tokens=lookahead,
+            async_scheduling=ahead,
+            num_stages=stages,
+            max_concurrent_steps=max_concurrent_steps,
+        ),
         grammar_masks=grammar_masks,
         clock=lambda: float(next(ticks)),
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import pytest
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.errors import RequestError
 from nbengine.ipc.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+from nbengine.kv_cache.specs import make_groups
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.options import SchedulerOptions
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.request import Request, RequestStatus
@@ -31,14 +34,18 @@ def make_scheduler(limits: Limits, **kwargs: object) -> Scheduler:
             max_num_batched_tokens=limits.budget,
             enable_chunked_prefill=limits.chunked,
             long_prefill_token_threshold=limits.threshold,
-            policy=limits.policy,
+            scheduling_policy=limits.policy,
         ),
         CacheConfig(block_size=limits.block_size, enable_prefix_caching=limits.caching),
         limits.num_blocks,
         limits.max_model_len,
-        num_lookahead_tokens=limits.lookahead,
-        async_scheduling=limits.ahead,
-        num_stages=limits.stages,
+        options=SchedulerOptions(
+            num_lookahead_tokens=limits.lookahead,
+            async_scheduling=limits.ahead,
+            num_stages=limits.stages,
+            groups=make_groups(limits.rules),
+            num_state_slots=limits.num_state_slots,
+        ),
         grammar_masks=FakeMasks(),
         **kwargs,  # type: ignore[arg-type]
     )
@@ -46,7 +53,7 @@ def make_scheduler(limits: Limits, **kwargs: object) -> Scheduler:
 
 @dataclass
 class Answer:
-    """What the caller of one request has got so far."""
+    """The answer that the caller of one request has got so far."""
 
     prompt: list[int]
     params: SamplingParams
@@ -77,9 +84,16 @@ class Simulation:
         self.limits = limits
         self.now = 0.0
         self.scheduler = make_scheduler(limits, clock=self._tick)
+        states = self.scheduler.kv_cache_manager.states
+        if states is not None and limits.caching:
+            # The product's spacing would be longer than the histories' requests.
+            assert states._rule is not None
+            states._rule = replace(states._rule, finest=limits.spacing * limits.block_size)
         self.reference = ReferenceScheduler(limits)
         rng = random.Random(repr(limits)) if limits.lookahead else None
-        self.worker = FakeWorker(limits.num_blocks, limits.block_size, rng)
+        self.worker = FakeWorker(
+            limits.num_blocks, limits.block_size, rng, limits.rules, limits.num_state_slots
+        )
         self.first_stage = NonSamplingStage()
         self.live: dict[str, Answer] = {}
         self.answers: list[Answer] = []
@@ -92,10 +106,13 @@ class Simulation:
         self.now += 1.0
         return self.now
 
+    def _has_blocks_for(self, num_tokens: int) -> bool:
+        return self.reference.most_blocks(num_tokens) <= self.limits.num_blocks
+
     def cut_to_fit(self, prompt: list[int]) -> list[int]:
         """Cut a prompt so that the request is taken, whatever its parameters, if any is."""
         limits = self.limits
-        longest = min(limits.max_model_len, limits.num_blocks * limits.block_size) - 1
+        longest = max(n for n in range(limits.max_model_len + 1) if self._has_blocks_for(n)) - 1
         return prompt[: longest if limits.chunked else min(longest, limits.budget)]
 
     # Events.
@@ -169,7 +186,7 @@ class Simulation:
             TOTALS["reset of running requests"] += 1
             self.reference.preempt_all()
         done = self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
-        assert done == self.reference.pool.forget_all()
+        assert done == self.reference.forget_all()
         assert done or not reset_running_requests
         self.check()
 
@@ -206,7 +223,7 @@ class Simulation:
         return plan
 
     def _has_runnable(self) -> bool:
-        """Whether there are requests that the pause lets go on."""
+        """Return whether there are requests that the pause lets go on."""
         reference = self.reference
         if reference.pause is PauseState.PAUSED_ALL:
             return False
@@ -277,6 +294,7 @@ class Simulation:
         stats = self.scheduler.make_stats()
         assert stats.num_free_blocks == stats.num_blocks == self.limits.num_blocks
         assert stats.kv_cache_usage == 0
+        assert stats.num_free_state_slots == stats.num_state_slots == self.limits.num_state_slots
         assert not self.worker.states.keys() - self.scheduler.finished_req_ids
 
     # Checks.
@@ -299,7 +317,7 @@ class Simulation:
             TOTALS["finished"] += 1
             answer.finish_reason = item.finish_reason
             assert answer.tokens == sequential_tokens(
-                answer.prompt, len(answer.tokens), constrained=answer.constrained
+                answer.prompt, len(answer.tokens), constrained=answer.constrained, rules=self.limits.rules
             )
             _check_events(answer.events)
             del self.live[item.request_id]
@@ -317,6 +335,10 @@ class Simulation:
         assert plan.finished_req_ids == expected.finished
         assert plan.incomplete_req_ids == expected.incomplete
         assert plan.scheduled_spec_decode_tokens == expected.drafts
+        made = {name: [place for place, _ in slots] for name, slots in plan.checkpoints.items()}
+        assert made == expected.checkpoints
+        TOTALS["checkpoints"] += sum(map(len, made.values()))
+        TOTALS["started from checkpoints"] += sum(source >= 0 for _, source in plan.state_slots.values())
         assert sorted(new_ids + cached.req_ids) == sorted(plan.num_scheduled_tokens)
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts.update((new.req_id, new.num_computed_tokens) for new in plan.scheduled_new_reqs)
@@ -325,7 +347,8 @@ class Simulation:
             assert max(plan.num_scheduled_tokens.values(), default=0) <= limits.threshold
 
     def _check_first_stage(self, plan: SchedulerOutput) -> None:
-        """It knows from the plans alone what it is to compute, and nothing is told twice."""
+        """Check that the first stage knows from the plans alone what to compute, and is told nothing
+        twice."""
         if self.limits.stages == 1:
             assert not plan.scheduled_cached_reqs.new_token_ids
             return
@@ -339,7 +362,7 @@ class Simulation:
             assert token_ids == request.tokens[end - len(token_ids) : end]
 
     def check(self) -> None:
-        """What holds after every event."""
+        """Check what holds after every event."""
         scheduler, reference, pool = (
             self.scheduler,
             self.reference,
@@ -351,14 +374,16 @@ class Simulation:
         assert scheduler.get_num_unfinished_requests() == len(scheduler.running) + len(scheduler.waiting)
         by_order = sorted(reference.running, key=lambda r: r.order)
         assert [(r.request_id, r.block_ids) for r in scheduler.running] == [
-            (r.req_id, r.table) for r in by_order
+            (r.req_id, [-1 if block is None else block for block in r.table]) for r in by_order
         ]
-        assert [r.request_id for r in scheduler.waiting] == [
-            r.req_id for r in sorted(reference.waiting, key=lambda r: r.order)
-        ]
+        for found in by_order:
+            held = len(found.table) - found.table.count(None)
+            TOTALS["most blocks given back"] = max(TOTALS["most blocks given back"], found.table.count(None))
+            assert held <= reference.most_blocks(max(len(found.table) * self.limits.block_size, 1))
+        assert [r.request_id for r in scheduler.waiting] == [r.req_id for r in reference.in_waiting_order()]
+        expected = {r.req_id: r for r in chain(reference.waiting, reference.running)}
         for request in scheduler.requests.values():
-            found = reference.find(request.request_id)
-            assert found is not None
+            found = expected[request.request_id]
             assert request.all_token_ids == found.tokens
             if request.status is RequestStatus.RUNNING:
                 assert request.num_computed_tokens == found.computed
@@ -374,10 +399,22 @@ class Simulation:
             reference.hits,
             reference.preemptions,
         )
+        assert (stats.num_free_state_slots, stats.num_checkpoints) == (
+            reference.states.num_free(),
+            len(reference.states.least_recent_first),
+        )
+        begun = [answer for answer in self.answers if answer.tokens]
+        ended = [answer for answer in self.answers if answer.done]
+        measured = scheduler.meter.stats
+        assert stats.num_generation_tokens == sum(len(answer.tokens) for answer in begun)
+        assert stats.num_prompt_tokens == sum(len(answer.prompt) for answer in begun)
+        assert measured.time_to_first_token.count == measured.queue_time.count == len(begun)
+        assert measured.num_finished == measured.e2e_latency.count == len(ended)
+        assert measured.generation_tokens.total == sum(len(answer.tokens) for answer in ended)
 
 
 def _check_events(events: list[EngineCoreEventType]) -> None:
-    """QUEUED, then SCHEDULED, then any number of times PREEMPTED and SCHEDULED.
+    """Check for QUEUED, then SCHEDULED, then any number of times PREEMPTED and SCHEDULED.
 
     What was in flight may end a request that is PREEMPTED.
     """

@@ -39,6 +39,13 @@ class CountingGrammar:
     def is_terminated(self) -> bool:
         return EOS in self.accepted
 
+    def is_free(self, num_unknown: int) -> bool:
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        return False
+
 
 class Masks:
     """A mask row is how many tokens its grammar has accepted."""
@@ -58,7 +65,7 @@ def make_scheduler(num_blocks: int = 64, **config: Any) -> Scheduler:
 
 
 def add_structured(scheduler: Scheduler, name: str, length: int, limit: int = 100, **params: Any) -> Request:
-    """As `preprocess_add_request` does: the grammar is there before the scheduler sees the request."""
+    """Add a request as `preprocess_add_request` does, with its grammar before the scheduler sees it."""
     elsewhere = make_scheduler()
     request = add(elsewhere, name, length, **{"eos_token_id": EOS, **params})
     request.grammar = CountingGrammar(limit)

@@ -226,7 +226,7 @@ def test_every_request_gets_the_tokens_of_a_sequential_run_over_a_long_history(
         block_size, num_blocks, 56, 5, budget, chunked, policy=policy, caching=caching, **MODES[mode]
     )
     sim = Simulation(limits)
-    rng = random.Random(repr(limits))
+    rng = random.Random(f"{mode}, {budget_number}, {blocks_number}")
     for number in range(10_000 if THOROUGH else 500):
         _random_event(sim, rng, number)
     sim.finish_everything()

@@ -20,12 +20,18 @@ from nbengine.kv_cache.events import (
     KVEventStream,
     KVMessage,
 )
+from nbengine.kv_cache.prefix import group_key
+from nbengine.kv_cache.specs import make_groups
 from nbengine.sampling_params import SamplingParams
+from nbengine.scheduler.options import SchedulerOptions
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
+from tests.unit.scheduler.layered_model import PLAIN, Rules
+from tests.unit.scheduler.mixtures import MIXTURES, STATE
 from tests.unit.scheduler.paged_model import FakeWorker
 
 BLOCK_SIZE = 2
+RULES = [PLAIN, PLAIN, MIXTURES["full and window"], MIXTURES["window"], MIXTURES["all"]]
 _decoder = msgspec.msgpack.Decoder(KVEventBatch | KVCacheSnapshot)
 
 
@@ -34,7 +40,7 @@ def over_the_wire(message: KVMessage) -> KVMessage:
 
 
 def chained(event: BlockStored) -> list[bytes]:
-    """The hashes that the event's tokens must have, computed anew."""
+    """Compute the hashes that the event's tokens must have."""
     parent = event.parent_block_hash
     if parent is None:
         parent = sha256(b"()").digest()
@@ -50,13 +56,19 @@ def chained(event: BlockStored) -> list[bytes]:
 class EventHistories(RuleBasedStateMachine):
     """A scheduler lives on; followers come at any time, and one of them may miss batches."""
 
-    @initialize(num_blocks=st.integers(6, 12))
-    def start(self, num_blocks: int) -> None:
-        config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8)
-        self.scheduler = Scheduler(config, CacheConfig(block_size=BLOCK_SIZE), num_blocks, 12)
-        self.worker = FakeWorker(num_blocks, BLOCK_SIZE)
+    @initialize(num_blocks=st.integers(6, 12), rules=st.sampled_from(RULES))
+    def start(self, num_blocks: int, rules: Rules) -> None:
+        config, cache = (
+            SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8),
+            CacheConfig(block_size=BLOCK_SIZE),
+        )
+        groups, num_slots = make_groups(rules), 5 if STATE in rules else 0
+        num_blocks *= groups.num_tables
+        options = SchedulerOptions(groups=groups, num_state_slots=num_slots)
+        self.scheduler = Scheduler(config, cache, num_blocks, 12, options=options)
+        self.worker = FakeWorker(num_blocks, BLOCK_SIZE, None, rules, num_slots)
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.stream = KVEventStream(self.pool, BLOCK_SIZE, 3)
+        self.stream = KVEventStream(self.pool, BLOCK_SIZE, 3, groups.num_tables)
         self.mirrors: list[KVCacheMirror] = []
         self.num_added = 0
         self.recording = False
@@ -81,7 +93,7 @@ class EventHistories(RuleBasedStateMachine):
         self.recording = False
         self.mirrors.clear()
         assert self.stream.take_batch(0.0) is None
-        # Whoever has known the state so far must not take the next snapshot for the same one.
+        # A follower that has known the state so far must not take the next snapshot for the same one.
         self.last_seq += 1
         assert self.stream.snapshot(1.0).seq == self.last_seq
 
@@ -123,7 +135,8 @@ class EventHistories(RuleBasedStateMachine):
         assert isinstance(received, KVEventBatch)
         for event in received.events:
             if isinstance(event, BlockStored):
-                assert chained(event) == event.block_hashes
+                keys = [group_key(block_hash, event.group) for block_hash in chained(event)]
+                assert keys == event.block_hashes
                 assert len(event.block_ids) == len(event.block_hashes) > 0
             assert not isinstance(event, BlockRemoved) or event.block_hashes
         for number, mirror in enumerate(self.mirrors):
@@ -186,3 +199,28 @@ def test_nothing_is_recorded_while_nobody_wants_it() -> None:
     stream.record(False)
     assert pool.observers == ()
     assert stream.take_batch(0.0) is None
+
+
+def test_blocks_of_every_group_are_stored_under_keys_of_their_own() -> None:
+    groups = make_groups(MIXTURES["full and window"])
+    options = SchedulerOptions(groups=groups)
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(block_size=BLOCK_SIZE), 8, 8, options=options)
+    manager = scheduler.kv_cache_manager
+    stream = KVEventStream(manager.block_pool, BLOCK_SIZE, 0, groups.num_tables)
+    mirror = KVCacheMirror()
+    mirror.apply(stream.snapshot(0.0))
+    stream.record(True)
+    request = Request("a", [1, 2, 3, 4, 5], SamplingParams(), block_hasher=manager.block_hasher)
+    scheduler.add_request(request)
+    scheduler.schedule()
+    batch = stream.take_batch(1.0)
+    assert batch is not None
+    first, second = request.block_hashes
+    assert batch.events == [
+        BlockStored([first], None, [1, 2], BLOCK_SIZE, [0], 0),
+        BlockStored([group_key(first, 1)], None, [1, 2], BLOCK_SIZE, [1], 1),
+        BlockStored([second], first, [3, 4], BLOCK_SIZE, [2], 0),
+        BlockStored([group_key(second, 1)], first, [3, 4], BLOCK_SIZE, [3], 1),
+    ]
+    assert mirror.apply(batch)
+    assert mirror.blocks == manager.block_pool.cached_blocks()

@@ -1,4 +1,5 @@
-"""What comes of a plan: ends, outputs, the prefix cache and statistics, each rule on a short history."""
+"""The outcome of a plan makes ends, outputs, cached prefixes and statistics; each rule has a short
+history."""
 
 from __future__ import annotations
 

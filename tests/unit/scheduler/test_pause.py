@@ -1,4 +1,4 @@
-"""What a paused scheduler does and does not do, and who is told of ends."""
+"""A paused scheduler plans nothing that the pause holds back, and tells clients of ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_full_pause_plans_nothing_and_keeps_what_runs_where_it_is() -> None:
 
 
 def test_a_pause_of_new_requests_lets_those_go_on_that_have_begun_preempted_ones_too() -> None:
-    scheduler = make_scheduler(num_blocks=4, max_model_len=16, policy="priority")
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16, scheduling_policy="priority")
     add(scheduler, "first", 7, priority=1, max_tokens=3)
     add(scheduler, "preempted", 7, priority=2, max_tokens=3)
     step(scheduler)

@@ -25,7 +25,7 @@ def add_pooling(scheduler: Scheduler, name: str, tokens: list[int], pooling: str
 
 
 def step(scheduler: Scheduler) -> tuple[dict[str, int], dict[str, EngineCoreOutput]]:
-    """One step of a model runner that samples 7 and pools `RESULT`."""
+    """Make one step with a model runner that samples 7 and pools `RESULT`."""
     plan = scheduler.schedule()
     due = [r for name in plan.num_scheduled_tokens if (r := scheduler.requests[name])]
     done = [request for request in due if request.num_computed_tokens == request.num_tokens]

@@ -1,4 +1,4 @@
-"""The queue in scheduling order, against a sorted list."""
+"""The queue of those that run, against a sorted list."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from hypothesis import strategies as st
 from nbengine.errors import NBEngineError
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.queue import RequestQueue
-from nbengine.scheduler.request import Request
+from nbengine.scheduler.request import Order, Request
 
 
-def make_request(order: tuple[int, float, int]) -> Request:
+def make_request(order: Order) -> Request:
     request = Request(f"r{order}", [1], SamplingParams())
     request.order = order
     return request
 
 
 orders = st.lists(
-    st.tuples(st.integers(-2, 2), st.sampled_from([0.0, 0.5]), st.integers(0, 9)), unique=True, max_size=15
+    st.tuples(st.integers(-2, 2), st.integers(0, 2), st.sampled_from([0.0, 0.5]), st.integers(0, 9)),
+    unique=True,
+    max_size=15,
 )
 
 
 @given(orders=orders, data=st.data())
 def test_requests_come_in_order_whatever_is_added_and_removed(
-    orders: list[tuple[int, float, int]], data: st.DataObject
+    orders: list[Order], data: st.DataObject
 ) -> None:
     queue = RequestQueue()
     requests = [make_request(order) for order in orders]
@@ -42,10 +44,10 @@ def test_requests_come_in_order_whatever_is_added_and_removed(
         assert list(queue) == left[:-1]
 
 
-@pytest.mark.parametrize("order", [(0, 0.0, 0), (0, 0.0, 1), (0, 0.0, 3)])
-def test_removing_a_request_that_is_not_there_is_an_error(order: tuple[int, float, int]) -> None:
+@pytest.mark.parametrize("order", [(0, 0, 0.0, 0), (0, 0, 0.0, 1), (0, 0, 0.0, 3)])
+def test_removing_a_request_that_is_not_there_is_an_error(order: Order) -> None:
     queue = RequestQueue()
-    queue.add(make_request((0, 0.0, 1)))
+    queue.add(make_request((0, 0, 0.0, 1)))
     with pytest.raises(NBEngineError, match="is not in the queue"):
         queue.remove(make_request(order))
     assert len(queue) == 1

@@ -1,4 +1,4 @@
-"""How the scheduler plans: the budget, refusals, preemption and order, each rule on a short history."""
+"""The scheduler plans by rules: budget, refusals, preemption and order; each has a short history."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_resumed_request_is_told_apart_and_gets_a_whole_block_table() -> None:
 
 
 def test_priority_runs_lower_values_first_then_earlier_arrivals() -> None:
-    scheduler = make_scheduler(policy="priority")
+    scheduler = make_scheduler(scheduling_policy="priority")
     add(scheduler, "low", 4, priority=5)
     add(scheduler, "late", 4, priority=0, arrival=2.0)
     add(scheduler, "early", 4, priority=0, arrival=1.0)
@@ -154,7 +154,7 @@ def test_priority_runs_lower_values_first_then_earlier_arrivals() -> None:
 
 
 def test_priority_preempts_the_least_important_then_the_latest_arrival() -> None:
-    scheduler = make_scheduler(num_blocks=4, max_model_len=16, policy="priority")
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16, scheduling_policy="priority")
     add(scheduler, "late", 4, priority=1, arrival=9.0, max_tokens=4)
     add(scheduler, "early", 4, priority=1, arrival=1.0, max_tokens=4)
     step(scheduler)

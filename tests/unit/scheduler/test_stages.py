@@ -152,7 +152,9 @@ def test_no_step_takes_more_than_a_share_and_every_request_has_its_turn(seed: in
     """Requests come and go at random; what is asserted is written down here without the rules of the scheduler."""
     rng = random.Random(seed)
     num_stages = rng.randint(2, 4)
-    line = pipeline(num_stages, budget=rng.choice([20, 1000]), policy=rng.choice(["fcfs", "priority"]))
+    line = pipeline(
+        num_stages, budget=rng.choice([20, 1000]), scheduling_policy=rng.choice(["fcfs", "priority"])
+    )
     scheduler = line.scheduler
     passed_over: Counter[str] = Counter()
     for step in range(300):

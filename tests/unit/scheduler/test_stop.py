@@ -1,4 +1,4 @@
-"""When a request ends, and what is kept of the tokens that end it."""
+"""A request ends with the first token that ends it, of which only what belongs to the answer is kept."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from nbengine.scheduler.pause import PauseState
+from tests.unit.scheduler.mixtures import MIXTURES, with_rules
 from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.test_histories import (
     MODES,
@@ -87,21 +88,35 @@ def random_limits(rng: random.Random, mode: dict) -> Limits:
 def test_mirrors_agree_over_long_histories(mode: str) -> None:
     rng = random.Random(mode)
     for _ in range(40 if THOROUGH else 3):
-        sim = TracedSimulation(random_limits(rng, MODES[mode]))
-        first, begin = sim.subscribe(), sim.scheduler.step_counter
-        for number in range(300):
-            if number in (100, 250):
-                sim.subscribe()
-            _random_event(sim, rng, number)
-            if rng.random() < 0.2:
-                sim.publish()
-        sim.pause(PauseState.UNPAUSED)
-        sim.finish_everything()
-        sim.publish()
-        sim.compare_steps(first.steps)
-        assert not first.requests
-        assert first.blocks.num_free_blocks == sim.limits.num_blocks
-        assert first.num_snapshots == 1
-        assert [step.step for step in first.steps] == sorted(
-            step for step, truth in sim.truths.items() if step >= begin and truth.is_visible
+        follow_a_long_history(random_limits(rng, MODES[mode]), rng)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_mirrors_agree_over_long_histories_of_models_with_several_kinds_of_layers(mixture: str) -> None:
+    rng = random.Random(mixture)
+    for mode in list(MODES.values()) if THOROUGH else rng.sample(list(MODES.values()), 2):
+        limits = random_limits(rng, mode)
+        follow_a_long_history(
+            with_rules(limits, MIXTURES[mixture], rng.randrange(6), 2, rng.randrange(1, 9)), rng
         )
+
+
+def follow_a_long_history(limits: Limits, rng: random.Random) -> None:
+    sim = TracedSimulation(limits)
+    first, begin = sim.subscribe(), sim.scheduler.step_counter
+    for number in range(300):
+        if number in (100, 250):
+            sim.subscribe()
+        _random_event(sim, rng, number)
+        if rng.random() < 0.2:
+            sim.publish()
+    sim.pause(PauseState.UNPAUSED)
+    sim.finish_everything()
+    sim.publish()
+    sim.compare_steps(first.steps)
+    assert not first.requests
+    assert first.blocks.num_free_blocks == sim.limits.num_blocks
+    assert first.num_snapshots == 1
+    assert [step.step for step in first.steps] == sorted(
+        step for step, truth in sim.truths.items() if step >= begin and truth.is_visible
+    )

@@ -1,4 +1,5 @@
-"""What is said of steps and requests, when, and in how many bytes. Histories: `test_trace_histories.py`."""
+"""The trace tells of steps and requests in time and in few bytes; `test_trace_histories.py` has the
+histories."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from nbengine.client.trace_mirror import TraceMirror
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.metrics.trace import (
     BlocksCached,
@@ -268,7 +269,7 @@ def test_nothing_is_recorded_while_nobody_wants_it_and_what_was_not_taken_is_dro
     assert scheduler.kv_cache_manager.block_pool.observers == ()
     stream.record(True)
     (snapshot,) = stream.snapshot(1.0, scheduler.make_stats())
-    # One more: whoever knew the state before it was turned off does not know what came after.
+    # It is one more: a follower that knew the state before it was turned off does not know what came after.
     assert (snapshot.seq, len(snapshot.requests)) == (1, 1)
     empty = stream.take_batch(1.0, scheduler.make_stats(), even_if_empty=True)
     assert isinstance(empty, TraceBatch)

@@ -8,7 +8,7 @@ from math import inf
 
 import msgspec
 
-from nbengine.client.trace_mirror import RequestView, StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import RequestView, StepView, TraceMirror
 from nbengine.ipc.messages import EngineCoreOutput
 from nbengine.metrics.trace import TraceBatch, TraceMessage, TraceSnapshot
 from nbengine.scheduler.output import SchedulerOutput
@@ -19,7 +19,7 @@ from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.simulation import Simulation
 
 RECENT = 30
-"""Steps that are looked at after each message; an outcome comes earlier than so many steps later."""
+"""Steps that are looked at after each message; an outcome comes fewer steps later than that."""
 STATES = {
     RequestStatus.WAITING: "waiting",
     RequestStatus.RUNNING: "running",
@@ -34,7 +34,7 @@ def over_the_wire(message: TraceMessage) -> TraceMessage:
 
 @dataclass
 class StepTruth:
-    """What a step was, from its plan, the scheduler after it, and the outputs."""
+    """The truth about a step, from its plan, the scheduler after it, and the outputs."""
 
     entries: list[tuple[int, int, int]]
     """(number, tokens, computed before)."""
@@ -48,7 +48,7 @@ class StepTruth:
 
     @property
     def is_visible(self) -> bool:
-        """Whether followers hear of it: something was computed, or somebody lost blocks."""
+        """Return whether followers hear of the step: something was computed, or somebody lost blocks."""
         return bool(self.entries or self.preempted)
 
 
@@ -66,7 +66,7 @@ class TracedSimulation(Simulation):
         self.ends: dict[int, tuple[float, float]] = {}
         """The same of the token that ended it."""
         self._told_since: dict[TraceMirror, float] = {}
-        """When each mirror got its latest snapshot."""
+        """The times at which each mirror got its latest snapshot."""
         self.contents: dict[bytes, list[int]] = {}
         """Tokens by hash."""
         self._unheard_of: set[bytes] = set()
@@ -94,7 +94,7 @@ class TracedSimulation(Simulation):
         return mirror
 
     def unsubscribe_all(self) -> None:
-        """Nothing is recorded until the next one comes; then those who were there start anew as well."""
+        """Record nothing until the next follower comes; then those that were there start again as well."""
         self.stream.record(False)
         assert not self.stream.has_events
         assert self.scheduler.observer is None
@@ -207,7 +207,7 @@ class TracedSimulation(Simulation):
     # What a mirror must know.
 
     def compare(self, mirror: TraceMirror) -> None:
-        """All of the mirror's state, after the latest message."""
+        """Compare all of the mirror's state, after the latest message."""
         scheduler, stats = self.scheduler, self.scheduler.make_stats()
         # A step in which nothing happens is not published.
         assert mirror.stats.step_counter <= stats.step_counter
@@ -231,7 +231,7 @@ class TracedSimulation(Simulation):
         self._compare_times(mirror)
 
     def _compare_times(self, mirror: TraceMirror) -> None:
-        """A time is told while it is now, or never."""
+        """Check that a time is told while it is now, or never."""
         since = self._told_since[mirror]
         for number, view in {**mirror.finished, **mirror.requests}.items():
             before, after = self.first_tokens.get(number, (inf, inf))
@@ -248,7 +248,8 @@ class TracedSimulation(Simulation):
         for block_hash, block_id in cached.items():
             row = mirror.blocks.token_ids[block_id].tolist()
             is_unknown = row == [-1] * self.limits.block_size
-            assert row == self.contents[block_hash] or (is_unknown and block_hash in self._unheard_of)
+            # The keys of all groups but the first end with the group's number.
+            assert row == self.contents[block_hash[:32]] or (is_unknown and block_hash in self._unheard_of)
         uncached = set(range(self.limits.num_blocks)) - set(cached.values())
         assert (mirror.blocks.token_ids[sorted(uncached)] == -1).all()
 
@@ -272,7 +273,7 @@ class TracedSimulation(Simulation):
 
 
 def compare_blocks(mirror: TraceMirror, scheduler: Scheduler) -> None:
-    """Reference counts, tables, what can be found."""
+    """Compare reference counts, tables, and what can be found."""
     blocks, pool = mirror.blocks, scheduler.kv_cache_manager.block_pool
     assert blocks.num_blocks == pool.num_blocks
     assert blocks.ref_counts.tolist() == [pool.ref_count(b) for b in range(pool.num_blocks)]
@@ -291,7 +292,7 @@ def compare_blocks(mirror: TraceMirror, scheduler: Scheduler) -> None:
 
 
 def compare_request(view: RequestView, request: Request) -> None:
-    """One unfinished request."""
+    """Compare one unfinished request."""
     assert view.state == STATES[request.status]
     assert view.block_ids == request.block_ids
     assert view.num_computed_tokens == request.num_computed_tokens

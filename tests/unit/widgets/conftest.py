@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbengine.client.connection import ConnectionInfo
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following import feed as feed_module
 from nbengine.widgets.following.feed import EngineFeed, FeedListener
 from nbengine.widgets.following.ownership import Owner

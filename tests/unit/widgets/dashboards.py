@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nbengine.client.trace_mirror import BlockMap, RequestView, StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import BlockMap, RequestView, StepView, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.metrics.trace import (
     BlocksCached,
@@ -75,7 +75,7 @@ class SmallEngine:
         )
 
     def add(self, prompt: int, max_tokens: int, *, group: int = -1, name: str = "") -> int:
-        """A request; those of a group have the same prompt, as far as both go."""
+        """Add a request; those of a group have the same prompt, as far as both go."""
         number = self._added
         self._added += 1
         self._waiting.append(_Job(number, prompt, group, max_tokens))
@@ -97,7 +97,7 @@ class SmallEngine:
                 self.step()
 
     def step(self) -> None:
-        """One step."""
+        """Make one step."""
         budget, planned, admitted, new = self._budget, [], [], []
         for job in list(self._running):
             if job in self._running and (count := min(budget, self._needed(job))):
@@ -259,7 +259,7 @@ def state_of(
     note: str = "",
     waves: WaveTimeline | None = None,
 ) -> DashboardState:
-    """What a feed would give."""
+    """Make the state that a feed would give."""
     mirrors = {engine.mirror.engine_index: engine.mirror for engine in engines}
     now = max((engine.time for engine in engines), default=START)
     return DashboardState(

@@ -53,7 +53,7 @@ UNCHANGING = {
 
 
 class FrameDecoder:
-    """What a script knows after the frames that it has got, each through JSON."""
+    """The knowledge of a script after the frames that it has got, each through JSON."""
 
     def __init__(self) -> None:
         self.seq: int | None = None
@@ -81,7 +81,7 @@ class FrameDecoder:
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """The table, in its order."""
+        """Return the rows of the table, in its order."""
         rows = [
             {**row, "rank": rank} for rank, known in self.ranks.items() for row in known.requests.values()
         ]
@@ -153,5 +153,5 @@ class FrameDecoder:
 
 
 def unpacked(word: int) -> tuple[int, bool, int]:
-    """References, whether it is cached, the holder's number."""
+    """Return a block's references, whether it is cached, and the holder's number."""
     return word & 0xFFF, bool(word >> 12 & 1), word >> 13

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbengine.client.trace_mirror import RequestView, TraceMirror
+from nbengine.client.observe.trace_mirror import RequestView, TraceMirror
 from nbengine.widgets.dashboard.frames import MOST_ENDED, Frame, FrameBuilder
 from nbengine.widgets.following.dashboard_state import DashboardState
 from tests.unit.widgets.frame_decoder import FrameDecoder, unpacked
@@ -37,7 +37,7 @@ class Reader:
         return frame
 
     def take_all(self, state: DashboardState) -> None:
-        """Everything that there is to tell."""
+        """Take everything that there is to tell."""
         while self.take(state) is not None:
             assert len(self.frames) < 5000
 
@@ -60,7 +60,7 @@ def kinds_of(mirror: TraceMirror) -> list[list[tuple[int, int, int, int]]]:
 
 
 def assert_same(decoder: FrameDecoder, mirror: TraceMirror, *, kinds: bool = True) -> None:
-    """The reader of frames knows what the mirror knows."""
+    """Check that the reader of frames knows what the mirror knows."""
     known = decoder.ranks[mirror.engine_index]
     blocks = mirror.blocks
     assert [unpacked(word) for word in known.words] == [
@@ -90,7 +90,7 @@ def assert_same(decoder: FrameDecoder, mirror: TraceMirror, *, kinds: bool = Tru
 
 
 def row_of(rank: int, view: RequestView) -> dict[str, object]:
-    """What the table has of a request that is not this notebook's."""
+    """Make the row that the table has of a request that is not this notebook's."""
     added = view.added
     return {
         "rank": rank,

@@ -23,14 +23,14 @@ class Stroke:
     thickness: float
 
     def cells(self, pitch: int, left: float = 8.0) -> Iterator[tuple[int, float]]:
-        """(column, height) of the dashes of a horizontal one."""
+        """Yield (column, height) of the dashes of a horizontal stroke."""
         first = round((self.x - left) / pitch)
         for column in range(first, first + round((self.length + 1) / pitch)):
             yield column, self.y
 
 
 def strokes_in(element: ElementTree.Element) -> list[Stroke]:
-    """Those of all paths made of moves and horizontal or vertical lines."""
+    """List the strokes of all paths made of moves and horizontal or vertical lines."""
     found = []
     for path in element.iter(f"{SVG}path"):
         x = y = 0.0
@@ -46,7 +46,7 @@ def strokes_in(element: ElementTree.Element) -> list[Stroke]:
 
 
 def texts_fit(root: ElementTree.Element) -> bool:
-    """Whether all texts, strokes and boxes lie within the picture."""
+    """Return whether all texts, strokes and boxes lie within the picture."""
     _, _, width, height = map(float, root.get("viewBox", "").split())
     for text in root.iter(f"{SVG}text"):
         size = float(text.get("font-size") or 12)

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 import zmq
 
-from nbengine.client.connection import ConnectionInfo
 from nbengine.config import EngineArgs
+from nbengine.ipc.liveness import this_process
 from nbengine.ipc.messages import STATS_TOPIC, TRACE_TOPIC
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -25,6 +24,7 @@ from nbengine.metrics.trace import (
     TraceMessage,
     TraceSnapshot,
 )
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed
 
@@ -42,7 +42,7 @@ def make_info(directory: Path, name: str = "dense", **arguments: object) -> Conn
         run_dir=str(directory),
         log_path=f"/logs/{name}.log",
         host_pid=os.getpid(),
-        host_create_time=psutil.Process().create_time(),
+        host_started=this_process().started,
         config=EngineArgs.from_kwargs({"model": "random-tiny", **arguments}).create_engine_config(
             bound=False
         ),
@@ -58,7 +58,7 @@ class Publisher:
         self.seq = 0
         self.incarnation = 0
         self.topics: list[bytes] = []
-        """What was subscribed to (\\x01) and left (\\x00), in order."""
+        """The topics that were subscribed to (\\x01) and left (\\x00), in order."""
         self.requests: list[RequestTrace] = []
         """Those that a snapshot has."""
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ class Listener:
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[DashboardState], bool]) -> DashboardState:
-        """The first state, from now on, for which it holds."""
+        """Wait for the first state, from now on, for which the condition holds."""
         with self._changed:
             found = self._changed.wait_for(lambda: bool(self.states) and condition(self.states[-1]), DEADLINE)
             assert found, f"never came; last: {self.states[-1:]}"

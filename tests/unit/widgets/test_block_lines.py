@@ -1,4 +1,4 @@
-"""What is said of a block's contents and of the text before it."""
+"""Lines tell of a block's contents and of the text before it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nbengine.client.trace_mirror import BlockMap, RequestView, TraceMirror
+from nbengine.client.observe.trace_mirror import BlockMap, RequestView, TraceMirror
 from nbengine.metrics.trace import PROMPT_PREVIEW_TOKENS, RequestAdded
 from nbengine.widgets.dashboard.block_lines import MOST_CHARACTERS, MOST_TOKENS_BEFORE, block_lines
 

@@ -23,7 +23,8 @@ def events_of(*engines: SmallEngine) -> list[dict[str, Any]]:
 
 
 def check_rules(events: list[dict[str, Any]]) -> None:
-    """What the Trace Event Format asks of each kind of event, and that no two spans of a track overlap."""
+    """Check what the Trace Event Format asks of each kind of event, and that no two spans of a track
+    overlap."""
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
         assert event["ph"] in ("X", "C", "i", "M")
@@ -50,7 +51,7 @@ def check_rules(events: list[dict[str, Any]]) -> None:
 
 
 def let_overlap(engine: SmallEngine, depth: int) -> None:
-    """Let the outcome of each step come when so many, it included, are in flight."""
+    """Let the outcome of each step come when `depth` steps, it included, are in flight."""
     steps = list(engine.mirror.steps)
     for at, step in enumerate(steps[:-1]):
         if depth > 1:

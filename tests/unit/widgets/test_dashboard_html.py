@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nbengine.client.trace_mirror import TraceMirror
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.widgets.following.dashboard_state import DashboardState, EngineLabel, Rates
 from nbengine.widgets.pictures.figures import header
@@ -29,7 +29,7 @@ VOID = {"img", "br", "hr"}
 
 
 class Page(HTMLParser):
-    """Which elements there are, whether they are closed in order, and the text of table cells."""
+    """A parsed page: its elements, which must be closed in order, and the text of table cells."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the dashboard's forms are made of: blocks in cells, steps in a grid, loads over time, figures in words."""
+"""The dashboard shows blocks in cells, steps in a grid, loads over time, and figures in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.client.trace_mirror import BlockMap, RequestView, StepView, TraceMirror
+from nbengine.client.observe.trace_mirror import BlockMap, RequestView, StepView, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.metrics.trace import RequestAdded
 from nbengine.widgets.dashboard.palette import REQUESTS
@@ -86,7 +86,7 @@ def test_the_line_about_blocks_says_how_many_there_are_of_each_kind() -> None:
 
 
 def rows_of(mirror: TraceMirror, steps: int = 100, rows: int = 20) -> dict[int, str]:
-    """By number: P, D, R a column, "h", "x" and "|" after it for hits, preemptions and the end."""
+    """Write rows by number: P, D, R a column, "h", "x" and "|" after it for hits, preemptions and the end."""
     letters = {None: ".", PROMPT: "P", DECODE: "D", RECOMPUTED: "R"}
     text = {}
     for row in grid_of(mirror, steps, rows).rows:
@@ -228,7 +228,6 @@ def test_rows_of_requests_have_what_is_published() -> None:
         assert row.output == str(view.num_output_tokens)
         assert row.preemptions == str(view.num_preemptions)
         assert row.is_own == (row.name == "generate-7")
-        assert row.is_finished == (view.ended_at is not None)
         assert row.cached + row.computed == min(view.num_computed_tokens, view.added.num_prompt_tokens)
         assert row.done == pytest.approx(
             (row.cached + row.computed + view.num_output_tokens) / view.added.max_total_tokens

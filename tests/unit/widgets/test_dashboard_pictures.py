@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbengine.client.trace_mirror import BlockMap, TraceMirror
+from nbengine.client.observe.trace_mirror import BlockMap, TraceMirror
 from nbengine.widgets.dashboard.palette import REQUESTS, ROLES, request_color
 from nbengine.widgets.dashboard.step_frames import DECODE, PROMPT, RECOMPUTED
 from nbengine.widgets.following.dashboard_state import DashboardState
@@ -45,7 +45,7 @@ def held_strokes(root: ElementTree.Element) -> dict[str, list[Stroke]]:
 
 
 def cells_by_color(root: ElementTree.Element, pitch: int) -> Counter[str]:
-    """How many cells are painted in each colour; a stroke's dashes are its cells."""
+    """Count the cells that are painted in each colour; a stroke's dashes are its cells."""
     return Counter(
         {
             color: sum(round((stroke.length + 1) / pitch) for stroke in strokes)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from nbengine.errors import NBEngineError
+from nbengine.runtime.connection import ConnectionInfo
+from nbengine.widgets.dashboard import plain as plain_module
+from nbengine.widgets.dashboard.plain import INTERVAL, PlainDashboard
 from nbengine.widgets.following.dashboard_state import DashboardState
-from nbengine.widgets.pictures import plain as plain_module
-from nbengine.widgets.pictures.plain import INTERVAL, PlainDashboard
+from nbengine.widgets.following.feed import EngineFeed
 from tests.unit.widgets.dashboards import LABEL, SmallEngine, busy_engine, state_of
+from tests.unit.widgets.publishing import DEADLINE, Deaf, make_info
 
 HOSTILE = "</div><script>alert(1)</script>"
 
@@ -34,7 +41,7 @@ class Reader:
 
     @property
     def text(self) -> str:
-        """All that is shown."""
+        """Return all that is shown."""
         return str(self.header.value + self.pictures.value + self.requests.value + self.answer.value)
 
 
@@ -43,9 +50,18 @@ def clock() -> Clock:
     return Clock()
 
 
+def plain_dashboard(info: ConnectionInfo, clock: Clock) -> Iterator[PlainDashboard]:
+    dashboard = PlainDashboard(info, subscribe=lambda _: nullcontext(Deaf()), clock=clock)
+    yield dashboard
+    feed = dashboard._feed
+    dashboard.close()
+    feed.join(DEADLINE)
+    assert not feed.is_running
+
+
 @pytest.fixture
-def dashboard(clock: Clock) -> PlainDashboard:
-    return PlainDashboard(LABEL, clock)
+def dashboard(info: ConnectionInfo, clock: Clock) -> Iterator[PlainDashboard]:
+    yield from plain_dashboard(info, clock)
 
 
 @pytest.fixture
@@ -124,24 +140,29 @@ def test_a_pause_holds_the_picture_until_the_end(
     reader.pause.value = False
     assert dashboard.show(state_of(engine))
     reader.pause.value = True
-    assert dashboard.show(state_of(engine, state="ended", note="it was stopped"))
+    dashboard.on_state(state_of(engine, state="ended", note="it was stopped"))
     assert "it was stopped" in reader.text
     assert all(control.disabled for control in (reader.pause, reader.choice, reader.abort))
 
 
 def test_abort_names_the_request_that_is_chosen(
-    dashboard: PlainDashboard, reader: Reader, clock: Clock, engine: SmallEngine
+    dashboard: PlainDashboard,
+    reader: Reader,
+    clock: Clock,
+    engine: SmallEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
 
-    def abort(rank: int, number: int) -> None:
+    def abort(feed: EngineFeed, _: DashboardState, rank: int, number: int) -> None:
+        assert feed is dashboard._feed
         asked.append((rank, number))
         if number == 2:
-            raise ValueError(HOSTILE)
+            raise NBEngineError(HOSTILE)
 
+    monkeypatch.setattr(plain_module, "abort", abort)
+    assert reader.abort.disabled, "there is no request"
     dashboard.show(state_of(engine))
-    assert reader.abort.disabled, "nobody would do it"
-    dashboard.on_abort(abort)
     assert not reader.abort.disabled
     assert [value for _, value in reader.choice.options] == [(0, 0), (0, 1), (0, 2)]
     reader.choice.value = (0, 1)
@@ -205,9 +226,13 @@ def test_a_closed_one_shows_nothing_more(dashboard: PlainDashboard, reader: Read
     assert reader.pause.disabled
 
 
-def test_hostile_names_stay_text(clock: Clock) -> None:
-    dashboard = PlainDashboard(replace(LABEL, model=HOSTILE, name=HOSTILE), clock)
-    reader = Reader(dashboard)
+@pytest.fixture
+def hostile(info: ConnectionInfo, tmp_path: Path, clock: Clock) -> Iterator[PlainDashboard]:
+    yield from plain_dashboard(make_info(tmp_path / "hostile", HOSTILE, model=HOSTILE), clock)
+
+
+def test_hostile_names_stay_text(hostile: PlainDashboard) -> None:
+    dashboard, reader = hostile, Reader(hostile)
     assert "<script" not in reader.text
     engine = SmallEngine()
     engine.add(10, 10, name=HOSTILE)

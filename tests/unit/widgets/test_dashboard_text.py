@@ -41,7 +41,7 @@ def test_a_hundred_columns_hold_everything(state: DashboardState) -> None:
     assert text.startswith(
         "random-tiny · engine demo · 1 engine core · cpu · float32 · running\ntokens in 1,234/s"
     )
-    for word in ("KV use 46.7 %", "again, after a preemption", "◆ prefix hit", "2-9 + held by so many"):
+    for word in ("KV use 46.7 %", "again, after a preemption", "◆ prefix hit", "2-9 + number of holders"):
         assert word in text
 
 

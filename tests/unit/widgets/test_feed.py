@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from nbengine.client.connection import ConnectionInfo, write_connection
 from nbengine.errors import EngineDeadError, NBEngineError
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.metrics.stats import SchedulerStats, WorkerStats
 from nbengine.metrics.trace import RequestAdded, RequestFinished, StepDone, StepPlanned
+from nbengine.runtime.connection import ConnectionInfo, write_connection
 from nbengine.widgets.following import feed as feed_module
 from nbengine.widgets.following import rates as rates_module
 from nbengine.widgets.following.feed import EngineFeed
@@ -33,6 +33,9 @@ class FakeClient:
 
     def abort_soon(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    def go_on_soon(self) -> None:
+        raise NotImplementedError
 
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
@@ -135,7 +138,7 @@ def test_the_end_of_the_host_is_told_with_its_log(
     feed = follow(listener)
     follow(resting)
     listener.wait_for(knows())
-    info.host_create_time -= 1000
+    info.host_started -= 1
     state = listener.wait_for(lambda state: state.state == "ended")
     assert state.note == f"its host, process {info.host_pid}, is gone; the log is /logs/dense.log"
     assert state.rates.tokens_out_per_second is None

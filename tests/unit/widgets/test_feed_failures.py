@@ -1,10 +1,9 @@
-"""What makes no sense, and what fails: nobody is left with a feed that does nothing."""
+"""Nonsense and failures leave nobody with a feed that does nothing."""
 
 from __future__ import annotations
 
 import pytest
 
-from nbengine.client.connection import ConnectionInfo
 from nbengine.metrics.trace import (
     BlocksUncached,
     RequestAdded,
@@ -13,6 +12,7 @@ from nbengine.metrics.trace import (
     StepPlanned,
     TraceEvent,
 )
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following import feed as feed_module
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed

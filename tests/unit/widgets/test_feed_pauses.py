@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from nbengine.client.connection import ConnectionInfo
-from nbengine.client.stats_subscriber import StatsSubscriber
+from nbengine.client.observe.stats_subscriber import StatsSubscriber
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.metrics.trace import RequestAdded, RequestFinished
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.widget import Dashboard
 from nbengine.widgets.following.feed import EngineFeed, Source

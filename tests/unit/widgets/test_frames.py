@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.client.trace_mirror import BlockMap, TraceMirror
+from nbengine.client.observe.trace_mirror import BlockMap, TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
 from nbengine.metrics.trace import BlocksCached, RequestTrace, TraceSnapshot
 from nbengine.widgets.dashboard.frames import FRAME_BYTES, RESET_BYTES
@@ -120,7 +120,7 @@ def test_several_ranks_are_told_apart_and_may_leave() -> None:
     assert_same(reader.decoder, engines[1].mirror)
 
 
-def test_a_restarted_engine_core_begins_anew() -> None:
+def test_a_restarted_engine_core_begins_again() -> None:
     engine, reader = busy_engine(), Reader()
     reader.take_all(state_of(engine))
     again = SmallEngine(num_blocks=30)

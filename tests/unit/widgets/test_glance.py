@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from nbengine.client.connection import ConnectionInfo
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.dashboard.glance import Glance
 from nbengine.widgets.following.feed import EngineFeed
 from tests.unit.widgets.publishing import DEADLINE, Follow, Listener, Publisher

@@ -35,7 +35,7 @@ VISION = {
         [0.004733, 0.691367, 0.303900],
     ],
 }
-"""How linear RGB looks to whom (Machado, Oliveira and Fernandes, 2009)."""
+"""Matrices that turn linear RGB into what each kind of eyes sees (Machado, Oliveira and Fernandes, 2009)."""
 
 
 def linear(color: str) -> NDArray[np.float64]:
@@ -44,7 +44,7 @@ def linear(color: str) -> NDArray[np.float64]:
 
 
 def oklab(color: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where a linear RGB colour lies in a space in which distances are what eyes see."""
+    """Find the place of a linear RGB colour in a space in which distances are what eyes see."""
     to_cones = np.array(
         [
             [0.4122214708, 0.5363325363, 0.0514459929],

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbengine.client.connection import ConnectionInfo
 from nbengine.config import EngineArgs
 from nbengine.ipc.control_messages import EngineReady, WorkerInfo
+from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.processes.tree import read_own_process_tree, read_process_tree
 from tests.unit.widgets.trees import FIRST_CORE, HOST, OWN, make_tree
 
@@ -125,7 +125,7 @@ def test_what_is_read_is_this_process_and_those_that_are_gone(tmp_path: Path) ->
         run_dir=str(tmp_path),
         log_path="",
         host_pid=missing,
-        host_create_time=1.0,
+        host_started=1,
         config=EngineArgs("random-tiny", tensor_parallel_size=2).create_engine_config(bound=False),
         ready=[ready(missing + 1, [worker(0, missing + 2), worker(1, missing + 3)])],
     )

@@ -19,7 +19,7 @@ from tests.unit.widgets.trees import FIRST_CORE, HOST, make_tree, usage
 SVG = "{http://www.w3.org/2000/svg}"
 CHARACTER = 12 * 0.602
 ABOVE, BELOW = 10.0, 3.0
-"""How far letters reach from their base line."""
+"""Pixels that letters reach above and below their base line."""
 
 TREES = {
     "no worker process": make_tree(inside=True),
@@ -96,7 +96,7 @@ def areas_of_line(element: ElementTree.Element) -> list[Area]:
 
 @dataclass
 class Picture:
-    """Where everything is."""
+    """The places of all that is drawn."""
 
     whole: Area
     boxes: list[tuple[Area, list[Area]]]

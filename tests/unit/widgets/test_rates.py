@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbengine.client.trace_mirror import TraceMirror
+from nbengine.client.observe.trace_mirror import TraceMirror
 from nbengine.metrics.stats import EngineStats, SchedulerStats, WorkerStats
 from nbengine.metrics.trace import (
     BlocksCached,
@@ -112,7 +112,7 @@ class SteadyEngine:
         self._stats = SchedulerStats(0, num_running_reqs=1, num_blocks=16, num_free_blocks=15)
 
     def begin_anew(self) -> None:
-        """A snapshot comes."""
+        """Let a snapshot come."""
         added = RequestAdded(0, "r", 0, START, 4, 100_000, [1])
         request = RequestTrace(added, True, 4 + self._steps, 1 + self._steps, 0, 0, [1])
         self.mirror.apply(

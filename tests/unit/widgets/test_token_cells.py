@@ -18,7 +18,7 @@ HOSTILE = ["<script>alert(1)</script>", "</span>", '"', "' onload='x", "&lt;", "
 
 
 class Reader(HTMLParser):
-    """What a browser would make of HTML: its tags, titles and text."""
+    """A reader of HTML that keeps what a browser would: tags, titles and text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Reader(HTMLParser):
         (None, "unknown"),
     ],
 )
-def test_probabilities_in_words(probability: float | None, words: str) -> None:
+def test_probabilities_are_put_into_words(probability: float | None, words: str) -> None:
     assert percent(probability) == words
 
 

@@ -1,4 +1,5 @@
-"""What engine cores did, from snapshots: counted once, in the right wave, and drawn where it happened."""
+"""Snapshots tell what engine cores did: it is counted once, in the right wave, and drawn where it
+happened."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def core(rank: int, steps: int, dummies: int = 0, requests: int = 0) -> SchedulerStats:
-    """An engine core in lock step; its step counter is that of a wave and begins anew."""
+    """Make the statistics of an engine core in lock step, whose step counter begins again with each wave."""
     return SchedulerStats(
         engine_index=rank,
         num_running_reqs=requests,
@@ -81,7 +82,9 @@ def test_steps_that_are_reported_when_the_wave_is_over_belong_to_it() -> None:
     assert [(span.ranks[0].steps, span.ranks[0].dummy_steps) for span in timeline.spans] == [(10, 22), (0, 0)]
 
 
-def test_an_engine_core_that_is_started_again_counts_anew_and_one_that_joins_is_absent_before() -> None:
+def test_an_engine_core_that_is_started_again_counts_from_the_start_and_one_that_joins_is_absent_before() -> (
+    None
+):
     recorder = WaveRecorder("dense", lock_step=False)
     plain = [
         SchedulerStats(0, 1, step_counter=500),

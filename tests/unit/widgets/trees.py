@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from nbengine.client.process_usage import ProcessUsage
+from nbengine.client.observe.process_usage import ProcessUsage
 from nbengine.config import ParallelConfig
 from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.widgets.processes.tree import CoreNode, ProcessTree, WorkerNode

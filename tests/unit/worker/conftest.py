@@ -14,12 +14,15 @@ from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from nbengine.ipc.messages import LogprobsLists
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.registry import load_model
-from nbengine.models.tiny import random_tiny
+from nbengine.models.checkpoints.tiny import random_tiny
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.loading import load_model
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from nbengine.worker.model_runner import ModelRunner
+from tests.support.shared_kernels import kernels_are_compiled_once
+
+__all__ = ["kernels_are_compiled_once"]
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +68,12 @@ def new_runner(tiny_config: EngineConfig) -> Runner:
     """Make a runner of random-tiny, or of another model."""
     tiny = load_model(tiny_config.model, torch.device("cpu"), torch.float32)
 
-    def make(model: DecoderForCausalLM = tiny, config: EngineConfig = tiny_config) -> ModelRunner:
-        runner = ModelRunner(config, model, torch.device("cpu"), model.dtype)
+    def make(
+        model: DecoderForCausalLM = tiny,
+        config: EngineConfig = tiny_config,
+        kv_dtype: torch.dtype | None = None,
+    ) -> ModelRunner:
+        runner = ModelRunner(config, model, torch.device("cpu"), kv_dtype or model.dtype)
         runner.initialize_kv_cache(NUM_BLOCKS, MAX_MODEL_LEN)
         return runner
 

@@ -1,4 +1,4 @@
-"""What one request's next token has to be, stage by stage, one request at a time: transformers and numpy."""
+"""A reference of one request's next token, stage by stage, one request at a time: transformers and numpy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Reference:
         return scores[0] - counts * params.frequency_penalty - counts.clamp(max=1) * params.presence_penalty
 
     def probabilities(self, changed: Tensor) -> Tensor:
-        """Of the next token of a random request, from the logits that `changed` gave: float64 [V]."""
+        """Compute the next token's probabilities, float64 [V], from the logits that `changed` gave."""
         params = self.params
         warpers: list[LogitsProcessor] = []
         if params.temperature != 1:
@@ -72,7 +72,7 @@ class Reference:
         return scores[0].softmax(-1)
 
     def accepts(self, token: int, logits: Tensor, uniform: float, grammar: set[int] | None = None) -> bool:
-        """Whether `token` is what the random number leads to, but for rounding."""
+        """Return whether `token` is what the random number leads to, but for rounding."""
         changed = self.changed(logits, grammar)
         if self.params.is_greedy:
             return bool(changed[token] >= changed.max() - 1e-5)

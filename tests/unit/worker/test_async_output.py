@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from nbengine.engine.core import EngineCore
+from nbengine.engine.core.core import EngineCore
 from nbengine.executor.uniproc import UniProcExecutor
 from nbengine.ipc.messages import EngineCoreRequest, LogprobsLists
-from nbengine.models.tiny import random_tiny
-from nbengine.sampling_params import SamplingParams
+from nbengine.models.checkpoints.tiny import random_tiny
+from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nbengine.worker import worker as worker_module
 from nbengine.worker.model_runner import ModelRunner
+from tests.unit.worker.planted import PLANTER
 
 
 class LateTransfer:
@@ -59,7 +60,9 @@ MakeCore = Callable[..., EngineCore]
 def make_core(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCore]:
     cores: list[EngineCore] = []
 
-    def make(*, late: bool, num_blocks: int = 64, **scheduler: int) -> EngineCore:
+    def make(
+        *, late: bool, num_blocks: int = 64, processors: tuple[str, ...] = (), **scheduler: int
+    ) -> EngineCore:
         def runner(*arguments) -> ModelRunner:
             return ModelRunner(*arguments[:4], LateTransfer if late else None)
 
@@ -73,6 +76,7 @@ def make_core(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
                 directory=str(directory),
                 weights=(str(directory / "model.safetensors"),),
                 max_model_len=96,
+                logits_processors=processors,
             ),
             cache=CacheConfig(block_size=16, num_gpu_blocks_override=num_blocks),
             scheduler=SchedulerConfig(**{"max_num_seqs": 6, "async_scheduling": late, **scheduler}),
@@ -85,6 +89,53 @@ def make_core(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
         core.shutdown()
 
 
+def test_a_row_without_numbers_ends_its_request_alone_while_its_next_token_is_in_flight(
+    make_core: MakeCore,
+) -> None:
+    prompts = {name: [20 * place] for place, name in enumerate("abcdef", 1)}
+    expected = tokens_of(
+        make_core(late=False), {name: (prompt, greedy()) for name, prompt in prompts.items()}
+    )
+    core = make_core(late=True, max_num_seqs=4, processors=(PLANTER,))
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    doomed = {
+        "nan": greedy(extra_args={"plant": [3, "nan"]}),
+        "drawn": SamplingParams(seed=1, max_tokens=8, extra_args={"plant": [0, "nan"]}),
+        "nothing": greedy(extra_args={"plant": [1, "nothing"]}),
+        "contradiction": SamplingParams(
+            temperature=0, structured_outputs=choice, allowed_token_ids=[ord("Q")], eos_token_id=1
+        ),
+    }
+    answers, errors = {}, {}
+    for name in "abc":
+        add(core, name, prompts[name], greedy())
+    for name, params in doomed.items():
+        add(core, name, [50, 51], params)
+    for name in "def":
+        add(core, name, prompts[name], greedy())
+    answers = run(core, errors)
+    assert {name: answers[name][0] for name in prompts} == expected
+    assert errors.keys() == doomed.keys()
+    assert "NaN or infinity for token 4 of the output" in errors["nan"]
+    assert "NaN or infinity for token 1 of the output" in errors["drawn"]
+    assert "no token is left for token 2 of the output" in errors["nothing"]
+    assert errors["contradiction"].endswith("structured_outputs and allowed_token_ids forbid every one")
+    assert len(answers["nan"][0]) == 3
+
+
+def test_a_token_that_could_not_be_sampled_is_the_input_of_none_that_counts(make_core: MakeCore) -> None:
+    expected = tokens_of(make_core(late=False), {"a": ([20], greedy())})
+    core = make_core(late=True)
+    errors: dict[str, str] = {}
+    add(core, "a", [20], greedy())
+    add(core, "doomed", [30], greedy(allowed_token_ids=[81], bad_words_token_ids=[[81]]))
+    answers = run(core, errors)
+    # The step after the first was executed before anybody saw what the first had sampled.
+    assert LateTransfer.log.index(("start", 1)) < LateTransfer.log.index(("wait", 0))
+    assert {"a": answers["a"][0], "doomed": answers["doomed"][0]} == {**expected, "doomed": []}
+    assert errors["doomed"].endswith("allowed_token_ids and bad_words forbid every one")
+
+
 def add(core: EngineCore, request_id: str, prompt: list[int], params: SamplingParams) -> None:
     core.add_request(*core.preprocess_add_request(EngineCoreRequest(request_id, prompt, params)))
 
@@ -92,7 +143,8 @@ def add(core: EngineCore, request_id: str, prompt: list[int], params: SamplingPa
 Answers = dict[str, tuple[list[int], list[LogprobsLists], list[LogprobsLists]]]
 
 
-def run(core: EngineCore) -> Answers:
+def run(core: EngineCore, errors: dict[str, str] | None = None) -> Answers:
+    """Step until everything has ended; `errors` gets those of requests that fail."""
     answers: Answers = {}
     while core.has_work():
         outputs, executed = core.step_fn()
@@ -101,6 +153,8 @@ def run(core: EngineCore) -> Answers:
             for output in batch.outputs:
                 tokens, logprobs, prompt_logprobs = answers.setdefault(output.request_id, ([], [], []))
                 tokens += output.new_token_ids
+                if errors is not None and output.error is not None:
+                    errors[output.request_id] = output.error
                 logprobs += [output.new_logprobs] if output.new_logprobs is not None else []
                 prompt_logprobs += (
                     [output.new_prompt_logprobs] if output.new_prompt_logprobs is not None else []

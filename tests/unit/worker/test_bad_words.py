@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
-from nbengine.worker.bad_words import BadWords
+from nbengine.worker.batch.bad_words import BadWords
 
 VOCAB, MAX_LEN = 3, 14
 texts = st.lists(st.integers(0, VOCAB - 1), max_size=7)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import permutations
 from random import Random
 from typing import Any
@@ -15,11 +15,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from nbengine.kernels.attention_metadata import AttentionMetadata
+from nbengine.kernels.torch.backend import TorchKernels
 from nbengine.sampling.random_streams import seeded_stream
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker.input_batch import InputBatch
-from nbengine.worker.step_inputs import StepInputBuilder
+from nbengine.worker.batch.decode_inputs import DecodeInputs
+from nbengine.worker.batch.input_batch import InputBatch
+from nbengine.worker.batch.step_inputs import StepInputBuilder
 
 MAX_REQS, MAX_LEN, BLOCK, VOCAB = 5, 40, 4, 100
 CPU = torch.device("cpu")
@@ -54,6 +57,14 @@ class Histories(RuleBasedStateMachine):
         self.batch = InputBatch(MAX_REQS, MAX_LEN, BLOCK, VOCAB)
         self.known: dict[str, Expected] = {}
         self.count = 0
+        kernels = TorchKernels()
+        self.decodes = [DecodeInputs(self.batch, kernels, BLOCK, pad_single=pads) for pads in (False, True)]
+        self.builders = [
+            StepInputBuilder(
+                self.batch, kernels, max_num_tokens=64, block_size=BLOCK, device=CPU, pad_single=pads
+            )
+            for pads in (False, True)
+        ]
 
     def running(self) -> list[str]:
         return [req_id for req_id, request in self.known.items() if request.running]
@@ -92,6 +103,42 @@ class Histories(RuleBasedStateMachine):
         self.batch.append(rows, tokens)
         for req_id, token in zip(chosen, tokens.tolist(), strict=True):
             self.known[req_id].token_ids.append(token)
+
+    @precondition(lambda self: self.running())
+    @rule(is_due=st.lists(st.booleans(), max_size=2), pads=st.booleans(), some=st.booleans())
+    def lay_out_a_step_of_single_tokens(self, is_due: list[bool], pads: bool, some: bool) -> None:
+        """Those that are not due have one more token after that of the step."""
+        names = self.running()
+        cached = CachedRequestData(req_ids=names)
+        due = [True] * len(names)
+        for place, (name, wanted) in enumerate(zip(names, is_due + [True] * len(names), strict=False)):
+            request = self.known[name]
+            due[place] = wanted or len(request.token_ids) == 1
+            request.num_computed = len(request.token_ids) - (1 if due[place] else 2)
+            cached.num_computed_tokens.append(request.num_computed)
+            cached.new_block_ids.append(None)
+        self.batch.update(plan(cached=cached))
+        scheduled = dict.fromkeys(names[some:] if len(names) > 1 else names, 1)
+        step = plan(scheduled=scheduled)
+        found = self.decodes[pads].build(step)
+        if len(scheduled) < len(names) or not all(due) or (pads and len(names) == 1):
+            assert found is None
+            return
+        assert found is not None
+        expected = self.builders[pads].build(step)
+        assert (found.req_ids, found.logits_index, found.prompt_embeds) == (expected.req_ids, None, [])
+        assert expected.logits_index is None
+        assert np.array_equal(found.sampled, expected.sampled)
+        assert np.array_equal(found.sampled_rows, expected.sampled_rows)
+        assert torch.equal(found.input_ids, expected.input_ids)
+        assert torch.equal(found.positions, expected.positions)
+        for field in fields(AttentionMetadata):
+            one, other = (getattr(inputs.attention, field.name) for inputs in (found, expected))
+            if isinstance(other, torch.Tensor):
+                assert one.dtype is other.dtype
+                assert torch.equal(one, other)
+            else:
+                assert one == other
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())

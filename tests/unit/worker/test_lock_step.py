@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from nbengine.distributed.communicator import SingleGroup
+from nbengine.distributed.data_parallel import RehearsalGroup
 from nbengine.distributed.layout import RankLayout
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError, PeerDiedError
 from nbengine.executor import uniproc
-from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.uniproc import UniProcExecutor
-from nbengine.models.files import resolve_model
-from nbengine.models.registry import weights_bytes_of
-from nbengine.worker import budget as budget_module
+from nbengine.models.checkpoints.files import resolve_model
+from nbengine.models.loading import weights_bytes_of
+from nbengine.runtime.executor_files import ExecutorFiles
+from nbengine.worker.memory import budget as budget_module
 from nbengine.worker.worker import Worker
 
 
@@ -46,7 +49,7 @@ def test_a_worker_that_joins_later_has_room_for_its_weights_and_reads_nothing(
     worker.init_device()
     worker.load_model()
     assert worker.model.weights_bytes == weights_bytes_of(
-        worker.hf_config, worker.dtype, RankLayout(dp_rank=2, dp_size=3, expert_parallel=True)
+        worker.hf_config, worker.precision.dtype, RankLayout(dp_rank=2, dp_size=3, expert_parallel=True)
     )
     assert not any(weight.any() for weight in worker.model.parameters())
     assert worker._parallel.dp.size == 1
@@ -59,7 +62,7 @@ def test_weights_of_all_that_load_at_once_must_fit(
     """Those that join later find the others' weights loaded; the memory that is free is all theirs."""
     whole = worker_of(moe_config)
     whole.init_device()
-    needed = weights_bytes_of(whole.hf_config, whole.dtype)
+    needed = weights_bytes_of(whole.hf_config, whole.precision.dtype)
     monkeypatch.setattr(budget_module, "available_host_memory", lambda: needed + 1)
     later = worker_of(in_core(moe_config, 1, 2, data_parallel_joins_later=True))
     for worker in (whole, later):
@@ -99,12 +102,35 @@ def test_they_meet_in_the_engines_memory_unless_they_are_told_where(
     assert call["max_tensor_bytes"] == config.scheduler.max_num_batched_tokens * hidden_size * 4
 
 
-def test_trying_out_the_largest_step_waits_for_nobody(moe_config: EngineConfig) -> None:
+class Absent(SingleGroup):
+    """A group of four engine cores of which the other three never answer."""
+
+    size = 4
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise AssertionError("waited for the others")
+
+    reduce_scatter = gather
+
+
+def test_trying_out_the_largest_step_waits_for_nobody(
+    moe_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = worker_of(in_core(moe_config, 1, 4, data_parallel_joins_later=True))
     worker.init_device()
     worker.load_model()
     worker.initialize_kv_cache(8)
-    worker.model_runner.profile_run()  # type: ignore[union-attr]
+    worker._parallel.dp.switch(Absent())  # type: ignore[union-attr]
+    sizes: set[int] = set()
+    scatter = RehearsalGroup.reduce_scatter
+
+    def noted(group: RehearsalGroup, x: Tensor) -> Tensor:
+        sizes.add(len(x))
+        return scatter(group, x)
+
+    monkeypatch.setattr(RehearsalGroup, "reduce_scatter", noted)
+    worker.model_runner.profile_run(64)  # type: ignore[union-attr]
+    assert sizes == {4 * moe_config.scheduler.max_num_batched_tokens}
     worker.shutdown()
 
 

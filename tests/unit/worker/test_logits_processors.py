@@ -1,4 +1,4 @@
-"""What a logits processor is told, and what becomes of its logits, while requests come, move, are preempted and go."""
+"""A logits processor is told of requests that come, move, are preempted and go, and its logits are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nbengine.config import EngineConfig
-from nbengine.models.registry import load_model
+from nbengine.models.loading import load_model
 from nbengine.sampling.logits_processor import BatchUpdate, LogitsProcessor, RowAdded, RowMoved, RowRemoved
 from nbengine.sampling_params import SamplingParams
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nbengine.ipc.messages import LogprobsLists
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker import prompt_logprobs
+from nbengine.worker.batch import prompt_logprobs
 
 TOLERANCE = 1e-4
 
@@ -47,7 +47,7 @@ def test_logprobs_are_those_of_transformers(
     driver: Callable, oracle: Callable, chunk: int, chaos: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Pieces of five rows, so that a chunk takes several.
-    monkeypatch.setattr(prompt_logprobs, "_PIECE_BYTES", 5 * 4 * 258)
+    monkeypatch.setattr(prompt_logprobs, "PIECE_BYTES", 5 * 4 * 258)
     random = Random(chunk)
     run = driver(seed=chunk, chaos=chaos, chunk=chunk)
     given = {}

@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from nbengine.errors import EngineStartError
-from nbengine.worker.cgroup import ControlGroup
-from nbengine.worker.memory import GIB, check_kv_cache_fits, check_weights_fit, cpu_kv_budget, gpu_kv_budget
+from nbengine.runtime import capacity
+from nbengine.runtime.cgroup import ControlGroup
+from nbengine.worker.memory.limits import (
+    GIB,
+    check_kv_cache_fits,
+    check_weights_fit,
+    cpu_kv_budget,
+    gpu_kv_budget,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,31 @@ def test_version_1_limits_are_found_where_only_the_root_is_visible(tmp_path: Pat
     )
     assert found.memory_headroom() == 0
     assert found.cpu_limit() == 1
+
+
+@pytest.mark.parametrize(("mapped", "left"), [(0, 2700), (300, 2400), (5000, 2000)])
+def test_files_that_are_mapped_are_in_use_in_a_group(mapped: int, left: int, tmp_path: Path) -> None:
+    stat = f"inactive_file 700\nfile_mapped {mapped}"
+    second = {"memory.max": "5000", "memory.current": "3000", "memory.stat": stat}
+    assert group(tmp_path / "2", "0::/\n", second).memory_headroom() == left
+    first = {
+        "memory/memory.limit_in_bytes": "5000",
+        "memory/memory.usage_in_bytes": "3000",
+        "memory/memory.stat": f"total_inactive_file 700\ntotal_mapped_file {mapped}",
+    }
+    assert group(tmp_path / "1", "3:memory:/x\n", first).memory_headroom() == left
+
+
+def test_files_that_are_mapped_are_in_use_on_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "ControlGroup", lambda: group(tmp_path, "", {}))
+    monkeypatch.setattr(capacity, "_MEMORY", tmp_path / "meminfo")
+    usage = capacity.psutil.virtual_memory()._replace(available=5 * GIB)
+    monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: usage)
+    assert capacity.available_host_memory() == 5 * GIB
+    (tmp_path / "meminfo").write_text("MemFree: 9 kB\nMapped:  3145728 kB\nShmem: 1048576 kB\nHugePages: 0\n")
+    assert capacity.available_host_memory() == 3 * GIB
 
 
 @pytest.mark.parametrize("membership", ["", "0::/\n", "3:memory:/x\n2:cpu:/x\n"])

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from nbengine.distributed.communicator import ParallelState
+from nbengine.distributed.layout import RankLayout
 from nbengine.errors import NBEngineError
-from nbengine.models.decoder import DecoderForCausalLM
-from nbengine.models.decoder_config import DecoderConfig
-from nbengine.models.registry import cpu_has_bf16_products
+from nbengine.kernels.dispatch import select_products
+from nbengine.kernels.quantized import pack
+from nbengine.models.checkpoints.rounding import rounded, rounded_format
+from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.layers.weights import ALL_DENSE, PackedFormats
+from nbengine.models.loading import cpu_has_bf16_products
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.random_streams import seeded_stream, uniforms
 from nbengine.sampling.sampler import Sampler
@@ -56,7 +62,7 @@ def test_chunks_preemptions_and_batch_order_do_not_change_the_tokens(driver, ora
 
 
 def expected_tokens(oracle, prompt: list[int], output: list[int], params: SamplingParams) -> list[int]:
-    """What each output token has to be, given those before it, from logits computed in one dense pass."""
+    """Compute what each output token has to be, given those before it, from the logits of one dense pass."""
     count = len(output)
     logits = oracle(prompt + output[:-1])[len(prompt) - 1 :]
     metadata = SamplingMetadata.build(
@@ -158,21 +164,50 @@ def test_calls_out_of_turn_are_refused(driver) -> None:
         runner.execute_model(SchedulerOutput([], CachedRequestData(), {}, 0, set()))
 
 
+def test_a_plan_with_drafts_is_refused_because_nothing_would_be_sampled_for_them(driver) -> None:
+    run = driver()
+    run.add("a", [1, 2, 3], SamplingParams(temperature=0))
+    run.step()
+    plan = run._plan()
+    plan.scheduled_spec_decode_tokens = {"a": [7]}
+    plan.num_scheduled_tokens["a"] += 1
+    plan.total_num_scheduled_tokens += 1
+    with pytest.raises(NBEngineError, match="drafts for a; the model runner computes no drafts"):
+        run.runner.execute_model(plan)
+
+
 def test_a_profile_run_leaves_no_trace(driver, oracle) -> None:
     run = driver()
-    run.runner.profile_run()
+    run.runner.profile_run(96)
     run.add("a", [1, 2, 3], SamplingParams(temperature=0), max_tokens=4)
     tokens = run.run()["a"]
     assert tokens[0] == oracle([1, 2, 3])[-1].argmax()
 
 
-@pytest.mark.skipif(not cpu_has_bf16_products(), reason="other processors sum bfloat16 products differently")
-def test_bfloat16_logits_are_the_same_bits_alone_and_in_company(driver, new_runner) -> None:
+@pytest.fixture(params=["dense", "int4"])
+def bfloat16_model(request: pytest.FixtureRequest) -> DecoderForCausalLM:
+    """A decoder of random weights, in bfloat16 or rounded."""
     config = DecoderConfig(64, 576, 1536, 2, 9, 3, 64, 1e-5, 1e4, None, 128, tie_word_embeddings=True)
-    model = DecoderForCausalLM(config, dtype=torch.bfloat16, device=torch.device("cpu"))
+    cpu, packed = torch.device("cpu"), ALL_DENSE
+    if request.param == "int4":
+        shapes = DecoderForCausalLM(config, dtype=torch.bfloat16, device=torch.device("meta")).weight_slots()
+        names = [name for name, slot in shapes.items() if len(slot.full_shape) == 2]
+        products = select_products(cpu)
+        packed = PackedFormats(dict.fromkeys(names, rounded_format(4)), products)
+    model = DecoderForCausalLM(config, dtype=torch.bfloat16, device=cpu, packed=packed)
     generator = torch.Generator().manual_seed(0)
-    for weight in model.parameters():
+    for slot in model.weight_slots().values():
+        weight = torch.empty(slot.full_shape)
         weight.normal_(1 if weight.ndim == 1 else 0, 0.05, generator=generator)
+        slot.tensor.copy_(weight if slot.form is None else pack(slot.form, rounded(4, weight)))
+    return model
+
+
+@pytest.mark.skipif(not cpu_has_bf16_products(), reason="other processors sum bfloat16 products differently")
+def test_bfloat16_logits_are_the_same_bits_alone_and_in_company(
+    driver, new_runner, bfloat16_model, monkeypatch
+) -> None:
+    model = bfloat16_model
 
     def logits_of_x(others: int) -> list[torch.Tensor]:
         runner = new_runner(model)
@@ -195,3 +230,41 @@ def test_bfloat16_logits_are_the_same_bits_alone_and_in_company(driver, new_runn
     assert len(alone) == 24
     for others in (1, 7):
         assert all(map(torch.equal, alone, logits_of_x(others)))
+
+    # Torch's products with one row would have other bits; those with quantised weights compute no padding.
+    sizes = []
+    step = model.step
+    monkeypatch.setattr(model, "step", lambda ids, *rest: sizes.append(len(ids)) or step(ids, *rest))
+    logits_of_x(0)
+    assert sizes == [3, *[2 if model.pads_single_rows else 1] * 23]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dense", "pads"),
+    [
+        *((RankLayout(pp_rank=rank, pp_size=2), dense, True) for rank in range(2) for dense in (True, False)),
+        *(
+            (RankLayout(tp_rank=rank, tp_size=3), dense, dense)
+            for rank in range(3)
+            for dense in (True, False)
+        ),
+        (RankLayout(tp_size=3, expert_parallel=True), False, True),
+    ],
+)
+def test_ranks_that_exchange_hidden_states_pad_alike_whatever_each_holds_quantised(
+    layout: RankLayout, dense: bool, pads: bool
+) -> None:
+    """The output projection of the last stage, say, is `dense` where the layers of the first are not."""
+    config = DecoderConfig(64, 576, 1536, 2, 9, 3, 64, 1e-5, 1e4, None, 128, tie_word_embeddings=False)
+    nowhere = torch.device("meta")
+    names = DecoderForCausalLM(config, dtype=torch.bfloat16, device=nowhere).weight_slots()
+    formats = {
+        name: rounded_format(4)
+        for name, slot in names.items()
+        if len(slot.full_shape) == 2 and not (dense and name == "lm_head.weight")
+    }
+    packed = PackedFormats(formats, select_products(torch.device("cpu")))
+    model = DecoderForCausalLM(
+        config, dtype=torch.bfloat16, device=nowhere, parallel=ParallelState(layout), packed=packed
+    )
+    assert model.pads_single_rows == pads

@@ -1,4 +1,4 @@
-"""The pooler by itself: rows of its accumulator go to whoever runs, and nothing of a former owner is left in them."""
+"""The pooler gives rows of its accumulator to requests that run, with nothing of a former owner in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from nbengine.sampling_params import PoolingParams
-from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker.pooler import Pooler
+from nbengine.scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from nbengine.worker.batch.allocation import Allocations
+from nbengine.worker.batch.pooler import PooledStep, Pooler
 
 MEAN = PoolingParams(task="embed", pooling="mean", normalize=False)
 
@@ -26,14 +27,21 @@ def plan(
     )
 
 
+def results_of(step: PooledStep) -> dict[str, np.ndarray]:
+    output = ModelRunnerOutput([], [])
+    step.put_results(output, Allocations())
+    assert output.pooler_output is not None
+    return output.pooler_output
+
+
 def pooled(pooler: Pooler, **states: list[float]) -> dict[str, list[float]]:
-    """One step in which each request has these hidden states of one dimension."""
+    """Make one step in which each request has these hidden states of one dimension."""
     hidden = torch.tensor([value for values in states.values() for value in values])[:, None]
     step = pooler.pool(hidden, list(states), {name: len(values) for name, values in states.items()})
-    return {} if step is None else {name: data.tolist() for name, data in step.results().items()}
+    return {} if step is None else {name: data.tolist() for name, data in results_of(step).items()}
 
 
-def test_a_preempted_request_gives_its_row_up_and_begins_anew() -> None:
+def test_a_preempted_request_gives_its_row_up_and_begins_again() -> None:
     pooler = Pooler(1, 1, torch.device("cpu"), None)
     pooler.update(plan(new={"a": 3}))
     assert pooled(pooler, a=[5.0, 6.0]) == {}
@@ -55,6 +63,6 @@ def test_requests_that_are_not_pooled_and_padding_count_for_nothing() -> None:
     hidden = torch.tensor([9.0, 1.0, 9.0, 3.0, 5.0, 9.0])[:, None]
     step = pooler.pool(hidden, ["x", "a", "y", "b"], {"x": 1, "a": 1, "y": 1, "b": 2})
     assert step is not None
-    results = step.results()
+    results = results_of(step)
     assert {name: data.tolist() for name, data in results.items()} == {"a": [1.0], "b": [4.0]}
     assert all(data.dtype == np.float32 for data in results.values())

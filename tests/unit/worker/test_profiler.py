@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def event(name: str, start: float, duration: float, cat: str = "cpu_op", thread:
 
 
 def rows(summary: str) -> dict[str, tuple[int, float, str]]:
-    """Calls, milliseconds and share by operation."""
+    """Return calls, milliseconds and share by operation."""
     cells = [line.split() for line in summary.splitlines()[1:]]
     return {name: (int(calls), float(time), share) for name, calls, time, share in cells}
 
@@ -84,6 +86,22 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(UtilityError, match="no profile can be written to"):
         WorkerProfiler(str(tmp_path / "file" / "below"), 3, torch.device("cpu"))
+
+
+def test_a_profile_that_there_is_no_room_for_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bytes = Path.write_bytes
+
+    def write_half(self: Path, data: bytes) -> int:
+        write_bytes(self, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    profiler = WorkerProfiler(str(tmp_path), 1, torch.device("cpu"))
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(UtilityError, match="No space left"):
+        profiler.stop()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_records_one_profile_at_a_time(tiny_config: EngineConfig, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers_in_chunks_mixed_and_preempted(
 
 def test_the_models_own_embeddings_give_the_tokens_that_the_token_ids_give(driver, new_runner) -> None:
     runner = new_runner()
-    table = runner._model.embed_tokens.weight
+    table = runner._model.embed_tokens.weight.tensor
     prompts = [[Random(i).randrange(256) for _ in range(5 * i + 1)] for i in range(6)]
     outputs = {}
     for kind in ("tokens", "embeds"):
@@ -136,6 +136,6 @@ class _Spy:
         self.given: list[bool] = []
         self.compute_logits, self.embed, self.config = model.compute_logits, model.embed, model.config
 
-    def forward(self, input_ids, positions, kv_caches, attn, inputs_embeds=None):
+    def step(self, input_ids, positions, kv_caches, attn, inputs_embeds=None):
         self.given.append(inputs_embeds is not None)
-        return self.model.forward(input_ids, positions, kv_caches, attn, inputs_embeds)
+        return self.model.step(input_ids, positions, kv_caches, attn, inputs_embeds)

@@ -18,7 +18,7 @@ from nbengine.sampling.rows import rows_of
 from nbengine.sampling.sampler import Sampler, SamplerOutput
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
-from nbengine.worker.input_batch import InputBatch
+from nbengine.worker.batch.input_batch import InputBatch
 from tests.unit.worker.sampling_reference import Reference
 
 MAX_REQS, MAX_LEN, BLOCK, VOCAB = 5, 90, 4, 77
@@ -60,7 +60,7 @@ def plan(**changes: Any) -> SchedulerOutput:
 def sample(
     batch: InputBatch, rows: np.ndarray, logits: torch.Tensor, grammar: TokenMask | None
 ) -> SamplerOutput:
-    """What the model runner does with the logits of a step."""
+    """Do what the model runner does with the logits of a step."""
     sampling = batch.sampling
     metadata = sampling.metadata(rows)
     uniform = torch.from_numpy(sampling.uniforms(rows)) if metadata.random else None

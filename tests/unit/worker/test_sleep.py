@@ -11,8 +11,8 @@ import torch
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, ModelLoadError
 from nbengine.scheduler.output import CachedRequestData, SchedulerOutput
-from nbengine.worker import budget as budget_module
-from nbengine.worker.offload import WeightsOffload
+from nbengine.worker.memory import budget as budget_module
+from nbengine.worker.memory.offload import WeightsOffload
 from nbengine.worker.worker import Worker
 
 

@@ -21,9 +21,11 @@ from parallel_support import ThreadWorld
 from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.distributed.communicator import ParallelState
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, LogprobsLists
-from nbengine.models import tiny
-from nbengine.models.registry import load_model
+from nbengine.kv_cache.specs import ONE_GROUP
+from nbengine.models.checkpoints import tiny
+from nbengine.models.loading import load_model
 from nbengine.sampling_params import PoolingParams, SamplingParams
+from nbengine.scheduler.options import SchedulerOptions
 from nbengine.scheduler.output import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
@@ -63,7 +65,8 @@ class Ranks:
             plans.put(pickle.dumps(plan))
 
     def output(self) -> ModelRunnerOutput:
-        """Of the oldest plan that has not been asked for; all ranks that sample have the same."""
+        """Return the output of the oldest plan that has not been asked for; all ranks that sample have the
+        same."""
         outputs = [self._take(rank) for rank in range(len(self._outputs))]
         for rank, output in enumerate(outputs):
             if rank not in self._sampling:
@@ -71,6 +74,7 @@ class Ranks:
         sampled = [outputs[rank] for rank in self._sampling]
         assert all(other.sampled_token_ids == sampled[0].sampled_token_ids for other in sampled)
         assert all(other.logprobs == sampled[0].logprobs for other in sampled)
+        assert all(other.faults == sampled[0].faults for other in sampled)
         return sampled[0]
 
     def _take(self, rank: int) -> ModelRunnerOutput:
@@ -83,7 +87,7 @@ class Ranks:
     def _run(self) -> None:
         try:
             self._world.run(self._serve)
-        except BaseException as error:  # noqa: BLE001  # whoever waits for an output gets it
+        except BaseException as error:  # noqa: BLE001  # the caller that waits for an output gets it
             for outputs in self._outputs:
                 outputs.put(error)
 
@@ -100,12 +104,13 @@ class Ranks:
 
 @dataclass
 class Result:
-    """What came of a request."""
+    """The result of a request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[LogprobsLists] = field(default_factory=list)
     prompt_logprobs: LogprobsLists | None = None
     pooled: Any = None
+    error: str | None = None
 
     def take(self, output: EngineCoreOutput) -> None:
         self.tokens += output.new_token_ids
@@ -115,6 +120,7 @@ class Result:
             self.prompt_logprobs = output.new_prompt_logprobs
         if output.pooling_output is not None:
             self.pooled = output.pooling_output
+        self.error = output.error
 
 
 @dataclass(frozen=True)
@@ -130,13 +136,15 @@ class Arrival:
 class Engine:
     """The loop of an engine core around ranks: at random plans ahead or waits for the oldest step."""
 
+    groups = ONE_GROUP
+
     def __init__(self, config: EngineConfig, num_blocks: int, seed: int = 0) -> None:
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
             num_blocks,
             MAX_MODEL_LEN,
-            num_stages=config.parallel.pipeline_parallel_size,
+            options=SchedulerOptions(num_stages=config.parallel.pipeline_parallel_size, groups=self.groups),
         )
         self._depth = config.parallel.pipeline_parallel_size
         self._ranks = Ranks(config, num_blocks)
@@ -230,9 +238,9 @@ EVERYTHING = [Arrival(kind, kind, step) for step, kind in enumerate(KINDS) if ki
 def request_of(arrival: Arrival) -> EngineCoreRequest:
     prompt, params = KINDS[arrival.kind]
     wire = EngineCoreRequest(arrival.name, prompt, params, arrival_time=0.0)
-    if arrival.kind == "embeds":
+    if prompt is None:
         wire.prompt_embeds = torch.randn(19, 64, generator=torch.Generator().manual_seed(1))
-    if arrival.kind == "pooled":
+    if params is None:
         wire.pooling_params = POOLED
     return wire
 
@@ -250,7 +258,7 @@ def five_layers(tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(five_layers: EngineConfig) -> dict[str, Result]:
-    """Of one rank and one step at a time, with room for all."""
+    """Compute the results of one rank, one step at a time, with room for all."""
     engine = Engine(five_layers, 400)
     results = engine.run(EVERYTHING)
     assert engine.most_in_flight == 1

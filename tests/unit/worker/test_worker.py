@@ -11,15 +11,15 @@ import torch
 
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, ModelLoadError
-from nbengine.executor.files import ExecutorFiles
 from nbengine.executor.uniproc import UniProcExecutor
-from nbengine.executor.worker_board import WorkerBoard
 from nbengine.ipc.control_messages import Progress
-from nbengine.worker import budget as budget_module
-from nbengine.worker import model_runner as model_runner_module
+from nbengine.runtime.cgroup import ControlGroup
+from nbengine.runtime.executor_files import ExecutorFiles
+from nbengine.runtime.worker_board import WorkerBoard
 from nbengine.worker import worker as worker_module
-from nbengine.worker.cgroup import ControlGroup
-from nbengine.worker.memory import GIB
+from nbengine.worker.memory import budget as budget_module
+from nbengine.worker.memory import layer_caches
+from nbengine.worker.memory.limits import GIB
 from nbengine.worker.threads import TorchThreads
 from nbengine.worker.worker import Worker
 
@@ -49,7 +49,7 @@ def loaded(config: EngineConfig) -> Worker:
     return worker
 
 
-def test_reports_what_it_loaded(tiny_config: EngineConfig) -> None:
+def test_a_worker_reports_what_it_loaded(tiny_config: EngineConfig) -> None:
     messages: list[Progress] = []
     worker = Worker(tiny_config, messages.append)
     worker.init_device()
@@ -124,7 +124,7 @@ def test_a_failing_allocation_names_the_numbers(
     def out_of_memory(*arguments: object) -> torch.Tensor:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(model_runner_module, "zeros_in_huge_pages", out_of_memory)
+    monkeypatch.setattr(layer_caches, "zeros_in_huge_pages", out_of_memory)
     with pytest.raises(
         EngineStartError, match=r"\(50 blocks\) on cpu; lower kv_cache.*Cannot alloc"
     ) as raised:

@@ -12,12 +12,12 @@ from nbengine.config import EngineConfig, ParallelConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState, SingleRank
 from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError
-from nbengine.executor.files import ExecutorFiles
-from nbengine.models.registry import weights_bytes_of
-from nbengine.worker import budget as budget_module
+from nbengine.models.loading import weights_bytes_of
+from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.worker import joining
 from nbengine.worker import worker as worker_module
-from nbengine.worker.memory import CPU_CAP_BYTES, GIB
+from nbengine.worker.memory import budget as budget_module
+from nbengine.worker.memory.limits import CPU_CAP_BYTES, GIB
 from nbengine.worker.threads import TorchThreads
 from nbengine.worker.worker import Worker
 
@@ -36,7 +36,7 @@ class Joined(ParallelState):
 
 @pytest.fixture
 def joins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """How workers have joined."""
+    """List the arguments with which workers have joined."""
     calls: list[dict[str, Any]] = []
 
     def join(layout: RankLayout, device: torch.device, **place: Any) -> ParallelState:
@@ -182,7 +182,7 @@ def test_engine_cores_of_one_machine_share_the_default_budget_and_its_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = replace(tiny_config, model=replace(tiny_config.model, max_model_len=None))
-    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=10**6))
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=10**4))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     shares: list[int] = []
     monkeypatch.setattr(TorchThreads, "limit", lambda self, weights_bytes, ranks: shares.append(ranks))
@@ -193,8 +193,9 @@ def test_engine_cores_of_one_machine_share_the_default_budget_and_its_cores(
         worker.shutdown()
         return available
 
-    free_memory[0] = 8 * 10**6
+    free_memory[0] = 4 * 10**9
     alone = budget(in_core(config, 0, 1))
+    assert alone == 10**9
     assert [budget(in_core(config, rank, 4)) for rank in range(4)] == [alone // 4] * 4
     assert budget(in_core(config, 3, 4, data_parallel_backend="ray")) == alone
     assert shares == [1, 4, 4, 4, 4, 1]
@@ -207,11 +208,11 @@ def test_ranks_on_a_cpu_keep_together_to_the_budget_of_one(
     tiny_config: EngineConfig, joins: list[dict[str, Any]], free_memory: list[int], tp_size: int, pp_size: int
 ) -> None:
     config = replace(tiny_config, model=replace(tiny_config.model, max_model_len=None))
-    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=10**6))
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=10**4))
     workers = started(among_others(config, tp_size, pp_size))
     pages = [worker.get_kv_cache_spec().page_size_bytes for worker in workers]
     assert sum(pages) == 2048 * max(1, tp_size // 2), "with more ranks than KV heads some are held twice"
-    for free, budget in ((8 * 10**6, 2 * 10**6), (64 * GIB, CPU_CAP_BYTES)):
+    for free, budget in ((4 * 10**9, 10**9), (64 * GIB, CPU_CAP_BYTES)):
         free_memory[0] = free
         available = [worker.determine_available_memory() for worker in workers]
         blocks = {num_bytes // page for num_bytes, page in zip(available, pages, strict=True)}

@@ -1,11 +1,11 @@
-// Ending requests, by whichever way gets through.
+// This module ends requests: through the kernel, or through its server while the kernel is busy.
 
 import { canInterrupt, interrupt } from "./interrupt.js";
 
 const ANSWER_MS = 1500;
 const NO_ANSWER = "the kernel does not answer";
 
-// What has been asked for, and what came of it, by "rank:number".
+// The aborts that were asked for, and their outcomes, by "rank:number".
 export class Aborts {
   constructor(app, changed) {
     this.app = app;
@@ -14,7 +14,7 @@ export class Aborts {
     this.timers = new Map();
   }
 
-  // Text beside a request, or null where nothing was asked for.
+  // Return the text beside a request, or null where no abort was asked for.
   status(request) {
     return this.said.get(this.key(request)) ?? null;
   }
@@ -44,8 +44,8 @@ export class Aborts {
     this.say(request, error === null ? "aborted" : `not aborted: ${error}`);
   }
 
-  // A busy kernel reads no messages: its server can interrupt it, which ends what the running cell waits for. That must be
-  // the request as it is now: the next cell is not to be interrupted for one that has ended since the click.
+  // A busy kernel reads no messages: its server can interrupt it, which ends the request that the running cell waits for.
+  // It must still be that request: the next cell must not be interrupted for one that has ended since the click.
   unanswered(asked) {
     const { link, store } = this.app;
     this.forgetTimer(asked);
@@ -60,7 +60,7 @@ export class Aborts {
     }
     const path = link.model.get("interrupt_path");
     if (!request.foreground || !canInterrupt(path)) {
-      this.say(request, "the kernel is busy: it will be aborted when the cell ends");
+      this.say(request, "the kernel is busy: the request will be aborted when the cell ends");
       return;
     }
     this.say(request, "interrupting the cell …");

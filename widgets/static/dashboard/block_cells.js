@@ -1,4 +1,4 @@
-// Where the cells of the block map are, and what they look like: a block each, or as many as fit, mixed.
+// The places and looks of the block map's cells: a cell has one block, or several with mixed colours.
 
 import { CACHED_OPACITY, FREE_OPACITY, REQUESTS, ROLES } from "./palette.js";
 import { holderNumber, isCached, references } from "./store.js";
@@ -6,8 +6,8 @@ import { css } from "./theme.js";
 import { clamp } from "./view.js";
 
 const LARGEST = 26;
-const MAP_HEIGHTS = [78, 224]; // of the map, where nobody has chosen the height of the whole
-const SMALLEST = 4; // of a cell that is one block
+const MAP_HEIGHTS = [78, 224]; // heights of the map, unless the user has chosen that of the whole
+const SMALLEST = 4; // the least size of a cell with one block
 const BIN = 9;
 const COUNTED = 12; // cells from this size on have the number of references written into them
 
@@ -34,13 +34,13 @@ export class Layout {
     this.rows = Math.ceil(this.numCells / this.columns);
   }
 
-  // How high cells of the largest size lie, within bounds.
+  // Return the height of cells of the largest size, within bounds.
   static wantedHeight(numBlocks, width) {
     const rows = Math.ceil(numBlocks / Math.max(1, Math.floor(width / LARGEST)));
     return clamp(rows * LARGEST, ...MAP_HEIGHTS);
   }
 
-  // Upper left corner of a cell.
+  // Return the upper left corner of a cell.
   corner(cell) {
     return [(cell % this.columns) * this.size, Math.floor(cell / this.columns) * this.size];
   }
@@ -51,7 +51,7 @@ export class Layout {
     return column >= 0 && column < this.columns && y >= 0 && cell < this.numCells ? cell : null;
   }
 
-  // [first, after the last] block of a cell.
+  // Return the [first, after the last] block of a cell.
   blocksOf(cell) {
     return [cell * this.perCell, Math.min(this.numBlocks, (cell + 1) * this.perCell)];
   }
@@ -117,7 +117,7 @@ function paintBlock(context, word, colors, x, y, inner, font) {
 
 const counts = new Uint32Array(REQUESTS.length + 2);
 
-// Column by column so much of each colour as the bin's blocks have; below, how many of them are shared.
+// Paint, column by column, each colour by its share of the bin's blocks, and below it the share of shared blocks.
 function paintBin(context, layout, cell, blocks, colors, x, y, inner) {
   const [from, to] = layout.blocksOf(cell);
   counts.fill(0);
@@ -142,7 +142,7 @@ function paintBin(context, layout, cell, blocks, colors, x, y, inner) {
   context.fillRect(x, y + inner - 2, Math.max(1, Math.round((inner * shared) / (to - from))), 2);
 }
 
-// Pixels [at, end) of a square, counted down its columns.
+// Fill the pixels [at, end) of a square, counted down its columns.
 function fillPart(context, x, y, inner, at, end) {
   while (at < end) {
     const column = Math.floor(at / inner);

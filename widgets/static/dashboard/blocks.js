@@ -1,4 +1,4 @@
-// The KV block map: which request holds which block of an engine core's cache.
+// The KV block map shows which request holds which block of an engine core's cache.
 
 import { BlockColors, Layout, countBlocks, paintCell } from "./block_cells.js";
 import { element, legend, panel, setText } from "./dom.js";
@@ -14,7 +14,7 @@ export class BlockMap {
     this.app = app;
     this.layout = null;
     this.painted = null; // the rank that is painted
-    this.at = null; // the block that pointer or keyboard are on
+    this.at = null; // the block under the pointer or the keyboard's cursor
     this.place = [0, 0];
     this.askTimer = 0;
     this.surface = new Surface(
@@ -50,7 +50,7 @@ export class BlockMap {
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // The block of a cell that is asked about: the first one in use.
+  // Find the block that represents a cell: the first one in use.
   firstHeld(cell) {
     const [from, to] = this.layout.blocksOf(cell);
     const { blocks } = this.app.view.current;
@@ -84,11 +84,11 @@ export class BlockMap {
     event.stopPropagation();
   }
 
-  // Show what is known of a block beside a place in the window.
+  // Show a block's description beside a place in the window.
   goTo(block, place = this.place) {
     this.at = block;
     this.place = place;
-    clearTimeout(this.askTimer);
+    this.stopAsking();
     this.mark.hidden = block === null;
     if (block === null) {
       this.app.tooltip.hide(this);
@@ -103,16 +103,32 @@ export class BlockMap {
       height: `${layout.size + 1}px`,
     });
     this.tell();
-    const { rank } = this.app.view;
-    const word = this.app.view.current.blocks[block];
-    if (this.app.link.linesOf(rank, block, word) === null) {
-      this.askTimer = setTimeout(() => this.app.link.askBlock(rank, block, word), ASK_MS);
-    }
+    this.ask();
   }
 
   // The kernel has answered, or the block is another one's now.
   tell() {
     if (this.at !== null) this.app.tooltip.show(this, ...this.place, this.lines());
+  }
+
+  // Ask the kernel for the block's contents, unless it was asked since the block last changed.
+  ask() {
+    if (this.at === null || this.askTimer || this.isAsked()) return;
+    this.askTimer = setTimeout(() => {
+      this.askTimer = 0;
+      const { link, view } = this.app;
+      if (!this.isAsked()) link.askBlock(view.rank, this.at, view.current.blocks[this.at]);
+    }, ASK_MS);
+  }
+
+  isAsked() {
+    const { link, view } = this.app;
+    return link.isAsked(view.rank, this.at, view.current.blocks[this.at]);
+  }
+
+  stopAsking() {
+    clearTimeout(this.askTimer);
+    this.askTimer = 0;
   }
 
   lines() {
@@ -149,7 +165,7 @@ export class BlockMap {
     return `${references(word) ? "held by" : "last taken by"} ${name}`;
   }
 
-  // What is painted no longer holds: other colours, or another rank.
+  // The painted map is out of date: it has other colours, or is of another rank.
   repaint() {
     this.painted = null;
     this.colors = null;
@@ -160,6 +176,7 @@ export class BlockMap {
     const hasChanged = this.surface.fit();
     if (!rank || !this.surface.width) return;
     const { blocks } = rank;
+    this.ask();
     this.colors ??= new BlockColors(this.app.theme);
     const isNew = hasChanged || this.painted !== rank || this.layout?.numBlocks !== blocks.length;
     if (isNew || rank.areAllBlocksChanged) {
@@ -193,7 +210,7 @@ export class BlockMap {
   }
 
   destroy() {
-    clearTimeout(this.askTimer);
+    this.stopAsking();
     this.surface.destroy();
   }
 }

@@ -34,8 +34,8 @@ export function legend(...entries) {
   return element("span", { class: "nbe-legend" }, ...items);
 }
 
-// Keep a notebook from taking keys in here for its shortcuts, which move from cell to cell or insert one. It looks at what has
-// the focus before it looks at what is around that.
+// Keep a notebook from taking keys in here for its shortcuts, which move from cell to cell or insert one. It looks at the
+// focused element before it looks at the elements around it.
 export function keepKeys(root) {
   root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
 }
@@ -56,8 +56,8 @@ export function download(name, text) {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-// One at a time, beside the pointer or a place in a panel, always inside the window. It hangs at the page's body, because
-// notebooks cut off what leaves an output.
+// A tooltip: there is one at a time, beside the pointer or a place in a panel, always inside the window. It
+// hangs at the page's body, because notebooks cut off what leaves an output.
 export class Tooltip {
   constructor(root) {
     this.root = root;

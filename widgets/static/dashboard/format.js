@@ -1,4 +1,4 @@
-// Numbers as people read them; what is not known is a dash.
+// This module formats numbers for people; an unknown one is a dash.
 
 export const NOTHING = "–";
 
@@ -53,7 +53,7 @@ export function count(number, one, many = `${one}s`) {
   return `${integer(number)} ${number === 1 ? one : many}`;
 }
 
-// The least of 1, 2, 5, 10, 20 … that is not below `value`.
+// Return the least of 1, 2, 5, 10, 20 … that is not below `value`.
 export function niceStep(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
   for (const factor of [1, 2, 5]) if (factor * power >= value) return factor * power;

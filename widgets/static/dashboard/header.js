@@ -1,16 +1,19 @@
-// What engine this is, how it is, and its rates.
+// The header: the engine's names, its state and its rates.
 
-import { element, setAttribute, setText } from "./dom.js";
+import { button, element, setAttribute, setText } from "./dom.js";
 import { NOTHING, bytes, clock, duration, integer, perSecond, share } from "./format.js";
+
+// The names of the button that lets a suspended engine go on, by its state.
+const HELD = { asleep: "Wake", paused: "Resume" };
 
 const TILES = [
   ["tokens in", "Prompt tokens computed in a second, without those found in the prefix cache"],
   ["tokens out", "Tokens generated in a second"],
   ["first token", "Median time to the first token, inside the engine"],
   ["between tokens", "Median time between tokens, inside the engine"],
-  ["memory", "Held by all workers together"],
-  ["KV blocks in use", "Blocks with a reference, of all"],
-  ["prefix hits", "Prompt tokens found in the prefix cache, of those looked up, since the start"],
+  ["memory", "Memory of all workers together"],
+  ["KV blocks in use", "Share of the blocks that requests hold"],
+  ["prefix hits", "Share of the looked-up prompt tokens that were in the prefix cache, since the start"],
 ];
 
 export class Header {
@@ -20,6 +23,9 @@ export class Header {
     this.name = element("span", { class: "nbe-name" });
     this.model = element("span", { class: "nbe-model" });
     this.topology = element("span", { class: "nbe-muted" });
+    this.goOn = button("Let it go on", "", () => this.letGoOn());
+    this.goOn.hidden = true;
+    this.refusal = null; // the reason why the engine does not go on
     this.banner = element("div", { class: "nbe-banner", role: "note" });
     this.values = new Map();
     const tiles = TILES.map(([label, title]) => {
@@ -31,7 +37,7 @@ export class Header {
     this.node = element(
       "header",
       { class: "nbe-header" },
-      element("div", { class: "nbe-title" }, this.state, this.name, this.model, this.topology),
+      element("div", { class: "nbe-title" }, this.state, this.goOn, this.name, this.model, this.topology),
       element("div", { class: "nbe-tiles", role: "list" }, ...tiles),
       this.banner,
     );
@@ -46,6 +52,7 @@ export class Header {
     setText(this.name, engine?.name ?? "");
     setText(this.model, engine?.model ?? "");
     setText(this.topology, engine ? [engine.topology, engine.device, engine.dtype].filter(Boolean).join(" · ") : "");
+    this.drawGoOn(engine);
     const blocks = total("num_blocks");
     this.set("tokens in", perSecond(rates?.tokens_in_per_second), "/s");
     this.set("tokens out", perSecond(rates?.tokens_out_per_second), "/s");
@@ -55,6 +62,23 @@ export class Header {
     this.set("KV blocks in use", share(blocks - total("num_free_blocks"), blocks), ` of ${integer(blocks)}`);
     this.set("prefix hits", share(total("prefix_cache_hits"), total("prefix_cache_queries")));
     this.drawBanner(engine);
+  }
+
+  drawGoOn(engine) {
+    const word = this.app.link.state === "live" ? HELD[engine?.state] : undefined;
+    if (!word) this.refusal = null;
+    setText(this.goOn, word ?? "");
+    setAttribute(this.goOn, "aria-label", `${word} the engine`);
+    this.goOn.hidden = !word;
+  }
+
+  letGoOn() {
+    const isSent = this.app.link.goOn((error) => {
+      this.refusal = error;
+      this.draw();
+    });
+    if (!isSent) this.refusal = "the kernel does not answer";
+    this.draw();
   }
 
   set(label, value, unit = "") {
@@ -73,8 +97,9 @@ export class Header {
       lines.push(`${saved}, ${link.isLate ? "no live engine" : "asking the kernel for more …"}`);
     } else if (link.state === "waiting") {
       lines.push(link.isLate ? "The kernel does not answer: nothing is known of the engine." : "waiting for the kernel …");
-    } else if (link.state === "silent") lines.push(`The kernel does not answer. This is how things stood at ${clock(store.time, 0)}.`);
+    } else if (link.state === "silent") lines.push(`The kernel does not answer. This is the state at ${clock(store.time, 0)}.`);
     if (engine?.note) lines.push(engine.note);
+    if (this.refusal) lines.push(this.refusal);
     setText(this.banner, lines.join(" — "));
     this.banner.hidden = !lines.length;
   }

@@ -9,8 +9,8 @@ export const RECOMPUTE = 2;
 export const PREEMPTED = 0;
 export const FINISHED = 1;
 
-// A segment is what a request did in successive steps, the same in each; it is no longer than this, so that those that
-// reach into a window begin shortly before it.
+// A segment is a stretch of successive steps in which a request did the same; it is no longer than this, so that the
+// segments that reach into a window begin shortly before it.
 const SEGMENT_STEPS = 256;
 const SEGMENTS = 1 << 18;
 const EVENTS = 1 << 16;
@@ -61,7 +61,7 @@ export class History {
     return Math.min(this.end, Math.max(this.steps.begin, this.floor));
   }
 
-  // What comes next is not connected with what there is.
+  // Note that the next step does not follow the known ones.
   cut() {
     this.isCut = true;
     this.current = [];
@@ -141,7 +141,7 @@ export class History {
     this.open.set(number, added);
   }
 
-  // Events are kept in the order of their steps; what comes late moves a few.
+  // Events are kept in the order of their steps; a late one moves a few others.
   note(ordinal, number, kind) {
     const { events } = this;
     let slot = events.slot(events.push());
@@ -157,7 +157,7 @@ export class History {
     this.open.delete(number);
   }
 
-  // More is known of an older step: how long it took, and which requests have ended since.
+  // Take in later news of a step: its duration, and the requests that have ended since.
   complete([step, , seconds, finished]) {
     const { steps } = this;
     let ordinal = steps.end - 1;
@@ -183,7 +183,7 @@ export class History {
     }
   }
 
-  // Call `visit(ordinal, number, kind)` for what happened in [from, to).
+  // Call `visit(ordinal, number, kind)` for each event in [from, to).
   visitEvents(from, to, visit) {
     const { events } = this;
     for (let id = events.search("ordinal", from); id < events.end; id += 1) {
@@ -193,12 +193,12 @@ export class History {
     }
   }
 
-  // The ordinal of the step that was planned at a time, or of the first one after it.
+  // Return the ordinal of the step that was planned at a time, or of the first one after it.
   ordinalAt(time) {
     return Math.min(this.end, Math.max(this.begin, this.steps.search("time", time)));
   }
 
-  // What each request did in a step: [{ number, kind, tokens, hit }].
+  // Return each request's part in a step: [{ number, kind, tokens, hit }].
   entriesAt(ordinal) {
     const { segments } = this;
     const entries = [];

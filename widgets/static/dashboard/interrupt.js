@@ -1,19 +1,19 @@
-// Interrupting the kernel through the notebook's server: what works also while a cell is busy.
+// This module interrupts the kernel through the notebook's server, which works also while a cell runs.
 
 const PATH = /^api\/kernels\/[\w-]+$/;
 
-// The server's configuration, or null where the page is not a Jupyter server's.
+// Return the server's configuration, or null where the page is not a Jupyter server's.
 function pageConfig() {
   const node = document.getElementById("jupyter-config-data");
   return node ? JSON.parse(node.textContent) : null;
 }
 
-// Whether `interrupt(path)` can do anything here.
+// Return whether `interrupt(path)` can do anything here.
 export function canInterrupt(path) {
   return PATH.test(path ?? "") && pageConfig() !== null;
 }
 
-// Interrupt the kernel; raises an Error that says what went wrong.
+// Interrupt the kernel, or throw an Error that says why that failed.
 export async function interrupt(path) {
   const { baseUrl = "/", token } = pageConfig();
   const headers = { "Content-Type": "application/json" };

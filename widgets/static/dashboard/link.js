@@ -10,7 +10,7 @@ const HELLO_AGAIN_MS = 2000;
 const LATE_MS = 2000;
 const KEPT_ANSWERS = 256;
 
-// `state` is "waiting" (nothing has come yet), "saved" (what is shown is the notebook's), "live" or "silent".
+// `state` is "waiting" (nothing has come yet), "saved" (the notebook's saved state is shown), "live" or "silent".
 export class Link {
   constructor(model, store, changed) {
     this.model = model;
@@ -21,7 +21,7 @@ export class Link {
     this.isLate = false;
     this.askedAt = -Infinity;
     this.heardAt = performance.now();
-    this.aborts = new Map(); // "rank:number" → what takes the answer
+    this.aborts = new Map(); // "rank:number" → the function that takes the answer
     this.blockLines = new Map();
     this.exported = null;
     this.receive = (content, buffers) => this.message(content, buffers);
@@ -50,7 +50,7 @@ export class Link {
     this.changed("reset");
   }
 
-  // False if nothing can be sent: a notebook takes a widget's comm away when the kernel is restarted.
+  // Send a message; false if nothing can be sent: a notebook takes a widget's comm away when the kernel is restarted.
   send(content) {
     try {
       this.model.send(content);
@@ -61,14 +61,15 @@ export class Link {
     }
   }
 
-  // The kernel does not answer.
+  // Note that the kernel does not answer.
   miss() {
     this.isLate = true;
     if (this.state === "live") this.state = "silent";
     this.changed("state");
   }
 
-  // Whether what is shown of requests is how they are: frames come many times a second while requests run, also while a cell does.
+  // Return whether the requests are shown as they are: frames come many times a second while requests run, also while a
+  // cell does.
   get isFresh() {
     return this.state === "live" && performance.now() - this.heardAt < FRESH_MS;
   }
@@ -97,6 +98,13 @@ export class Link {
     else if (content.kind === "aborted") this.aborts.get(`${content.rank}:${content.number}`)?.(content.error);
     else if (content.kind === "block") this.blockAnswer(content);
     else if (content.kind === "export") this.file(content);
+    else if (content.kind === "goes_on") this.wentOn?.(content.error);
+  }
+
+  // Wake the engine or lift its pause; `answered(error)` is called with the answer. False if the kernel cannot be asked.
+  goOn(answered) {
+    this.wentOn = answered;
+    return this.send({ kind: "go_on" });
   }
 
   frame(content, buffers) {
@@ -121,11 +129,14 @@ export class Link {
     this.aborts.delete(`${rank}:${number}`);
   }
 
-  // What the kernel says of a block: null as long as it has not answered. `word` is what is known of it now: when that
-  // changes, the answer is old.
+  // Return the kernel's description of a block, null until it has answered. `word` is the block's present state: when
+  // that changes, the answer is old.
   linesOf(rank, block, word) {
-    const known = this.blockLines.get(`${rank}:${block}`);
-    return known && known.word === word ? known.lines : null;
+    return this.isAsked(rank, block, word) ? this.blockLines.get(`${rank}:${block}`).lines : null;
+  }
+
+  isAsked(rank, block, word) {
+    return this.blockLines.get(`${rank}:${block}`)?.word === word;
   }
 
   askBlock(rank, block, word) {

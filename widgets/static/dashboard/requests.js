@@ -1,4 +1,4 @@
-// The table of requests: how far each is, and a button that ends it.
+// The table of requests: each row has the progress of one, and a button that ends it.
 
 import { Aborts } from "./aborts.js";
 import { element, panel, setAttribute, setText } from "./dom.js";
@@ -205,7 +205,7 @@ export class Requests {
     focused?.focus({ preventScroll: true });
   }
 
-  // What is about to go leaves the focus to the table.
+  // A row that is about to be removed gives the focus to the table.
   keepFocus(node) {
     if (node.contains(document.activeElement)) this.scroller.focus({ preventScroll: true });
   }

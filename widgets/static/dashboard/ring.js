@@ -36,7 +36,7 @@ export class Ring {
     this.size = size;
   }
 
-  // The first id from which on `column` is at least `value`; it must not go down.
+  // Find the first id from which on `column` is at least `value`; it must not go down.
   search(column, value) {
     const cells = this[column];
     let low = this.begin;

@@ -9,7 +9,7 @@ import { clamp } from "./view.js";
 const LEFT = 40;
 const TOP = 8;
 
-// For each column of pixels the step of which `read` gives most; -1 where there is no step.
+// Find for each column of pixels the step with the greatest `read`; -1 where there is no step.
 function foremost(history, from, to, columns, read) {
   const where = new Int32Array(columns).fill(-1);
   const most = new Float64Array(columns);
@@ -28,7 +28,7 @@ function foremost(history, from, to, columns, read) {
   return where;
 }
 
-// The columns' values; -1 where there is no step.
+// Return the columns' values; -1 where there is no step.
 function envelope(history, from, to, columns, column) {
   const { steps } = history;
   const cells = steps[column];
@@ -70,7 +70,7 @@ class Chart {
     this.app.tooltip.show(this, event.clientX, event.clientY, stepLines(history, ordinal));
   }
 
-  // Grid lines with their values, up to `most`.
+  // Draw grid lines with their values, up to `most`.
   axis(context, most) {
     const { width, height } = this.surface;
     const { theme } = this.app;
@@ -127,7 +127,7 @@ class QueueChart extends Chart {
     this.drawCursor(context);
   }
 
-  // A line of steps, filled below.
+  // Draw a line of steps, filled below.
   area(context, values, most, color, opacity) {
     context.fillStyle = color;
     stretches(values, (x, width) => {
@@ -205,7 +205,7 @@ class BudgetChart extends Chart {
   }
 }
 
-// A step's details, as lines of text.
+// Return a step's details, as lines of text.
 export function stepLines(history, ordinal) {
   const at = (column) => history.at(column, ordinal);
   const lines = [

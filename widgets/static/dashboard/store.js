@@ -1,4 +1,4 @@
-// What a dashboard knows: built from the kernel's frames (the protocol is in widgets/dashboard/frames.py).
+// The state that a dashboard has built from the kernel's frames (the protocol is in widgets/dashboard/frames.py).
 
 import { History } from "./history.js";
 import { Ring } from "./ring.js";
@@ -103,7 +103,7 @@ export class Rank {
   }
 }
 
-// A copy as little-endian words, whatever this machine and the view's offset are.
+// Copy a buffer as little-endian words, whatever this machine and the view's offset are.
 function words(view) {
   const bytes = new DataView(view.buffer ?? view, view.byteOffset ?? 0, view.byteLength);
   const result = new Uint32Array(bytes.byteLength >> 2);
@@ -125,7 +125,7 @@ export class Store {
     this.requests = [];
   }
 
-  // Take in a frame; false if it is not connected with what is there, and a reset frame is needed.
+  // Take in a frame; false if it does not follow the last one, so that a reset frame is needed.
   take(frame, buffers) {
     if (!frame.reset && (this.seq === null || frame.seq !== this.seq + 1)) {
       this.seq = null;
@@ -154,7 +154,7 @@ export class Store {
     for (const span of waves.spans) this.ranks.get(span.rank)?.takeSpan(span);
   }
 
-  // All requests: the unfinished ones as they came, then the latest that have ended.
+  // List all requests: the unfinished ones as they came, then the latest that have ended.
   table() {
     const rows = this.rankNumbers.flatMap((rank) => [...this.ranks.get(rank).requests.values()]);
     rows.sort((first, second) => first.rank - second.rank || first.number - second.number);
@@ -173,7 +173,7 @@ export class Store {
     return this.requests.find((request) => request.rank === rank && request.number === number);
   }
 
-  // The request that a block's word names: the unfinished one before one that has ended.
+  // Find the request that a block's word names: the unfinished one before one that has ended.
   holder(rank, number) {
     const named = this.requests.filter((request) => request.rank === rank && request.number % NUMBERS === number);
     return named.find((request) => request.state !== "finished") ?? named[0];
@@ -188,13 +188,13 @@ export function isCached(word) {
   return (word & 0x1000) !== 0;
 }
 
-// The number of the request that took the block last, modulo `NUMBERS`; null if none did.
+// Return the number of the request that took the block last, modulo `NUMBERS`; null if none did.
 export function holderNumber(word) {
   const number = word >>> 13;
   return number === NUMBERS ? null : number;
 }
 
-// A saved frame, with its buffers.
+// Read a saved frame, with its buffers.
 export function fromSnapshot(snapshot) {
   const { buffers, ...frame } = snapshot;
   return [

@@ -36,7 +36,7 @@ export class Surface {
     return true;
   }
 
-  // Be at least so high; where that changes, `resized` is called.
+  // Set the least height; where it changes, `resized` is called.
   need(height) {
     const wanted = `${height}px`;
     if (this.stage.style.minHeight !== wanted) this.stage.style.minHeight = wanted;
@@ -51,20 +51,20 @@ export class Surface {
     return this.context;
   }
 
-  // Where a pointer is, in the canvas's units.
+  // Return the place of a pointer, in the canvas's units.
   place(event) {
     const box = this.canvas.getBoundingClientRect();
     return [event.clientX - box.left, event.clientY - box.top];
   }
 
-  // Where a point of the canvas is in the window.
+  // Return the place of a point of the canvas in the window.
   inWindow(x, y) {
     const box = this.canvas.getBoundingClientRect();
     return [box.left + x, box.top + y];
   }
 }
 
-// Paints parts of a dashboard when they have changed, at most once a frame of the screen, while one can see them.
+// A loop that paints parts of a dashboard when they have changed, at most once a frame of the screen, while they can be seen.
 export class Loop {
   constructor(root, visibilityChanged) {
     this.dirty = new Set();

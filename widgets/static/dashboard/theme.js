@@ -1,4 +1,4 @@
-// The page's colours, resolved, for what is painted on a canvas; and whether the page is dark.
+// The page's colours, resolved for painting on a canvas, and the page's darkness.
 
 import { element } from "./dom.js";
 
@@ -18,7 +18,7 @@ export class Theme {
     this.refresh();
   }
 
-  // Cheap enough to be called now and then: style sheets that are loaded late announce themselves to nobody.
+  // This is cheap enough to be called now and then: nothing reports style sheets that are loaded late.
   refresh() {
     const style = getComputedStyle(this.probe);
     const values = [style.backgroundColor, style.color, style.borderTopColor, style.borderRightColor, style.borderBottomColor];
@@ -34,7 +34,7 @@ export class Theme {
     this.changed();
   }
 
-  // Red, green and blue of a colour in any notation.
+  // Return red, green and blue of a colour in any notation.
   channels(color) {
     this.pixel.clearRect(0, 0, 1, 1);
     this.pixel.fillStyle = color;
@@ -42,7 +42,7 @@ export class Theme {
     return [...this.pixel.getImageData(0, 0, 1, 1).data.slice(0, 3)];
   }
 
-  // A colour over the ground, as a solid one.
+  // Return a colour over the ground, as a solid one.
   over(color, opacity) {
     const top = this.channels(color);
     return top.map((value, index) => Math.round(opacity * value + (1 - opacity) * this.ground[index]));

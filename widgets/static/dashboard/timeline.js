@@ -1,4 +1,4 @@
-// The step timeline: what each request did in each step; pausing, going back, zooming, and the file with all of it.
+// The step timeline shows what each request did in each step; it can pause, go back, zoom and export a file.
 
 import { button, element, legend, panel, setAttribute, setText } from "./dom.js";
 import { clock, count, integer } from "./format.js";
@@ -15,8 +15,8 @@ export class Timeline {
   constructor(app) {
     this.app = app;
     this.rows = new Rows();
-    this.wanted = 0; // how high it has to be
-    this.row = null; // the number of the request that the keyboard has gone to
+    this.wanted = 0; // the height that the rows need
+    this.row = null; // the number of the request at the keyboard's cursor
     this.surface = new Surface(
       {
         tabindex: "0",
@@ -139,7 +139,7 @@ export class Timeline {
     return ordinal >= view.history.begin && ordinal < view.history.end ? ordinal : null;
   }
 
-  // Sideways goes through time, with control it zooms; up and down belongs to the page unless one works here.
+  // The wheel moves sideways through time and zooms with control; up and down belongs to the page unless the focus is here.
   wheel(event) {
     const { view } = this.app;
     if (event.ctrlKey || event.metaKey) {
@@ -224,7 +224,7 @@ export class Timeline {
     return GUTTER + (ordinal - view.window[0]) * view.scale;
   }
 
-  // What a step was, and what a request did in it.
+  // Return the description of a step, and of a request's part in it.
   lines(ordinal, number) {
     const { history } = this.app.view;
     const lines = stepLines(history, ordinal);
@@ -257,7 +257,7 @@ export class Timeline {
     if (!history || width < GUTTER + 20) return;
     const [from, to] = view.window;
     this.rows.fill(history, Math.max(history.begin, Math.floor(from)), Math.ceil(to), height - AXIS);
-    // Never less than before: what is below would move up and down while requests come and go.
+    // The height never shrinks: the parts below would move up and down while requests come and go.
     this.wanted = Math.max(this.wanted, this.rows.wantedHeight);
     this.surface.need(this.wanted);
     if (view.cursor !== null) {

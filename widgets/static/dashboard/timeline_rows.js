@@ -1,4 +1,4 @@
-// Painting the timeline: one column a step, one row a request.
+// This module paints the timeline: each step is a column, each request a row.
 
 import { integer, niceStep } from "./format.js";
 import { DECODE, PREEMPTED, PREFILL, RECOMPUTE } from "./history.js";
@@ -8,9 +8,9 @@ import { clamp } from "./view.js";
 export const GUTTER = 56;
 export const AXIS = 20;
 const ROW_HEIGHTS = [4, 18];
-const STAGE_HEIGHTS = [128, 300]; // of the timeline, where nobody has chosen the height of the whole
+const STAGE_HEIGHTS = [128, 300]; // heights of the timeline, unless the user has chosen that of the whole
 
-// Which requests have a row in a window of steps, and where it lies.
+// The requests that have a row in a window of steps, and the places of the rows.
 export class Rows {
   constructor() {
     this.numbers = [];
@@ -33,7 +33,7 @@ export class Rows {
     this.scroll(this.isAtEnd ? Infinity : this.offset);
   }
 
-  // How high rows of the greatest height lie, within bounds.
+  // Return the height of rows of the greatest height, within bounds.
   get wantedHeight() {
     return clamp(AXIS + this.numbers.length * ROW_HEIGHTS[1], ...STAGE_HEIGHTS);
   }
@@ -51,7 +51,7 @@ export class Rows {
     return AXIS + row * this.height - this.offset;
   }
 
-  // The request at a height; undefined where there is none.
+  // Find the request at a height; undefined where there is none.
   at(y) {
     return y < AXIS ? undefined : this.numbers[Math.floor((y - AXIS + this.offset) / this.height)];
   }
@@ -115,7 +115,7 @@ export class Painter {
     context.globalAlpha = 1;
   }
 
-  // A thin line from a request's first part in sight to its last one.
+  // Draw a thin line from a request's first part in sight to its last one.
   lives(slots) {
     const { context, history, rows, theme } = this;
     const { number, first, last } = history.segments;
@@ -179,7 +179,7 @@ export class Painter {
     context.fillStyle = color;
   }
 
-  // A prefix hit: a yellow edge before the first part, wider the more was found.
+  // Draw a prefix hit: a yellow edge before the first part, wider the more was found.
   hits(slots) {
     const { context, history, rows } = this;
     const { number, first, hit } = history.segments;
@@ -193,7 +193,7 @@ export class Painter {
     }
   }
 
-  // A preemption: a red cross, or a red line where rows are low.
+  // Draw a preemption: a red cross, or a red line where rows are low.
   preemptions() {
     const { context, history, rows } = this;
     const half = clamp(rows.height / 2 - 2, 1, 5);
@@ -218,7 +218,7 @@ export class Painter {
     context.lineWidth = 1;
   }
 
-  // A dashed line where steps were lost.
+  // Draw a dashed line where steps were lost.
   gaps() {
     const { context, history } = this;
     context.strokeStyle = this.theme.text;

@@ -1,6 +1,6 @@
-// Which steps of which engine core are shown: common to the panels with steps, and kept with the widget.
+// The view chooses the engine core and the steps that all panels with steps show; the widget keeps it.
 
-const SCALES = [0.05, 40]; // pixels a step
+const SCALES = [0.05, 40]; // the least and the most pixels of a step
 const LIVE_SCALE = 6;
 const KEEP_MS = 400;
 
@@ -13,9 +13,9 @@ export class View {
     this.isLive = true;
     this.right = 0; // the ordinal after the last one shown, where it is not live; may have a fraction
     this.scale = LIVE_SCALE;
-    this.width = 600; // of the timeline's columns, in pixels
-    this.cursor = null; // an ordinal that the keyboard has gone to
-    this.pausedTime = null; // of the step at the right edge: ordinals begin anew with each reset frame
+    this.width = 600; // the width of the timeline's columns, in pixels
+    this.cursor = null; // the ordinal at the keyboard's cursor
+    this.pausedTime = null; // the time of the step at the right edge: ordinals begin again at 0 with each reset frame
     this.isSeeking = false; // the step at the right edge has not come yet
     this.timer = 0;
     const kept = model.get("view") ?? {};
@@ -39,13 +39,13 @@ export class View {
     return this.width / this.scale;
   }
 
-  // [from, to) in ordinals, with fractions; there may be none before `history.begin`.
+  // Return [from, to) in ordinals, with fractions; there may be none before `history.begin`.
   get window() {
     const to = this.isLive ? (this.history?.end ?? 0) : this.right;
     return [to - this.span, to];
   }
 
-  // The time at the right edge; null while it is live.
+  // Return the time at the right edge; null while it is live.
   get time() {
     return this.isLive ? null : this.pausedTime;
   }

@@ -1,4 +1,4 @@
-// What each engine core did over time: running, dummy steps or nothing, which wave it was, and which requests came to it.
+// The timelines of the engine cores: steps, dummy steps or nothing, the waves, and the requests that arrived.
 
 import { element, legend, panel, setText } from "./dom.js";
 import { clock, count, duration, integer, niceStep } from "./format.js";
@@ -14,7 +14,7 @@ const LIVE_SECONDS = [2, 30];
 export class Waves {
   constructor(app) {
     this.app = app;
-    this.chosen = null; // seconds that are shown; null: as many as there are, within LIVE_SECONDS
+    this.chosen = null; // seconds that are shown; null: all that are known, within LIVE_SECONDS
     this.cursor = null; // { row, time }
     this.surface = new Surface(
       {
@@ -27,7 +27,7 @@ export class Waves {
     );
     this.now = element("span", { class: "nbe-now" });
     const { node, body } = panel("waves", "Engine cores", this.now);
-    this.marks = legend(["running", "own steps"], ["dummy", "dummy steps"], ["idle", "idle"], ["arrival", "request came"]);
+    this.marks = legend(["running", "own steps"], ["dummy", "dummy steps"], ["idle", "idle"], ["arrival", "request arrived"]);
     body.append(this.marks, this.surface.stage);
     this.node = node;
     this.node.hidden = true;

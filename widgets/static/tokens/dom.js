@@ -6,13 +6,14 @@ export function element(tag, className, attributes = {}) {
   return made;
 }
 
-// Keep a notebook from taking keys in here for its shortcuts, which move from cell to cell or insert one. It looks at what has
-// the focus before it looks at what is around that.
+// Keep a notebook from taking keys in here for its shortcuts, which move from cell to cell or insert one. It looks at the
+// focused element before it looks at the elements around it.
 export function keepKeys(root) {
   root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
 }
 
-// The element nearest to one of them in the line above (step -1) or below it (1); its own index if there is no such line.
+// Return the index of the element nearest to one of them in the line above (step -1) or below it (1), or the same index if
+// there is no such line.
 export function inNextLine(elements, index, step) {
   const box = (at) => elements[at].getClientRects()[0] ?? elements[at].getBoundingClientRect();
   const from = box(index);

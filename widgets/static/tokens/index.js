@@ -1,4 +1,4 @@
-// Shows the tokens of answers; widgets/tokens/widget.py has the messages.
+// The widget that shows the tokens of answers; widgets/tokens/widget.py describes the messages.
 import { element, inNextLine, keepKeys } from "./dom.js";
 import { Popover } from "./popover.js";
 import { Tree } from "./tree.js";
@@ -107,7 +107,7 @@ class View {
     this.changes.observe(host, { childList: true });
   }
 
-  // The kernel may replace what a saved notebook has, and with it this view: not while somebody is in it.
+  // The kernel may replace the saved output, and with it this view, but not while somebody uses it.
   restSoon() {
     clearTimeout(this.resting);
     this.resting = setTimeout(() => {
@@ -147,7 +147,7 @@ class View {
     this.send({ kind: "hello" });
   }
 
-  // False if nothing can be sent: a notebook takes a widget's comm away when the kernel is restarted.
+  // Send a message; false if nothing can be sent: a notebook takes a widget's comm away when the kernel is restarted.
   send(content) {
     try {
       this.model.send(content);
@@ -157,7 +157,7 @@ class View {
     }
   }
 
-  // Send what somebody waits for.
+  // Send a request, and say so if the kernel does not answer.
   ask(content) {
     this.say(this.send(content) ? "" : "The kernel does not answer.");
   }
@@ -240,7 +240,7 @@ class View {
     let hadFocus = false;
     if (this.drawn.id !== node.id || this.drawn.count > tokens.length) {
       this.popover.close();
-      // Who came by a click has seen it: were the focus kept for them, the view would stay in use.
+      // A user who came by a click has seen it: if the focus stayed here, the view would count as in use.
       hadFocus = this.text.querySelector(":focus-visible") !== null;
       this.text.replaceChildren();
       this.say("");

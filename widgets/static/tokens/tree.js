@@ -1,4 +1,4 @@
-// What is known of the answers and branches.
+// The answers and branches, as far as they are known.
 export class Tree {
   constructor() {
     this.clear();
@@ -9,7 +9,7 @@ export class Tree {
     this.refusal = "";
   }
 
-  // False: tokens are missing.
+  // Take in a node; false if tokens are missing.
   take(news) {
     const known = this.nodes.get(news.id)?.tokens ?? [];
     if (news.start > known.length) return false;
@@ -19,21 +19,21 @@ export class Tree {
     return true;
   }
 
-  // From a first answer to the node.
+  // List the nodes from a first answer to this one.
   path(id) {
     const path = [];
     for (let node = this.nodes.get(id); node; node = this.nodes.get(node.parent)) path.unshift(node);
     return path;
   }
 
-  // All tokens of an answer, its parents' beginning included.
+  // List all tokens of an answer, its parents' beginning included.
   whole(id) {
     let tokens = [];
     for (const node of this.path(id)) tokens = tokens.slice(0, node.position).concat(node.tokens);
     return tokens;
   }
 
-  // The positions of an answer at which others branch off.
+  // Return the positions of an answer at which others branch off.
   forks(id) {
     const found = new Set();
     const path = this.path(id);

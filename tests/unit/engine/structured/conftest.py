@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nbengine.config import ModelConfig
-from nbengine.engine import structured
-from nbengine.engine.structured import GuidanceGrammar, StructuredOutputManager
+from nbengine.engine.core import structured
+from nbengine.engine.core.structured import GuidanceGrammar, StructuredOutputManager
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.unit.engine.structured.grammar_rig import (
     EOS,

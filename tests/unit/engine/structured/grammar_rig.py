@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from nbengine.engine import grammar_check
-from nbengine.engine.structured import GuidanceGrammar, StructuredOutputManager
+from nbengine.engine.core import grammar_check
+from nbengine.engine.core.structured import GuidanceGrammar, StructuredOutputManager
 
 SCHEMAS = json.loads((Path(__file__).parents[3] / "data" / "json_schemas.json").read_text(encoding="utf-8"))
 MERGED = ["ab", "bc", "aa", "abc", "cab", '":', "true"]
@@ -43,7 +43,7 @@ def allowed(manager: StructuredOutputManager, grammar: GuidanceGrammar) -> set[i
 
 
 def follows(manager: StructuredOutputManager, grammar: GuidanceGrammar, token_ids: list[int]) -> bool:
-    """Whether a text is accepted, and may end there."""
+    """Return whether a text is accepted, and may end there."""
     return grammar.accept_tokens(token_ids) and EOS in allowed(manager, grammar)
 
 

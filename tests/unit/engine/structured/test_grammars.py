@@ -1,4 +1,4 @@
-"""Where an output may end, the cache, and what is refused."""
+"""A grammar says where an output may end, and refuses tokens with a reason; compiled ones are kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from nbengine.config import ModelConfig
-from nbengine.engine import structured
-from nbengine.engine.structured import StructuredOutputManager
+from nbengine.engine.core import structured
+from nbengine.engine.core.structured import StructuredOutputManager
 from nbengine.errors import RequestError
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.unit.engine.structured.grammar_rig import (
@@ -42,7 +42,7 @@ from tests.unit.engine.structured.grammar_rig import (
         ({"min_tokens": 4, "ignore_eos": True}, set(), {EOS}),
     ],
 )
-def test_where_the_request_may_end(
+def test_an_end_is_allowed_where_the_constraint_may_end(
     manager: StructuredOutputManager,
     make: Make,
     tokenizer: Tokenizer,

@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows, against brute force."""
+"""The tokens that a grammar allows are those that brute force finds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from nbengine.config import ModelConfig
-from nbengine.engine import structured
-from nbengine.engine.structured import GuidanceGrammar, StructuredOutputManager
+from nbengine.engine.core import structured
+from nbengine.engine.core.structured import GuidanceGrammar, StructuredOutputManager
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.unit.engine.structured.grammar_rig import (
     END,
@@ -188,7 +188,7 @@ GBNF = 'root ::= "(" root ")" | [0-9]+\n'
 
 
 @pytest.mark.parametrize("grammar", [LARK, GBNF])
-def test_grammars_in_lark_and_in_gbnf(
+def test_grammars_in_lark_and_in_gbnf_are_followed(
     manager: StructuredOutputManager, make: Make, tokenizer: Tokenizer, grammar: str
 ) -> None:
     for text, fine in (("((12))", True), ("7", True), ("((12)", False), ("()", False), ("(1))", False)):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.widgets.dashboard import plain as plain_module
 from nbengine.widgets.dashboard import widget as dashboard_module
-from nbengine.widgets.dashboard.open_dashboards import OPEN
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.dashboard.widget import Dashboard
 from nbengine.widgets.following import feed as feed_module
@@ -21,13 +21,14 @@ from tests.unit.widgets.publishing import Publisher
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for what a person would not notice."""
+    """Let nothing wait for what a person would not notice."""
     monkeypatch.setattr(feed_module, "PUBLISH_INTERVAL", 0.02)
     monkeypatch.setattr(feed_module, "IDLE_INTERVAL", 0.02)
     monkeypatch.setattr(feed_module, "ALIVE_INTERVAL", 0.05)
     monkeypatch.setattr(dashboard_module, "FRAME_INTERVAL", 0.0)
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 1e9)
-    monkeypatch.setattr(OPEN, "line", Throttle(0.0, 1e9, 0.0))
+    for module in (dashboard_module, plain_module):
+        monkeypatch.setattr(module, "LINE", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(Dashboard, "_snapshots", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
 

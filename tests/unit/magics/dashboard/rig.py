@@ -1,4 +1,4 @@
-"""What plays the two ends of a dashboard: the engine's coordinator and the browser."""
+"""Stand-ins for the two ends of a dashboard: the engine's coordinator and the browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Script:
         self.dashboard._handle_custom_msg(content, [])
 
     def ask(self, **content: object) -> dict[str, Any]:
-        """The answer to a question, which comes before anything else can happen."""
+        """Ask a question; return the answer, which comes before anything else can happen."""
         self.say(**content)
         return self.messages[-1]
 
@@ -52,7 +52,7 @@ class Script:
 
 
 def begin(publisher: Publisher, name: str = "random-tiny-1", client: int = 1) -> None:
-    """A request runs, with its prompt in two blocks of which one is full."""
+    """Let a request run, with its prompt in two blocks of which one is full."""
     prompt = [72, 105, 33, 32, 72, 111]
     publisher.publish(
         RequestAdded(0, name, client, publisher.time, 6, 40, prompt),

@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineDeadError
 from nbengine.magics.extension import unload
 from nbengine.widgets.dashboard import widget as dashboard_module
-from nbengine.widgets.dashboard.plain_view import PlainView
+from nbengine.widgets.dashboard.plain import PlainDashboard
 from nbengine.widgets.dashboard.widget import Dashboard
 from nbengine.widgets.following.feed import EngineFeed
 from nbengine.widgets.idle import IdleClock
@@ -131,7 +131,7 @@ def test_a_script_that_cannot_load_is_replaced_when_the_kernel_is_idle(
     assert data[view]["model_id"] != messages[0][1][view]["model_id"]
     board = kernel_shell.user_ns["board"]
     begin(publisher)
-    wait_until(lambda: "random-tiny-1" in board._plain._plain._requests.value)
+    wait_until(lambda: "random-tiny-1" in board._plain._requests.value)
     kernel_shell.run_cell("%dashboard --close").raise_error()
     assert "random-tiny-1" in messages[-1][1]["text/plain"]
     assert view not in messages[-1][1]
@@ -155,10 +155,10 @@ def test_the_plain_widget_can_abort(
 ) -> None:
     kernel_shell.run_cell("%config NBEngine.dashboard = 'plain'\n%dashboard -o board").raise_error()
     board = kernel_shell.user_ns["board"]
-    assert isinstance(board, PlainView)
+    assert isinstance(board, PlainDashboard)
     begin(publisher)
-    wait_until(lambda: not board._plain._button.disabled)
-    board._plain._button.click()
+    wait_until(lambda: not board._button.disabled)
+    board._button.click()
     assert engine.aborted == ["random-tiny-1"]
 
 
@@ -170,7 +170,7 @@ def test_the_plain_widget_can_abort(
         ("--watch soon", "argument --watch: 'soon' is not a number of seconds from 0.1 to 3600"),
         ("--plain --text", "--plain and --text are two forms; give one of them"),
         ("--text -o board", "-o NAME is for a widget, and this is text"),
-        ("-o 1x", "argument -o: '1x' is not a name of a variable"),
+        ("-o 1x", "argument -o: '1x' is not a variable name"),
         ("nowhere", "no engine is called 'nowhere'; running: random-tiny"),
     ],
 )

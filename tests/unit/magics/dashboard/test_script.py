@@ -1,4 +1,4 @@
-"""What a dashboard and its script in the browser say to each other."""
+"""A dashboard and its script in the browser exchange messages, and nonsense harms neither."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from nbengine.errors import NotSupportedError
 from nbengine.metrics.trace import RequestFinished
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.chrome_trace import EngineHistory
-from nbengine.widgets.dashboard.open_dashboards import OPEN
 from nbengine.widgets.dashboard.throttle import Throttle
 from nbengine.widgets.dashboard.widget import Dashboard, answer_at_once
 from tests.unit.magics.dashboard.rig import HOSTILE, Script, begin, wait_until
@@ -67,7 +66,7 @@ def test_what_is_not_there_is_not_aborted(
     _, script = shown
     begin(publisher)
     answer = script.ask(kind="abort", rank=rank, number=number)
-    assert "has ended already, or never was" in answer["error"]
+    assert "has ended already, or never existed" in answer["error"]
     assert engine.aborted == []
 
 
@@ -83,6 +82,23 @@ def test_a_request_of_another_client_is_refused(
         "request theirs is not this notebook's: only client 2 of the engine, which has sent it, can end it"
     )
     assert engine.aborted == []
+
+
+def test_an_engine_that_is_held_back_is_let_go_on(shown: tuple[Dashboard, Script], engine: Any) -> None:
+    _, script = shown
+    assert script.ask(kind="go_on") == {"kind": "goes_on", "error": None}
+    assert engine.calls == ["go on"]
+
+
+def test_a_client_that_cannot_let_its_engine_go_on_says_so(
+    shown: tuple[Dashboard, Script], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise NotSupportedError("its own code does that")
+
+    monkeypatch.setattr(engine, "go_on_soon", refuse)
+    _, script = shown
+    assert script.ask(kind="go_on") == {"kind": "goes_on", "error": "its own code does that"}
 
 
 def test_what_a_client_cannot_do_is_told(
@@ -150,7 +166,7 @@ def test_dashboards_share_the_way_to_the_browser(
     kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_module, "BYTES_PER_SECOND", 100_000)
-    monkeypatch.setattr(OPEN, "line", Throttle(0.0, 100_000, 0.0))
+    monkeypatch.setattr(dashboard_module, "LINE", Throttle(0.0, 100_000, 0.0))
     scripts = []
     for number in range(3):
         kernel_shell.run_cell(f"%dashboard -o board{number}").raise_error()
@@ -165,7 +181,7 @@ def test_dashboards_share_the_way_to_the_browser(
     assert time.monotonic() - began > 2 * 0.01
     # What was not used meanwhile is for all of them at once.
     moments = iter([0.0])
-    monkeypatch.setattr(OPEN, "line", Throttle(0.0, 100_000, 1.0, lambda: next(moments, 60.0)))
+    monkeypatch.setattr(dashboard_module, "LINE", Throttle(0.0, 100_000, 1.0, lambda: next(moments, 60.0)))
     frames = [script.frames for script in scripts]
     for script in scripts:
         script.dashboard._throttle = Throttle(0.0, 1e9, 0.0)

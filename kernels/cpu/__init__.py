@@ -1,0 +1,1 @@
+"""Kernels for the CPU, compiled for the processor and the shape."""

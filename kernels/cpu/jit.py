@@ -1,0 +1,164 @@
+"""This module compiles LLVM IR to machine code for this processor, in some tenths of a second, without a
+toolchain.
+
+Code that was compiled once can be kept for later processes: `keep_machine_code`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Concatenate, ParamSpec, Protocol
+
+import llvmlite
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from nbengine.errors import NBEngineError
+
+_OPTIMISATION_LEVEL = 2
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+P = ParamSpec("P")
+_lock = threading.Lock()
+_engines: list[llvm.ExecutionEngine] = []  # an engine owns the machine code it made
+
+
+class MachineCodeStore(Protocol):
+    """A store that keeps object files between runs; a key names all that went into the code. Neither call
+    raises."""
+
+    def get(self, key: str) -> bytes | None:
+        """Return the object file that was put there, unharmed, or None."""
+
+    def put(self, key: str, code: bytes) -> None:
+        """Keep the object file, if there is room."""
+
+
+_store: MachineCodeStore | None = None
+
+
+def keep_machine_code(store: MachineCodeStore | None) -> None:
+    """From now on, take compiled code from `store` where it has it, and give it what is compiled."""
+    global _store
+    _store = store
+
+
+@dataclass(frozen=True)
+class Function:
+    """A compiled function of one int64, in memory until the process ends."""
+
+    address: int
+    call: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A processor as LLVM knows it: its name, and the instruction sets that it has."""
+
+    name: str
+    features: llvm.FeatureMap
+
+    @property
+    def accumulators(self) -> int:
+        """Count the vectors of 16 float32 that a loop can keep in registers beside its operands."""
+        return 24 if self.features.get("avx512f") else 6
+
+    @property
+    def converts_float16(self) -> bool:
+        """Return whether the processor converts float16 by itself: Arm does, x86 needs F16C."""
+        return not llvm.get_process_triple().startswith(("x86", "i686")) or bool(self.features.get("f16c"))
+
+    @property
+    def flags(self) -> str:
+        """Return the code generation flags for LLVM."""
+        flags = str(self.features.flatten())
+        # Some processors are tuned to half their vector width, which would halve the registers used here.
+        return flags + ",-prefer-256-bit" if self.features.get("avx512f") else flags
+
+
+def host_processor() -> Processor:
+    """Return the processor on which this process runs."""
+    return Processor(llvm.get_host_cpu_name(), llvm.get_host_cpu_features())
+
+
+def compile_module(
+    build: Callable[Concatenate[ir.Module, P], None], names: Sequence[str], *args: P.args, **kwargs: P.kwargs
+) -> list[Function]:
+    """Optimise and compile the module that `build` defines, with functions made with
+    `nbengine.kernels.cpu.codegen`; return those of these names.
+
+    What `build` defines follows from the sources of this package, the processor and the other arguments, whose
+    representations tell them apart: code that is kept is found without building anything.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor, or refused the module.
+    """
+
+    def object_file(machine: llvm.TargetMachine) -> bytes:
+        # A function inside another one may depend on more than its arguments say.
+        store = _store if build.__closure__ is None else None
+        key = _key((build.__module__, build.__qualname__, args, kwargs))
+        code = store.get(key) if store else None
+        if code is None:
+            module = ir.Module(build.__qualname__)
+            build(module, *args, **kwargs)
+            code = _compile(str(module), machine)
+            if store:
+                store.put(key, code)
+        return code
+
+    with _lock:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        try:
+            machine = _target_machine(host_processor())
+            code = llvm.ObjectFileRef.from_data(object_file(machine))
+            engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+            engine.add_object_file(code)
+            engine.finalize_object()
+            _engines.append(engine)
+        except RuntimeError as error:
+            raise NBEngineError(f"could not compile the CPU kernels: {error}") from error
+    addresses = [int(engine.get_function_address(name)) for name in names]
+    return [Function(address, _PROTOTYPE(address)) for address in addresses]
+
+
+def _key(module: object) -> str:
+    """Return the hash of all that the machine code of a module depends on."""
+    processor = host_processor()
+    compiler = (llvmlite.__version__, llvm.llvm_version_info, llvm.get_process_triple(), _OPTIMISATION_LEVEL)
+    parts = (compiler, _digest_of_sources(), processor.name, processor.flags, module)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@cache
+def _digest_of_sources() -> str:
+    """Return the hash of this package's Python files, which is in each key."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _compile(text: str, machine: llvm.TargetMachine) -> bytes:
+    parsed = llvm.parse_assembly(text)
+    options = llvm.PipelineTuningOptions(speed_level=_OPTIMISATION_LEVEL)
+    options.loop_vectorization = False
+    options.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    code: bytes = machine.emit_object(parsed)
+    return code
+
+
+def _target_machine(processor: Processor) -> llvm.TargetMachine:
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=processor.name, features=processor.flags, opt=_OPTIMISATION_LEVEL, jit=True
+    )

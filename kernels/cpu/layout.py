@@ -1,0 +1,180 @@
+"""The agreement between the CPU attention kernel and its caller: arguments, work list, sizes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.cpu.codegen import MAX_LANES, Element
+from nbengine.kernels.kv_cache import SCALE_BYTES, int8_head_width
+
+CHUNK = 128
+"""The number of tokens between two updates of the running maximum."""
+FLOAT = 4
+"""The bytes of a float32."""
+
+
+class AttentionArguments(ctypes.Structure):
+    """The addresses, the strides in bytes, and the scale of the scores with log2(e) in it.
+
+    What follows is used by functions that are compiled for it: with a soft cap, `scale` is divided by it, and
+    `soft_cap` has log2(e) in it; `span` is the size of the window or of a chunk; `sinks` are float32, one a head.
+    """
+
+    _fields_ = [
+        ("counter", ctypes.c_int64),
+        ("items", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("query", ctypes.c_int64),
+        ("query_stride", ctypes.c_int64),
+        ("output", ctypes.c_int64),
+        ("key_cache", ctypes.c_int64),
+        ("value_cache", ctypes.c_int64),
+        ("block_table", ctypes.c_int64),
+        ("block_table_stride", ctypes.c_int64),
+        ("work", ctypes.c_int64),
+        ("partials", ctypes.c_int64),
+        ("arrivals", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("span", ctypes.c_int64),
+        ("sinks", ctypes.c_int64),
+    ]
+
+
+class Span(Enum):
+    """The rule that a query sees only some of the tokens before it; see `AttentionOptions`."""
+
+    WINDOW = "window"
+    CHUNK = "chunk"
+
+
+class Features(NamedTuple):
+    """The parts that the options of a layer want compiled into its functions."""
+
+    span: Span | None = None
+    has_soft_cap: bool = False
+    has_sinks: bool = False
+
+    @classmethod
+    def of(cls, options: AttentionOptions) -> Features:
+        """Return the features that a layer with these options needs."""
+        if options.is_plain:
+            return PLAIN
+        span = None if options.span is None else Span.WINDOW if options.window is not None else Span.CHUNK
+        return cls(span, options.soft_cap is not None, options.sinks is not None)
+
+
+PLAIN = Features()
+
+
+class Work(IntEnum):
+    """The columns (int32) of the work list; a row stands for one item of every KV head."""
+
+    REQUEST = 0
+    FIRST_TOKEN = 1  # in the flattened batch
+    TOKENS = 2
+    VISIBLE = 3  # cached tokens that the first query token sees, itself included
+    KV_START = 4
+    KV_END = 5
+    TASK = 6
+    PART = 7
+    PARTS = 8
+    PARTIAL = 9  # number of the task's first partial result
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The shape for which a kernel is compiled: `tile` rows are computed at a time, items have at most
+    `max_tokens`. The cache holds `element`, queries and output `row_element`."""
+
+    head_dim: int
+    group: int
+    block_size: int
+    element: Element
+    row_element: Element
+    tile: int
+    max_tokens: int
+    accumulators: int
+    features: Features = PLAIN
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Return whether to fetch keys and values before they are needed: where they are read once, in
+        decode."""
+        return self.max_tokens == 1
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows that an item can have, padded to whole tiles."""
+        return -(-self.max_tokens * self.group // self.tile) * self.tile
+
+    @property
+    def lanes(self) -> int:
+        """Return the number of tokens in a score vector."""
+        return min(MAX_LANES, self.block_size)
+
+    @property
+    def head_bytes(self) -> int:
+        """Return the bytes of one head of one token, as stored."""
+        return self.head_dim * self.element.size
+
+    @property
+    def row_head_bytes(self) -> int:
+        """Return the bytes of one head of a query or of the output."""
+        return self.head_dim * self.row_element.size
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of the keys (or the values) of one block and KV head, their scales included."""
+        return block_bytes(self.element, self.head_dim, self.block_size)
+
+    @property
+    def scales_at(self) -> int | None:
+        """Return the place of the scales in that memory, one float32 for each token; None: there are none."""
+        return scales_at(self.element, self.head_dim, self.block_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row in float32."""
+        return self.head_dim * FLOAT
+
+    @property
+    def record_bytes(self) -> int:
+        """Return the bytes of one row of a partial result: maximum, total, sums."""
+        return self.row_bytes + 2 * FLOAT
+
+    @property
+    def partial_bytes(self) -> int:
+        """Return the bytes of a partial result."""
+        return self.rows * self.record_bytes
+
+    def columns(self) -> list[tuple[int, int]]:
+        """Cut a row into vectors, as (offset, lanes)."""
+        return vectors_of(self.head_dim)
+
+
+def block_bytes(element: Element, head_dim: int, block_size: int) -> int:
+    """Return the bytes of the keys (or the values) of one block and KV head, their scales included."""
+    head_bytes = int8_head_width(head_dim) if element is Element.INT8 else head_dim * element.size
+    return head_bytes * block_size
+
+
+def scales_at(element: Element, head_dim: int, block_size: int) -> int | None:
+    """Return the place of a block's scales in that memory, behind the numbers; None: there are none."""
+    if element is not Element.INT8:
+        return None
+    return block_bytes(element, head_dim, block_size) - SCALE_BYTES * block_size
+
+
+def vectors_of(count: int) -> list[tuple[int, int]]:
+    """Cut a row of `count` numbers into vectors, as (offset, lanes)."""
+    vectors, offset = [], 0
+    while offset < count:
+        lanes = min(MAX_LANES, 1 << ((count - offset).bit_length() - 1))
+        vectors.append((offset, lanes))
+        offset += lanes
+    return vectors

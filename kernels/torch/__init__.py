@@ -1,0 +1,1 @@
+"""Kernels in plain torch, for every device."""

@@ -1,0 +1,89 @@
+"""The requests and answers of a cell when it ran before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.errors import NBEngineError
+from nbengine.magics.answers.diff import Earlier
+from nbengine.magics.generation.request import Request
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.namespace import running_cell
+
+_MOST_CELLS = 100
+MOST_MAGICS = 100
+"""The most executions of the magic that one run of a cell keeps: a loop may run it for hours."""
+Settings = Mapping[str, Any]
+
+
+class _Asked:
+    """A request's prompt and answer; once it has ended, only the texts are kept."""
+
+    def __init__(self, request: Request) -> None:
+        self._known: GenerationResult | Earlier = request.result
+        if request.result.finished:
+            self._known = self.texts
+        else:
+            request.on_end.append(self._end)
+
+    @property
+    def texts(self) -> Earlier:
+        """Return the prompt, and the answer as far as it has come."""
+        known = self._known
+        return known if isinstance(known, Earlier) else Earlier(known.prompt, known.text)
+
+    def _end(self, error: NBEngineError | None) -> None:
+        del error
+        self._known = self.texts
+
+
+@dataclass
+class _Run:
+    """One execution of a cell: each magic's requests by settings, in order, and those of the run before."""
+
+    execution: str
+    before: list[dict[str, Earlier]] = field(default_factory=list)
+    magics: list[dict[str, _Asked]] = field(default_factory=list)
+
+
+class EarlierAnswers:
+    """The answers of each cell's last execution; where cells have no names, as in a terminal, all are one.
+
+    A cell may run the magic several times: the first is compared with the first of the execution before, and
+    so on, up to `MOST_MAGICS`. A request of a comparison is compared with the one that had the same settings.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
+
+    def note(self, asked: Sequence[tuple[Settings, Request]]) -> None:
+        """Note the requests that the running cell has sent, and tell each result its predecessor."""
+        run = self._running()
+        number = len(run.magics)
+        earlier = run.before[number] if number < len(run.before) else {}
+        for settings, request in asked:
+            request.result.previous = earlier.get(_key(settings))
+        if number < MOST_MAGICS:
+            run.magics.append({_key(settings): _Asked(request) for settings, request in asked})
+
+    def _running(self) -> _Run:
+        cell, execution = running_cell(self._shell)
+        run = self._runs.get(cell)
+        if run is None or not execution or run.execution != execution:
+            magics = [] if run is None else run.magics
+            before = [{key: asked.texts for key, asked in magic.items()} for magic in magics]
+            run = self._runs[cell] = _Run(execution, before)
+        self._runs.move_to_end(cell)
+        if len(self._runs) > _MOST_CELLS:
+            self._runs.popitem(last=False)
+        return run
+
+
+def _key(settings: Settings) -> str:
+    return repr(dict(settings))

@@ -1,0 +1,51 @@
+"""This module wakes engines that sleep before a cell sends a request, and reports those that are paused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from IPython.core.error import UsageError
+
+from nbengine.magics.generation.waits import PATIENCE
+from nbengine.magics.session import AttachedEngine
+from nbengine.widgets.words import print_quietly, seconds
+
+
+def make_ready(engines: Iterable[AttachedEngine], *, can_wait: bool) -> bool:
+    """Wake the engines that sleep; return whether any is paused, so the cell must not wait for its answer.
+
+    Args:
+        can_wait: the answer may come after the cell has ended.
+
+    Raises:
+        UsageError: an engine is kept asleep, or is paused and the cell cannot do without its answer.
+        NBEngineError: an engine cannot be asked, or does not wake up.
+    """
+    # An engine core that computes does not report in time, and is awake.
+    # The state of all engines is read before any is woken, so a refusal leaves the others asleep.
+    known = {engine: engine.client.stats_within(PATIENCE)[0].engines for engine in dict.fromkeys(engines)}
+    for engine, cores in known.items():
+        if any(core.is_kept_asleep for core in cores):
+            raise UsageError(
+                f"engine {engine.name!r} is kept asleep (`%engine sleep --hold`): `%engine wake {engine.name}` wakes it"
+            )
+    paused = [engine for engine, cores in known.items() if any(core.is_paused for core in cores)]
+    if paused and not can_wait:
+        raise UsageError(f"engine {paused[0].name!r} is paused: `%engine resume {paused[0].name}` first")
+    for engine, cores in known.items():
+        if any(core.is_sleeping for core in cores):
+            _wake(engine)
+    for engine in paused:
+        print_quietly(
+            f"engine {engine.name!r} is paused: the answer comes after `%engine resume {engine.name}`, "
+            "and other cells can run until then"
+        )
+    return bool(paused)
+
+
+def _wake(engine: AttachedEngine) -> None:
+    print_quietly(f"engine {engine.name!r} sleeps and is woken")
+    began = time.monotonic()
+    engine.client.control.wake_up()
+    print_quietly(f"engine {engine.name!r} is awake after {seconds(time.monotonic() - began)}")

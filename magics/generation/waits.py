@@ -1,0 +1,124 @@
+"""The lines of a waiting cell about its engine, which may be stalled, asleep, paused or busy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from nbengine.errors import NBEngineError
+from nbengine.metrics.stats import EngineStats
+from nbengine.widgets.words import count, print_quietly
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the engines that a cell waits for."""
+HELD_UP = ", in another notebook or when this cell is interrupted"
+PATIENCE = 0.3
+"""Seconds that engine cores get to report what they do."""
+
+
+class Watched(Protocol):
+    """The part of `AsyncLLM` that a `WaitNotice` reads."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the engine."""
+
+    @property
+    def stall(self) -> str | None:
+        """Say in one line what makes no progress in the engine; None: nothing."""
+
+    def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
+        """Return the state of the engine cores that report it in time, and the ranks of those that do not."""
+
+
+class WaitNotice:
+    """A notice that an engine stalls, that it goes on, and why no output comes; each is printed once.
+
+    `clients` are those that a cell waits for. A stall is an attribute of each client; other reasons are asked
+    of the engine cores.
+    """
+
+    def __init__(self, clients: Iterable[Watched] = ()) -> None:
+        self.clients = {client.name: client for client in clients}
+        self.has_begun = False
+        """An output has come."""
+        self.holds_up = True
+        """No other cell of the notebook can run meanwhile."""
+        self._told: set[str] = set()
+        self._reasons: dict[str, str] = {}
+        """The reasons that were printed last, by engine."""
+        self._due = time.monotonic() + LOOK_SECONDS
+
+    def look(self) -> None:
+        """Print what is new, unless the last look was less than `LOOK_SECONDS` ago."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + LOOK_SECONDS
+        self._tell_stalls()
+        if not self.has_begun:
+            self._tell_reasons(self._find_reasons())
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        """Look every `LOOK_SECONDS` while the block waits; the lines belong to the cell that waits."""
+        task = asyncio.create_task(self._look_on())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._tell_stalls()
+            if not self.has_begun:
+                self._tell_reasons(await asyncio.to_thread(self._find_reasons))
+
+    def _tell_stalls(self) -> None:
+        for name, client in self.clients.items():
+            stall = client.stall
+            if stall is not None and name not in self._told:
+                self._told.add(name)
+                print_quietly(f"engine {name!r} makes no progress: {stall}")
+            elif stall is None and name in self._told:
+                self._told.remove(name)
+                print_quietly(f"engine {name!r} goes on")
+
+    def _find_reasons(self) -> dict[str, str]:
+        found = {name: reason_of(client) for name, client in self.clients.items() if client.stall is None}
+        return {name: reason for name, reason in found.items() if reason}
+
+    def _tell_reasons(self, reasons: dict[str, str]) -> None:
+        # The number of waiting requests changes all the time, so only a new kind of reason is printed.
+        for name, reason in reasons.items():
+            kind = reason.partition(":")[0]
+            if not self.has_begun and self._reasons.get(name) != kind:
+                self._reasons[name] = kind
+                hint = HELD_UP if self.holds_up and "`" in reason else ""
+                print_quietly(f"engine {name!r} {reason}{hint}")
+
+
+def reason_of(client: Watched) -> str:
+    """Say why an engine may let a request wait, to follow its name; empty if nothing seems to hold it up."""
+    try:
+        stats, silent = client.stats_within(PATIENCE)
+    except NBEngineError:
+        # The request itself raises this error to its caller.
+        return ""
+    cores = stats.engines
+    if any(core.is_sleeping for core in cores):
+        return f"sleeps: `%engine wake {client.name}` wakes it"
+    if any(core.is_paused for core in cores):
+        return f"is paused: `%engine resume {client.name}` lets it go on"
+    num_waiting = sum(core.num_waiting_reqs for core in cores)
+    if num_waiting:
+        num_running = sum(core.num_running_reqs for core in cores)
+        waiting = count(num_waiting, "request waits", "requests wait")
+        return f"is busy: {count(num_running, 'request runs', 'requests run')}, {waiting}"
+    if silent and not cores:
+        return "does not say what it does: it may be starting a core, or computing a long step"
+    return ""

@@ -1,0 +1,1 @@
+"""Engines on this machine: starting, finding, listing and ending them."""

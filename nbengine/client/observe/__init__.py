@@ -1,0 +1,1 @@
+"""The followers of what an engine publishes about itself."""

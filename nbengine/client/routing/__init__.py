@@ -1,0 +1,1 @@
+"""A client's connections to the engine cores, and its choice of the core that gets a request."""

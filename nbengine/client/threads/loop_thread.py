@@ -1,0 +1,116 @@
+"""The thread with the event loop that owns the sockets of every `AsyncLLM` of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, ClassVar, TypeVar
+
+from nbengine.errors import EngineDeadError, NBEngineError
+
+T = TypeVar("T")
+_EXIT_TIMEOUT = 1.0
+_ENDED = "the interpreter is exiting, and this client of the engine has ended with it"
+
+
+class LoopThread:
+    """An asyncio loop on its own daemon thread: it works whether or not the caller runs a loop."""
+
+    _shared: ClassVar[LoopThread | None] = None
+    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="nbengine-loop", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def shared(cls) -> LoopThread:
+        """Return the loop thread of this process, which starts when it is first asked for."""
+        with cls._shared_lock:
+            if cls._shared is None:
+                cls._shared = cls()
+            return cls._shared
+
+    @property
+    def is_current(self) -> bool:
+        """Tell whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Run `callback(*args)` on the loop, in the order of the calls; do not wait for it.
+
+        Raises:
+            EngineDeadError: the loop has ended with the interpreter, and with it every engine's client.
+        """
+        if not self.call_if_open(callback, *args):
+            raise EngineDeadError(_ENDED)
+
+    def call_if_open(self, callback: Callable[..., object], *args: Any) -> bool:
+        """Run a callback like `call_soon`, unless the loop has ended, when it is of no use;
+        return whether the loop runs."""
+        try:
+            self.loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if self.loop.is_closed():
+                return False
+            raise
+        return True
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop; do not wait for it.
+
+        Raises:
+            EngineDeadError: the loop has ended with the interpreter.
+        """
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            if self.loop.is_closed():
+                raise EngineDeadError(_ENDED) from None
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            NBEngineError: called on the loop's own thread, which would wait for itself.
+            EngineDeadError: the loop has ended with the interpreter.
+        """
+        if self.is_current:
+            coroutine.close()
+            raise NBEngineError("a blocking call on nbengine's own loop thread would never return")
+        return self.submit(coroutine).result()
+
+    def stop(self) -> None:
+        """End the thread, and drop what is scheduled; another call does nothing."""
+        self.call_if_open(self.loop.stop)
+        self._thread.join(_EXIT_TIMEOUT)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+
+def _stop_shared() -> None:
+    if LoopThread._shared is not None:
+        LoopThread._shared.stop()
+
+
+def _forget_after_fork() -> None:
+    # A forked child has the object but not the thread; and the loop's descriptors are its parent's loop's,
+    # too.
+    LoopThread._shared = None
+    LoopThread._shared_lock = threading.Lock()
+
+
+atexit.register(_stop_shared)
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,1 @@
+"""The families' ways of writing reasoning."""

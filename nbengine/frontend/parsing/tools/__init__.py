@@ -1,0 +1,1 @@
+"""The families' ways of writing calls of tools."""

@@ -1,0 +1,1 @@
+"""The way from prompts and parameters to checked requests."""

@@ -1,0 +1,1 @@
+"""The way from text to tokens and back: tokenizers, chat templates, stop strings."""

@@ -1,0 +1,1 @@
+"""This package finds, fetches, reads and loads the files of a model."""

@@ -1,0 +1,151 @@
+"""This module says in the terms of Hugging Face what llama.cpp's architectures are, and what their headers say
+beside the usual.
+
+Key names follow llama.cpp's converter (convert_hf_to_gguf.py) and the GGUF specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbengine.errors import ModelLoadError
+from nbengine.models.checkpoints.gguf import GGUFHeader
+from nbengine.models.checkpoints.gguf_hybrids import granite, lfm2, qwen3next, qwen35
+from nbengine.models.checkpoints.gguf_latent import latent_entries
+from nbengine.models.checkpoints.gguf_rope import (
+    DEFAULT_THETA,
+    head_dim_of,
+    rope_parameters,
+    theta_of,
+    window_of,
+    windows_of,
+)
+
+Entries = dict[str, Any]
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""The largest models scale scores by what one of their heads would have of the hidden features."""
+
+
+def no_more(header: GGUFHeader) -> Entries:  # noqa: ARG001 - there is nothing to look for
+    """Return nothing: the usual keys say all."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One of llama.cpp's architectures: Hugging Face's `model_type` and class, and entries of config.json beside the
+    usual ones. `permuted`: the converter interleaves the rows of the q and k projections, because its RoPE pairs
+    neighbouring dimensions; else they are in Hugging Face's order."""
+
+    model_type: str
+    name: str
+    more: Callable[[GGUFHeader], Entries] = no_more
+    permuted: bool = False
+    may_have_experts: bool = False
+
+
+def _llama(header: GGUFHeader) -> Entries:
+    # Of the classes whose files say llama, Mistral's has windows.
+    if not window_of(header) or header.integer_or("llama.expert_count", 0):
+        return {}
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def _gemma(header: GGUFHeader) -> Entries:  # noqa: ARG001 - all files are alike
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(header: GGUFHeader) -> Entries:
+    arch = header.architecture
+    caps = {
+        hf: header.number(f"{arch}.{key}") if f"{arch}.{key}" in header.metadata else None
+        for hf, key in (
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+        )
+    }
+    heads, hidden = header.integer(f"{arch}.attention.head_count"), header.integer(f"{arch}.embedding_length")
+    is_27b = header.integer(f"{arch}.block_count") == _LAYERS_OF_27B[arch]
+    scale = {"query_pre_attn_scalar": hidden // heads if is_27b else head_dim_of(header)}
+    return {**_gemma(header), **{hf: cap for hf, cap in caps.items() if cap is not None}, **scale}
+
+
+def _gemma3(header: GGUFHeader) -> Entries:
+    return {
+        **_gemma2(header),
+        "rope_local_base_freq": header.metadata.get("gemma3.rope.freq_base_swa", DEFAULT_THETA),
+        "layer_types": [_SLIDING if window else _FULL for window in windows_of(header, 6)],
+    }
+
+
+def _olmo(header: GGUFHeader) -> Entries:
+    key = "olmo.attention.clamp_kqv"
+    # Zero means that nothing is cut.
+    return {"clip_qkv": (header.number(key) if key in header.metadata else 0.0) or None}
+
+
+def _olmo2(header: GGUFHeader) -> Entries:
+    if not window_of(header):
+        return {}
+    # Of the classes whose files say olmo2, OLMo 3 has windows; the rotary embedding of their layers is never stretched.
+    theta = header.metadata.get("olmo2.rope.freq_base_swa", theta_of(header))
+    local = {"rope_type": "default", "rope_theta": theta}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "layer_types": [_SLIDING if window else _FULL for window in windows_of(header, 4)],
+        "rope_parameters": {_FULL: rope_parameters(header), _SLIDING: local},
+    }
+
+
+def _glm4(header: GGUFHeader) -> Entries:
+    key = "glm4.rope.dimension_sections"
+    if key in header.metadata:
+        raise ModelLoadError(f"{header.path}: {key}, the positions of images, are not supported")
+    return {}
+
+
+def _phi3(header: GGUFHeader) -> Entries:
+    key = "phi3.rope.scaling.original_context_length"
+    return {"original_max_position_embeddings": header.integer(key)} if key in header.metadata else {}
+
+
+def _gpt_oss(header: GGUFHeader) -> Entries:
+    rope = rope_parameters(header)
+    # The bounds of what is stretched are no whole dimensions.
+    return {"rope_parameters": {**rope, "truncate": False}} if rope["rope_type"] == "yarn" else {}
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted=True, may_have_experts=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", may_have_experts=True),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", may_have_experts=True),
+    "qwen3next": Architecture("qwen3_next", "Qwen3NextForCausalLM", qwen3next, may_have_experts=True),
+    "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", qwen35),
+    "qwen35moe": Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen35, may_have_experts=True),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3),
+    "olmo": Architecture("olmo", "OlmoForCausalLM", _olmo, permuted=True),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2),
+    "granite": Architecture("granite", "GraniteForCausalLM", granite, permuted=True),
+    "granitemoe": Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", granite, permuted=True, may_have_experts=True
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM", granite, permuted=True, may_have_experts=True
+    ),
+    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", lfm2),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True),
+    "chatglm": Architecture("glm", "GlmForCausalLM"),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4),
+    "deepseek2": Architecture("deepseek_v2", "DeepseekV2ForCausalLM", latent_entries, may_have_experts=True),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, may_have_experts=True),
+}
+"""By llama.cpp's names; Mistral files say llama, and so do Mixtral's; OLMo 3 files say olmo2."""

@@ -1,0 +1,136 @@
+"""This module says in the terms of Hugging Face what the headers of models with recurrent layers say beside the usual.
+
+Key names follow llama.cpp's converter (conversion/*.py) and the GGUF specification.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbengine.errors import ModelLoadError
+from nbengine.models.checkpoints.gguf import GGUFHeader
+from nbengine.models.families.qwen_hybrid import TILED_VALUES, WHOLE_PROJECTIONS
+
+Entries = dict[str, Any]
+_FULL, _LINEAR, _MAMBA, _CONV = "full_attention", "linear_attention", "mamba", "conv"
+_GRANITE_SCALES = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def qwen35(header: GGUFHeader) -> Entries:
+    """Return the entries of Qwen3.5, dense or with experts. Its files have the value heads in another order."""
+    rule = _delta_rule(header)
+    return {**rule, TILED_VALUES: rule["linear_num_value_heads"] > rule["linear_num_key_heads"]}
+
+
+def qwen3next(header: GGUFHeader) -> Entries:
+    """Return the entries of Qwen3-Next."""
+    return {**_delta_rule(header), WHOLE_PROJECTIONS: True}
+
+
+def _delta_rule(header: GGUFHeader) -> Entries:
+    arch = header.architecture
+    value_heads = header.integer(f"{arch}.ssm.time_step_rank")
+    return {
+        "layer_types": [_LINEAR if recurrent else _FULL for recurrent in _recurrent_layers(header)],
+        "linear_num_key_heads": header.integer(f"{arch}.ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": header.integer(f"{arch}.ssm.state_size"),
+        "linear_value_head_dim": _quotient(header, "ssm.inner_size", "ssm.time_step_rank", value_heads),
+        "linear_conv_kernel_dim": header.integer(f"{arch}.ssm.conv_kernel"),
+    }
+
+
+def _recurrent_layers(header: GGUFHeader) -> list[bool]:
+    """Return whether each layer is recurrent: the file says it of each, or gives the distance of those that are not."""
+    arch, count = header.architecture, header.num_layers
+    stated = header.per_layer(f"{arch}.attention.recurrent_layers")
+    if stated is not None:
+        return [bool(each) for each in stated]
+    interval = header.integer_or(f"{arch}.full_attention_interval", 4)
+    if interval < 1:
+        raise ModelLoadError(f"{header.path}: {arch}.full_attention_interval is {interval}")
+    return [(layer + 1) % interval != 0 for layer in range(count)]
+
+
+def granite(header: GGUFHeader) -> Entries:
+    """Return the entries of Granite: with recurrent layers, with a block beside the experts, or without a rotary
+    embedding it is a variant of Granite 4, else one of Granite 3."""
+    arch = header.architecture
+    scales = {
+        hf: header.number(f"{arch}.{key}")
+        for hf, key in _GRANITE_SCALES.items()
+        if f"{arch}.{key}" in header.metadata
+    }
+    shared = header.integer_or(f"{arch}.expert_shared_feed_forward_length", 0)
+    has_rope = header.metadata.get(f"{arch}.rope.scaling.finetuned", True)
+    if arch != "granitehybrid" and not shared and has_rope:
+        return scales
+    num_experts = header.integer_or(f"{arch}.expert_count", 0)
+    inner = header.largest(f"{arch}.feed_forward_length")
+    entries: Entries = {
+        **scales,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention"] * header.num_layers,
+        "position_embedding_type": "rope" if has_rope else "nope",
+        "num_local_experts": num_experts,
+        "shared_intermediate_size": shared if num_experts else inner,
+    }
+    if num_experts and not shared:
+        raise ModelLoadError(
+            f"{header.path}: {arch}.expert_shared_feed_forward_length is missing; experts without a block that all "
+            "tokens share are supported in granitemoe files"
+        )
+    return entries if arch != "granitehybrid" else {**entries, **_state_space(header)}
+
+
+def _state_space(header: GGUFHeader) -> Entries:
+    arch = header.architecture
+    heads, hidden = header.integer(f"{arch}.ssm.time_step_rank"), header.integer(f"{arch}.embedding_length")
+    return {
+        "layer_types": ["attention" if count else _MAMBA for count in _kv_heads(header)],
+        "mamba_n_heads": heads,
+        "mamba_d_head": _quotient(header, "ssm.inner_size", "ssm.time_step_rank", heads),
+        "mamba_expand": _quotient(header, "ssm.inner_size", "embedding_length", hidden),
+        "mamba_n_groups": header.integer(f"{arch}.ssm.group_count"),
+        "mamba_d_state": header.integer(f"{arch}.ssm.state_size"),
+        "mamba_d_conv": header.integer(f"{arch}.ssm.conv_kernel"),
+        "mamba_conv_bias": header.has_tensor("ssm_conv1d.bias"),
+        "mamba_proj_bias": header.has_tensor("ssm_in.bias"),
+    }
+
+
+def lfm2(header: GGUFHeader) -> Entries:
+    """Return the entries of LFM2."""
+    return {
+        "layer_types": [_FULL if count else _CONV for count in _kv_heads(header)],
+        "conv_L_cache": header.integer("lfm2.shortconv.l_cache"),
+        "conv_bias": header.has_tensor("shortconv.in_proj.bias"),
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": header.number("lfm2.attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _kv_heads(header: GGUFHeader) -> tuple[int | float | bool, ...]:
+    """Return the number of each layer's key heads, 0 for a recurrent one."""
+    key = f"{header.architecture}.attention.head_count_kv"
+    stated = header.per_layer(key)
+    if stated is None:
+        raise ModelLoadError(f"{header.path}: metadata key {key} is missing")
+    return stated
+
+
+def _quotient(header: GGUFHeader, of: str, by: str, number: int) -> int:
+    """Return the number at the key `of` divided by `number`, which is that at the key `by`."""
+    arch = header.architecture
+    total = header.integer(f"{arch}.{of}")
+    if number < 1 or total < 1 or total % number:
+        raise ModelLoadError(
+            f"{header.path}: {arch}.{of} ({total}) must be a multiple of {arch}.{by} ({number})"
+        )
+    return total // number

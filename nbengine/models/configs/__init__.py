@@ -1,0 +1,1 @@
+"""The properties of a model, read from its configuration."""

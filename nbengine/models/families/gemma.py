@@ -1,0 +1,130 @@
+"""Gemma 1 to 3, text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nbengine.errors import ModelLoadError
+from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
+from nbengine.models.configs.hf_config import number, positive, stated_rope
+from nbengine.models.configs.rope_config import Rope, rope_of
+from nbengine.models.family import DecoderFamily, layers_of, window_of
+
+_BOTH = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+_LOCAL_THETA, _GLOBAL_THETA = 1e4, 1e6
+
+
+class Gemma(DecoderFamily):
+    """Gemma 1."""
+
+    title = "Gemma 1"
+    defaults: Mapping[str, Any] = {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    }
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        if hf.get("use_bidirectional_attention"):
+            raise ModelLoadError(
+                "config.json: use_bidirectional_attention is not supported: decoders are causal"
+            )
+        bias = bool(hf.get("attention_bias", False))
+        return {
+            "norm_kind": "rms_one",
+            "embedding_scale": math.sqrt(positive(hf, "hidden_size")),
+            # Old files state gelu and mean its approximation, too.
+            "hidden_act": str(hf.get("hidden_activation") or "gelu_pytorch_tanh"),
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+        }
+
+
+class Gemma2(Gemma):
+    """Gemma 2: every other layer has a window, scores and logits are capped."""
+
+    title = "Gemma 2"
+    defaults: Mapping[str, Any] = {
+        **Gemma.defaults,
+        "num_key_value_heads": 4,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    }
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        windows = {index: index % 2 == 0 for index in range(positive(hf, "num_hidden_layers"))}
+        return {
+            **super().variant(hf),
+            **_scores(hf),
+            "norms": _BOTH,
+            "layers": layers_of(hf, window_of(hf), windows),
+        }
+
+
+class Gemma3(Gemma):
+    """Gemma 3: five of six layers have a window and a rotary embedding of their own; the text of the models with
+    images, too."""
+
+    title = "Gemma 3 (text)"
+    defaults: Mapping[str, Any] = {
+        **Gemma.defaults,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    }
+    unused = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; the rotary embeddings of full and window layers are stated apart."""
+        stated = stated_rope(hf)
+        full, local = stated.get("full_attention"), stated.get("sliding_attention")
+        if not (isinstance(full, Mapping) and isinstance(local, Mapping)):
+            full = {"rope_theta": number(hf, "rope_theta", _GLOBAL_THETA), **stated}
+            local = {"rope_theta": number(hf, "rope_local_base_freq", _LOCAL_THETA)}
+        other: Rope = rope_of(hf, local, _LOCAL_THETA)
+        return super().config({**hf, "rope_parameters": full, "nbengine_local_rope": other})
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        pattern = positive(hf, "sliding_window_pattern", 6)
+        windows = {index: (index + 1) % pattern > 0 for index in range(positive(hf, "num_hidden_layers"))}
+        # A window of all tokens has its own rotary embedding nevertheless.
+        layers = layers_of(hf, positive(hf, "sliding_window"), windows, rope=1)
+        return {
+            **super().variant(hf),
+            **_scores(hf),
+            "norms": _BOTH,
+            "qk_norm": True,
+            "other_ropes": (hf["nbengine_local_rope"],) if layers else (),
+            "layers": layers,
+        }
+
+    def our_name(self, name: str) -> str:
+        """Models with images have the text's tensors inside `language_model`, in two ways."""
+        return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+
+
+def _scores(hf: Mapping[str, Any]) -> dict[str, Any]:
+    attention, logits = hf.get("attn_logit_softcapping"), hf.get("final_logit_softcapping")
+    return {
+        "attention_scale": number(hf, "query_pre_attn_scalar") ** -0.5,
+        "attention_soft_cap": None if attention is None else number(hf, "attn_logit_softcapping"),
+        "logits_soft_cap": None if logits is None else number(hf, "final_logit_softcapping"),
+    }

@@ -1,0 +1,73 @@
+"""OLMo 1 to 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
+from nbengine.models.configs.hf_config import number, positive, stated_rope
+from nbengine.models.configs.rope_config import rope_of
+from nbengine.models.family import DecoderFamily, layers_of
+
+_BEHIND = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_THETA_3 = 5e5
+
+
+class Olmo(DecoderFamily):
+    """OLMo 1, whose norms have no weights."""
+
+    title = "OLMo 1"
+    defaults: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        bias = bool(hf.get("attention_bias", False))
+        return {
+            "norm_kind": "layer_plain",
+            "clip_qkv": None if hf.get("clip_qkv") is None else number(hf, "clip_qkv"),
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+        }
+
+
+class Olmo2(DecoderFamily):
+    """OLMo 2: what comes out of a block is normalised, and queries and keys over all heads."""
+
+    title = "OLMo 2"
+    defaults: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        bias = bool(hf.get("attention_bias", False))
+        return {
+            "norms": _BEHIND,
+            "qk_norm": True,
+            "qk_norm_whole": True,
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+        }
+
+
+class Olmo3(Olmo2):
+    """OLMo 3: three of four layers have a window, and the others may have YaRN."""
+
+    title = "OLMo 3"
+    defaults: Mapping[str, Any] = {**Olmo2.defaults, "sliding_window": 4096, "rope_theta": _THETA_3}
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`; the rotary embeddings of full and window layers may be stated apart."""
+        stated = stated_rope(hf)
+        full, local = stated.get("full_attention"), stated.get("sliding_attention")
+        theta = {"rope_theta": number(hf, "rope_theta", _THETA_3)}
+        if not (isinstance(full, Mapping) and isinstance(local, Mapping)):
+            full, local = {**theta, **stated}, theta
+        other = rope_of(hf, local, _THETA_3)
+        return super().config({**hf, "rope_parameters": full, "nbengine_local_rope": other})
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        windows = {index: (index + 1) % 4 > 0 for index in range(positive(hf, "num_hidden_layers"))}
+        layers = layers_of(hf, positive(hf, "sliding_window"), windows, rope=1)
+        other = (hf["nbengine_local_rope"],) if layers else ()
+        return {**super().variant(hf), "other_ropes": other, "layers": layers}

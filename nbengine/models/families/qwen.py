@@ -1,0 +1,103 @@
+"""Qwen 1.5 to 3, dense and with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nbengine.errors import ModelLoadError, quoted
+from nbengine.models.configs.hf_config import positive
+from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
+from nbengine.models.family import DecoderFamily, layers_of, window_of
+
+
+class Qwen2(DecoderFamily):
+    """Qwen 1.5, 2 and 2.5."""
+
+    title = "Qwen 1.5, 2, 2.5"
+    defaults: Mapping[str, Any] = {"num_key_value_heads": 32}
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        return {"attention_bias": True, "layers": _layers(hf)}
+
+
+class Qwen3(DecoderFamily):
+    """Qwen 3, dense."""
+
+    title = "Qwen 3"
+    defaults: Mapping[str, Any] = {"num_key_value_heads": 32, "head_dim": 128}
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        bias = bool(hf.get("attention_bias", False))
+        return {
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+            "qk_norm": True,
+            "layers": _layers(hf),
+        }
+
+
+class Qwen2Moe(DecoderFamily):
+    """Qwen 1.5 and 2 with experts, and one expert for all tokens."""
+
+    title = "Qwen 1.5, 2 MoE"
+    has_experts = True
+    defaults: Mapping[str, Any] = {"num_key_value_heads": 16}
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        shared = positive(hf, "shared_expert_intermediate_size", 5632)
+        return {
+            "attention_bias": bool(hf.get("qkv_bias", True)),
+            "moe": experts_of(hf, 60, 4, 1408, shared),
+            "layers": _layers(hf),
+        }
+
+
+class Qwen3Moe(DecoderFamily):
+    """Qwen 3 with experts."""
+
+    title = "Qwen 3 MoE"
+    has_experts = True
+    defaults: Mapping[str, Any] = {"num_key_value_heads": 4}
+
+    def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `DecoderFamily.variant`."""
+        bias = bool(hf.get("attention_bias", False))
+        window = window_of(hf) if hf.get("use_sliding_window", False) else None
+        return {
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+            "qk_norm": True,
+            "moe": experts_of(hf, 128, 8, 768, 0),
+            "layers": layers_of(hf, window),
+        }
+
+
+def _layers(hf: Mapping[str, Any]) -> Any:
+    """Return the layers; without layer_types those from max_window_layers on have the window."""
+    if not hf.get("use_sliding_window", False):
+        return ()
+    first, count = positive(hf, "max_window_layers", 28), positive(hf, "num_hidden_layers")
+    return layers_of(hf, window_of(hf, 4096), {index: index >= first for index in range(count)})
+
+
+def experts_of(hf: Mapping[str, Any], num_experts: int, per_token: int, inner: int, shared: int) -> MoEConfig:
+    """Return the experts; the numbers are the values that transformers assumes where config.json says nothing."""
+    return MoEConfig(
+        num_experts=num_experts_of(hf, num_experts),
+        experts_per_token=positive(hf, "num_experts_per_tok", per_token),
+        intermediate_size=positive(hf, "moe_intermediate_size", inner),
+        renormalize=bool(hf.get("norm_topk_prob", False)),
+        shared_intermediate_size=shared,
+        sparse_step=positive(hf, "decoder_sparse_step", 1),
+        dense_layers=_dense_layers(hf.get("mlp_only_layers") or []),
+    )
+
+
+def _dense_layers(stated: object) -> tuple[int, ...]:
+    if not isinstance(stated, list) or not all(isinstance(layer, int) for layer in stated):
+        raise ModelLoadError(f"config.json: mlp_only_layers must be a list of integers, got {quoted(stated)}")
+    return tuple(stated)

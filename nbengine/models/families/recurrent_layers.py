@@ -1,0 +1,36 @@
+"""The layers of a family that has recurrent ones, as config.json states them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from nbengine.errors import ModelLoadError, quoted
+from nbengine.models.configs.decoder_config import LayerConfig
+
+
+def layers_with_state(
+    types: Any,
+    recurrent: Collection[str],
+    attention: Collection[str],
+    *,
+    state_bytes: int,
+    rope: int | None = 0,
+) -> tuple[LayerConfig, ...]:
+    """Return the layers that `layer_types` describes with the names of recurrent layers, which keep
+    `state_bytes` of a request, and of those with attention, whose rotary embedding is `rope`.
+
+    Raises:
+        ModelLoadError: it is no list of these names.
+    """
+    if not isinstance(types, list) or not set(map(str, types)) <= {*recurrent, *attention}:
+        names = " and ".join(map(repr, sorted({*recurrent, *attention})))
+        raise ModelLoadError(f"config.json: layer_types must be a list of {names}, got {quoted(types)}")
+    with_state, others = LayerConfig("recurrent", state_bytes, rope=None), LayerConfig(rope=rope)
+    return tuple(with_state if kind in recurrent else others for kind in types)
+
+
+def switch(hf: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    """Return the truth value at `key`, `default` where it is missing or null."""
+    value = hf.get(key)
+    return default if value is None else bool(value)

@@ -1,0 +1,66 @@
+"""The gated feed-forward block of a decoder's layer, and the activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nbengine.distributed.communicator import ParallelState
+from nbengine.kernels.dispatch import select_gate
+from nbengine.models.layers.parallel_layers import MergedColumnParallelLinear, row_parallel_linear
+from nbengine.models.layers.weights import Place, Slots
+
+ACTIVATE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+"""The activations, by the names of `nbengine.models.configs.decoder_config.ACTIVATIONS`."""
+
+
+class DecoderMLP:
+    """The gated feed-forward block: `down(activation(gate(x)) * up(x))`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        place: Place,
+        parallel: ParallelState,
+        activation: str = "silu",
+    ) -> None:
+        self.activation = activation
+        self._activate = ACTIVATE[activation]
+        self.size = intermediate_size // parallel.layout.tp_size
+        self._compiled = None
+        if not place.is_exact:
+            self._compiled = select_gate(place.device, place.hidden_dtype, self.size, activation)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [("gate_proj", intermediate_size), ("up_proj", intermediate_size)],
+            layout=parallel.layout,
+            bias=bias,
+            place=place,
+        )
+        self.down_proj = row_parallel_linear(
+            intermediate_size, hidden_size, parallel=parallel, bias=bias, place=place.inside("down_proj")
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn normalised hidden states x [T, hidden] into the block's output [T, hidden]."""
+        gate_up = self.gate_up_proj(x)
+        if self._compiled is not None:
+            return self.down_proj(self._compiled(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down_proj(self._activate(gate).mul_(up))
+
+    def slots(self, prefix: str) -> Slots:
+        """Yield the weights under the checkpoint's names."""
+        yield from self.gate_up_proj.slots(prefix)
+        yield from self.down_proj.slots(f"{prefix}.down_proj")

@@ -1,0 +1,1 @@
+"""Steps of a decoder that are prepared as one list of native operations."""

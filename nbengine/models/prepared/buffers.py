@@ -1,0 +1,127 @@
+"""The memory in which the operations of a prepared step leave numbers for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nbengine.kernels.cpu.decode_plan import WORK_BYTES
+from nbengine.kernels.cpu.largest import PARTS
+from nbengine.kernels.cpu.records import RECORD_BYTES
+from nbengine.kernels.quantized import SPAN
+from nbengine.models.layers.attention import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The size of steps: tokens, items of attention for requests of one token, and rows of logits."""
+
+    tokens: int
+    items: int
+    logits: int
+
+    def holds(self, other: StepSize) -> bool:
+        """Return whether nothing of `other` is larger."""
+        return self.tokens >= other.tokens and self.items >= other.items and self.logits >= other.logits
+
+    def grown_for(self, other: StepSize) -> StepSize:
+        """Return the powers of two that hold both, so that memory grows only a few times."""
+        pairs = ((self.tokens, other.tokens), (self.items, other.items), (self.logits, other.logits))
+        return StepSize(*(1 << (max(1, *pair) - 1).bit_length() for pair in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """The tensors, [tokens, ...], in float32 where nothing else is said."""
+
+    query_parts: int
+    """2 where queries lie beside gates, else 1."""
+    x: Tensor
+    """The residual stream."""
+    normed: Tensor
+    qkv: Tensor
+    """Queries, each head with its gate behind it where there are two parts, keys and values."""
+    queries: Tensor
+    """Queries and keys side by side, where they are not so in `qkv`."""
+    rotated: Tensor
+    attended: Tensor
+    out: Tensor
+    """The output of a block."""
+    gate_up: Tensor
+    gated: Tensor
+    records: Tensor
+    """The rounded rows of a product's input; see `nbengine.kernels.cpu.products`."""
+    gated_records: Tensor
+    own: Tensor
+    """[attention groups, 3, tokens] int64: token ids, positions, slots."""
+    work: Tensor
+    """The work lists of attention, one for each group; see `nbengine.kernels.cpu.decode_plan`."""
+    partials: Tensor
+    arrivals: Tensor
+    own_logits: Tensor
+    """The logits of this rank's part of the vocabulary; `logits` itself for a rank without others."""
+    logits: Tensor
+    """The logits of all ranks; behind the vocabulary there may be padding."""
+    peaks: Tensor
+    ids: Tensor
+    """The place of each row's largest logit, int64."""
+    values: Tensor
+    """The largest logits."""
+
+    @classmethod
+    def make(
+        cls,
+        size: StepSize,
+        attention: Attention,
+        *,
+        groups: int,
+        query_parts: int,
+        mixed: int,
+        hidden: int,
+        inner: int,
+        own_vocab_size: int,
+        tp_size: int,
+        is_gated_at_once: bool,
+        partial_bytes: int,
+    ) -> StepBuffers:
+        """Allocate them.
+
+        There are `groups` of layers with plans of attention of their own. A query has `query_parts` times the features
+        of a key; recurrent blocks make `mixed` features before their last projection. `hidden`, `inner` and `own_vocab_size` are the features of the residual stream, of feed-forward blocks and
+        of the logits, the latter two of each of `tp_size` ranks. Blocks that are gated at once leave no numbers before the gate. A partial result of attention
+        takes `partial_bytes`.
+        """
+        tokens, heads, kv_heads = size.tokens, attention.num_heads, attention.num_kv_heads
+        widest = max(hidden, heads * attention.head_dim, mixed)
+        joint = 0 if query_parts == 1 else heads + kv_heads
+
+        def records(columns: int) -> Tensor:
+            return torch.empty(tokens, columns // SPAN * RECORD_BYTES, dtype=torch.uint8)
+
+        before_gate = 0 if is_gated_at_once else inner
+        logits = torch.empty(size.logits, own_vocab_size * tp_size)
+        return cls(
+            x=torch.empty(tokens, hidden),
+            normed=torch.empty(tokens, hidden),
+            query_parts=query_parts,
+            qkv=torch.empty(tokens, (query_parts * heads + 2 * kv_heads) * attention.head_dim),
+            queries=torch.empty(tokens, joint * attention.head_dim),
+            rotated=torch.empty(tokens, (heads + kv_heads) * attention.head_dim),
+            attended=torch.empty(tokens, heads * attention.head_dim),
+            out=torch.empty(tokens, hidden),
+            gate_up=torch.empty(tokens, 2 * before_gate),
+            gated=torch.empty(tokens, before_gate),
+            records=records(widest),
+            gated_records=records(inner),
+            own=torch.empty(groups, 3, tokens, dtype=torch.int64),
+            work=torch.empty(groups, size.items * WORK_BYTES, dtype=torch.uint8),
+            partials=torch.empty(size.items * kv_heads * partial_bytes, dtype=torch.uint8),
+            arrivals=torch.zeros(tokens * kv_heads, dtype=torch.int64),
+            own_logits=logits if tp_size == 1 else torch.empty(size.logits, own_vocab_size),
+            logits=logits,
+            peaks=torch.empty(size.logits, PARTS),
+            ids=torch.empty(size.logits, dtype=torch.int64),
+            values=torch.empty(size.logits),
+        )

@@ -1,0 +1,206 @@
+"""The operations of a layer with quantised experts, with the addresses of their operands."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nbengine.kernels.cpu.backend import ELEMENTS
+from nbengine.kernels.cpu.expert_steps import (
+    EXPERT_WORDS,
+    CombineArguments,
+    EachArguments,
+    ExpertMemory,
+    SortArguments,
+    SpreadArguments,
+    compile_combine,
+    compile_each,
+    compile_sort,
+    compile_spread,
+)
+from nbengine.kernels.cpu.jit import Function
+from nbengine.kernels.cpu.products import compile_gated, compile_multiply
+from nbengine.kernels.cpu.program import words_of
+from nbengine.kernels.cpu.records import RECORD_BYTES
+from nbengine.kernels.cpu.routing import ChooseArguments, ScoreArguments, compile_choose, compile_scores
+from nbengine.kernels.quantized import SPAN
+from nbengine.models.layers.moe import SparseMoeBlock
+from nbengine.models.layers.packed_experts import PackedExperts
+from nbengine.models.layers.weights import DenseWeight
+from nbengine.models.prepared.buffers import StepBuffers
+from nbengine.models.prepared.products import gated_arguments, product_arguments, row_bytes
+
+Operation = tuple[Function, ctypes.Structure, int]
+"""An operation, and the tokens of one of its items (0: its arguments have the number of items)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBuffers:
+    """The memory in which the operations of all layers with experts leave numbers for each other; a *place* is a
+    token's row in the memory of one of its experts."""
+
+    scores: Tensor
+    """[tokens, experts, rounded up], float32."""
+    weights: Tensor
+    """[tokens, experts of a token], float32, as the next two, int64."""
+    chosen: Tensor
+    places: Tensor
+    records: Tensor
+    """The rounded rows of the experts' input; see `nbengine.kernels.cpu.products`."""
+    gated_records: Tensor
+    outputs: Tensor
+    """[places + 1, hidden], float32: the last row is 0."""
+    starts: Tensor
+    active: Tensor
+    count: Tensor
+
+    @classmethod
+    def make(cls, blocks: Sequence[SparseMoeBlock], tokens: int) -> ExpertBuffers | None:
+        """Allocate them for steps of up to `tokens`; None: there are no such layers."""
+        if not blocks:
+            return None
+        first = blocks[0]
+        assert first.routing is not None
+        per_token, shard = first.moe.experts_per_token, first.experts.shard
+        places = tokens * per_token
+
+        def records(columns: int) -> Tensor:
+            return torch.empty(places, columns // SPAN * RECORD_BYTES, dtype=torch.uint8)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64)
+
+        return cls(
+            scores=torch.empty(tokens, first.routing.width),
+            weights=torch.empty(tokens, per_token),
+            chosen=integers(tokens, per_token),
+            places=integers(tokens, per_token),
+            records=records(first.hidden_size),
+            gated_records=records(len(shard.inner)),
+            outputs=torch.zeros(places + 1, first.hidden_size),
+            starts=integers(len(shard.experts) + 1),
+            active=integers(len(shard.experts)),
+            count=integers(1),
+        )
+
+
+class ExpertOperations:
+    """The operations between the normalised rows of a layer, `buffers.normed` and `buffers.records`, and this rank's
+    part of its experts' output, `buffers.out`."""
+
+    def __init__(self, buffers: StepBuffers, experts: ExpertBuffers, num_threads: int) -> None:
+        self._buffers, self._experts, self._num_threads = buffers, experts, num_threads
+        own = experts
+        self._memory = ExpertMemory(
+            records=own.records.data_ptr(),
+            record_stride=row_bytes(own.records),
+            gated=own.gated_records.data_ptr(),
+            gated_stride=row_bytes(own.gated_records),
+            outputs=own.outputs.data_ptr(),
+            output_stride=row_bytes(own.outputs),
+        )
+        self._products: list[NDArray[np.int64]] = []
+        """The arguments of all experts' products, kept as long as the operations."""
+
+    def of(self, block: SparseMoeBlock) -> Iterator[Operation]:
+        """Yield the operations of a layer behind those of its router where that is quantised: they leave scores."""
+        blocks, routing = block.experts.blocks, block.routing
+        assert isinstance(blocks, PackedExperts)
+        assert routing is not None
+        own, pairs = self._experts, blocks.pairs()
+        weight = block.router.weight
+        if isinstance(weight, DenseWeight):
+            yield compile_scores(ELEMENTS[weight.tensor.dtype]), self._score(weight.tensor), 0
+        per_token, nowhere = routing.per_token, len(own.outputs) - 1
+        choose = ChooseArguments(
+            experts=routing.experts,
+            per_token=per_token,
+            renormalize=int(routing.renormalize),
+            scores=own.scores.data_ptr(),
+            stride=row_bytes(own.scores),
+            weights=own.weights.data_ptr(),
+            chosen=own.chosen.data_ptr(),
+        )
+        yield compile_choose(), choose, 1
+        threads = self._num_threads
+        gates = self._kept(
+            [gated_arguments(gate, threads, own.records, own.gated_records) for gate, _ in pairs]
+        )
+        downs = self._kept(
+            [product_arguments(down, threads, own.gated_records, own.outputs) for _, down in pairs]
+        )
+        numbers = block.experts.numbers
+        sort = SortArguments(
+            items=1,
+            per_token=per_token,
+            experts=len(pairs),
+            chosen=own.chosen.data_ptr(),
+            numbers=0 if numbers is None else numbers.data_ptr(),
+            places=own.places.data_ptr(),
+            nowhere=nowhere,
+            starts=own.starts.data_ptr(),
+            active=own.active.data_ptr(),
+            count=own.count.data_ptr(),
+            gates=gates.ctypes.data,
+            downs=downs.ctypes.data,
+            memory=ctypes.addressof(self._memory),
+        )
+        yield compile_sort(), sort, 0
+        spread = SpreadArguments(
+            per_token=per_token,
+            places=own.places.data_ptr(),
+            nowhere=nowhere,
+            records=self._buffers.records.data_ptr(),
+            record_stride=row_bytes(self._buffers.records),
+            output=own.records.data_ptr(),
+            output_stride=row_bytes(own.records),
+        )
+        yield compile_spread(), spread, 1
+        for function, arguments in (
+            (compile_gated(pairs[0][0].form), gates),
+            (compile_multiply(pairs[0][1].form), downs),
+        ):
+            each = EachArguments(
+                function=function.address,
+                arguments=arguments.ctypes.data,
+                active=own.active.data_ptr(),
+                count=own.count.data_ptr(),
+            )
+            yield compile_each(), each, 0
+        yield compile_combine(block.hidden_size), self._combine(per_token), 1
+
+    def _score(self, weight: Tensor) -> ScoreArguments:
+        normed, scores = self._buffers.normed, self._experts.scores
+        return ScoreArguments(
+            items=len(weight),
+            columns=weight.shape[1],
+            x=normed.data_ptr(),
+            x_stride=row_bytes(normed),
+            weight=weight.data_ptr(),
+            output=scores.data_ptr(),
+            output_stride=row_bytes(scores),
+        )
+
+    def _combine(self, per_token: int) -> CombineArguments:
+        own, out = self._experts, self._buffers.out
+        return CombineArguments(
+            per_token=per_token,
+            weights=own.weights.data_ptr(),
+            places=own.places.data_ptr(),
+            outputs=own.outputs.data_ptr(),
+            output_stride=row_bytes(own.outputs),
+            sums=out.data_ptr(),
+            sum_stride=row_bytes(out),
+        )
+
+    def _kept(self, each: Sequence[ctypes.Structure]) -> NDArray[np.int64]:
+        words = np.stack([words_of(arguments, EXPERT_WORDS) for arguments in each])
+        assert words.shape[1] == EXPERT_WORDS
+        self._products.append(words)
+        return words

@@ -1,0 +1,362 @@
+"""The operations of a decoder's layers, with the addresses of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nbengine.distributed.communicator import RankOperations
+from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.cpu.backend import AttentionFunctions, set_options, sinks_for
+from nbengine.kernels.cpu.codegen import Element
+from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
+from nbengine.kernels.cpu.expert_steps import EachArguments
+from nbengine.kernels.cpu.jit import Function
+from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
+from nbengine.kernels.cpu.layout import AttentionArguments, Span
+from nbengine.kernels.cpu.norm_rounding import NormRoundArguments, compile_norm_round
+from nbengine.kernels.cpu.products import (
+    ProductArguments,
+    compile_gated,
+    compile_multiply,
+    compile_round_rows,
+)
+from nbengine.kernels.cpu.quantized_rows import TakeArguments, compile_take_rows
+from nbengine.kernels.cpu.recurrent_layout import RecurrentArguments
+from nbengine.kernels.cpu.row_functions import ROWS_AT_A_TIME, compile_rows
+from nbengine.kernels.cpu.write_kv import TOKENS_PER_ITEM, WriteArguments
+from nbengine.kernels.quantized import SPAN
+from nbengine.models.layers.attention import Attention
+from nbengine.models.layers.basic import Linear, MergedLinear, RMSNorm
+from nbengine.models.layers.mlp import DecoderMLP
+from nbengine.models.layers.moe import SparseMoeBlock
+from nbengine.models.layers.parallel_layers import VocabParallelEmbedding
+from nbengine.models.layers.weights import PackedWeight
+from nbengine.models.prepared.buffers import StepBuffers
+from nbengine.models.prepared.experts import ExpertBuffers, ExpertOperations
+from nbengine.models.prepared.products import gated_arguments, product_arguments, row_bytes
+from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, mixing
+from nbengine.models.prepared.rows import Operation, row_operation
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """The attention of one layer: its functions and options, the group of layers with which it shares a plan, and
+    the table of its rotary embedding."""
+
+    functions: AttentionFunctions
+    options: AttentionOptions
+    group: int
+    angles: Tensor
+
+
+class StepOperations:
+    """A list of operations that grows by layers, for up to as many tokens as the buffers hold.
+
+    `add_plans` comes first, and `attends` is set before `add_attention`. `plans` are the places of those that plan
+    for each group of layers, `decodes` and `prefills` are the places of those that attend, for requests of one
+    token and for others, `writes` of those that write keys and values, `states` of those on recurrent states, `layers` of the first ones of each layer,
+    and `logits` of those that come after the hidden states. `ranks` makes the exchanges with other ranks, if there
+    are any.
+    """
+
+    def __init__(
+        self,
+        buffers: StepBuffers,
+        attention: Attention,
+        attends: LayerAttention,
+        ranks: RankOperations | None,
+        experts: ExpertBuffers | None,
+        recurrent: RecurrentBuffers | None,
+    ) -> None:
+        self.operations: list[Operation] = []
+        self.plans: list[int] = []
+        self.writes: list[int] = []
+        self.decodes: list[int] = []
+        self.prefills: list[int] = []
+        self.states: list[int] = []
+        self.layers: list[int] = []
+        self.logits: list[int] = []
+        self._buffers = buffers
+        self._heads, self._kv_heads = attention.num_heads, attention.num_kv_heads
+        self._head_dim = attention.head_dim
+        self._query_parts = buffers.query_parts
+        self._recurrent = recurrent
+        self.attends = attends
+        """The attention of the layer that is being added."""
+        self._ranks = ranks
+        self._ids, self._positions, _ = (row.data_ptr() for row in buffers.own[0])
+        self._num_threads = torch.get_num_threads()
+        self._experts = None
+        if experts is not None:
+            self._experts = ExpertOperations(buffers, experts, self._num_threads)
+            self._scores = experts.scores
+        self._is_pending = False
+        """True while the output of the block before is still to be added to the residual stream."""
+
+    def add_plans(self, spans: Sequence[Span | None]) -> None:
+        """Take in the step's batch, for each group of layers with what its rule is."""
+        for span, own, work in zip(spans, self._buffers.own, self._buffers.work, strict=True):
+            plan = DecodePlanArguments(
+                items=1,
+                capacity=own.shape[1],
+                kv_heads=self._kv_heads,
+                own=own.data_ptr(),
+                work=work.data_ptr(),
+            )
+            self.plans.append(len(self.operations))
+            self.operations.append(Operation(compile_decode_plan(span), plan))
+
+    def add_embedding(self, embedding: VocabParallelEmbedding, scale: Tensor | None) -> None:
+        """Turn token ids into rows, times `scale` [hidden], if there is one."""
+        x, weight = self._buffers.x, embedding.weight
+        assert isinstance(weight, PackedWeight)
+        take = TakeArguments(
+            ids=self._ids,
+            cells=weight.tensor.shape[1],
+            weight=weight.tensor.data_ptr(),
+            tile_bytes=weight.tensor.stride(0),
+            output=x.data_ptr(),
+            output_stride=row_bytes(x),
+            first=embedding.own.start,
+            count=len(embedding.own),
+        )
+        function = compile_take_rows(weight.form, is_part=self._ranks is not None)
+        self.operations.append(Operation(function, take, 1, has_tokens=False))
+        self._sum_over_ranks(x)
+        if scale is not None:
+            self._over_rows(compile_rows("multiply", len(scale), Element.FLOAT32), x, scale, x, repeats=True)
+
+    def add_attention(
+        self, norm: RMSNorm, qkv: MergedLinear, head_norms: tuple[RMSNorm, RMSNorm] | None, o_proj: Linear
+    ) -> None:
+        """Begin a layer: make the output of the attention block of the residual stream."""
+        buffers, angles = self._buffers, self.attends.angles
+        self.layers.append(len(self.operations))
+        self._add_norm_round(norm)
+        self._multiply_merged(qkv, buffers.qkv)
+        source = buffers.qkv if self._query_parts == 1 else buffers.queries
+        if head_norms is not None:
+            self._normalise_heads(*head_norms, source)
+        size, turned = self._head_dim, self._heads + self._kv_heads
+        rotate = compile_rows(
+            "rotate", turned, Element.FLOAT32, size, picked=True, turned=angles.shape[-1] % size
+        )
+        self._over_rows(rotate, source, angles, buffers.rotated, picks=self._positions)
+        self._add_write()
+        self._add_attend()
+        if self._query_parts > 1:
+            gate = compile_rows("gate_every_other_head", self._heads, Element.FLOAT32, size)
+            self._over_rows(gate, buffers.qkv[:, size:], buffers.attended, buffers.attended)
+        self._round(buffers.attended)
+        self._multiply(o_proj, buffers.out)
+        self._sum_over_ranks(buffers.out)
+
+    def add_recurrent(self, norm: RMSNorm, mixer: PreparedMixer) -> None:
+        """Begin a layer: make the output of the recurrent block of the residual stream."""
+        assert self._recurrent is not None
+        self.layers.append(len(self.operations))
+        self._add_norm_round(norm)
+        self._multiply_merged(mixer.in_proj, self._recurrent.projected)
+        for each in mixing(mixer, self._recurrent):
+            if isinstance(each.arguments, RecurrentArguments):
+                self.states.append(len(self.operations))
+            self.operations.append(each)
+        self._round(self._recurrent.mixed)
+        self._multiply(mixer.out_proj, self._buffers.out)
+        self._sum_over_ranks(self._buffers.out)
+
+    def add_mlp(self, norm: RMSNorm, mlp: DecoderMLP) -> None:
+        """Make the output of the feed-forward block of the residual stream."""
+        buffers, gate_up = self._buffers, mlp.gate_up_proj
+        self._add_norm_round(norm)
+        if is_gated_at_once(mlp):
+            self._add_gated(gate_up, mlp.activation)
+        else:
+            self._multiply_merged(gate_up, buffers.gate_up)
+            gate = compile_rows(mlp.activation, mlp.size, Element.FLOAT32)
+            self._over_rows(gate, buffers.gate_up, buffers.gate_up[:, mlp.size :], buffers.gated)
+            self._round(buffers.gated, buffers.gated_records)
+        self._multiply(mlp.down_proj, buffers.out, buffers.gated_records)
+        self._sum_over_ranks(buffers.out)
+
+    def add_experts(self, norm: RMSNorm, block: SparseMoeBlock) -> None:
+        """Make the output of the block with experts of the residual stream."""
+        assert self._experts is not None
+        self._add_norm_round(norm)
+        if isinstance(block.router.weight, PackedWeight):
+            self._product(block.router.weight, self._scores, self._buffers.records)
+        else:
+            self._normalise(norm, self._buffers.x, self._buffers.normed)
+        for function, arguments, tokens_per_item in self._experts.of(block):
+            has_tokens = not isinstance(arguments, EachArguments)
+            self.operations.append(Operation(function, arguments, tokens_per_item, has_tokens))
+        self._sum_over_ranks(self._buffers.out)
+
+    def add_output_norm(self, norm: RMSNorm) -> None:
+        """Normalise the output of a block before it is added to the residual stream."""
+        self._normalise(norm, self._buffers.out, self._buffers.out)
+
+    def add_norm(self, norm: RMSNorm) -> None:
+        """Normalise the residual stream after the last layer."""
+        self.add_residual()
+        self._normalise(norm, self._buffers.x, self._buffers.normed)
+
+    def add_residual(self) -> None:
+        """Add the last block's output to the residual stream."""
+        self._add(self._buffers.x, self._buffers.out, repeats=False)
+        self._is_pending = False
+
+    def add_logits(self, weight: PackedWeight, vocab_size: int) -> None:
+        """Turn normalised rows into logits, and look for the largest of each row; `weight` are this rank's rows of
+        the output projection."""
+        buffers, first = self._buffers, len(self.operations)
+        self._round(buffers.normed)
+        self._product(weight, buffers.own_logits, buffers.records)
+        if self._ranks is not None:
+            self.operations.append(Operation(*self._ranks.gather_rows(buffers.own_logits, buffers.logits)))
+        for function, parts in zip(compile_largest(), (PARTS, 1), strict=True):
+            arguments = LargestArguments(
+                parts=parts,
+                width=vocab_size,
+                x=buffers.logits.data_ptr(),
+                x_stride=row_bytes(buffers.logits),
+                peaks=buffers.peaks.data_ptr(),
+                ids=buffers.ids.data_ptr(),
+                values=buffers.values.data_ptr(),
+            )
+            self.operations.append(Operation(function, arguments, 1))
+        self.logits = list(range(first, len(self.operations)))
+
+    def _normalise_heads(self, query: RMSNorm, key: RMSNorm, target: Tensor) -> None:
+        """Normalise queries and keys; where queries lie beside their gates, bring them together in `target`."""
+        source, size, parts = self._buffers.qkv, self._head_dim, self._query_parts
+        name = "rms_norm_heads" if parts == 1 else "rms_norm_every_other_head"
+        normalise = compile_rows(name, self._heads, Element.FLOAT32, size)
+        self._over_rows(normalise, source, query.weight, target, repeats=True, eps=query.eps)
+        normalise = compile_rows("rms_norm_heads", self._kv_heads, Element.FLOAT32, size)
+        first = self._heads * size
+        keys, to = source[:, first * parts :], target[:, first:]
+        self._over_rows(normalise, keys, key.weight, to, repeats=True, eps=key.eps)
+
+    def _normalise(self, norm: RMSNorm, source: Tensor, target: Tensor) -> None:
+        function = compile_rows("rms_norm", norm.shape[0], Element.FLOAT32)
+        self._over_rows(function, source, norm.weight, target, repeats=True, eps=norm.eps)
+
+    def _sum_over_ranks(self, x: Tensor) -> None:
+        if self._ranks is not None:
+            self.operations.append(Operation(*self._ranks.sum_rows(x)))
+
+    def _add_norm_round(self, norm: RMSNorm) -> None:
+        buffers = self._buffers
+        arguments = NormRoundArguments(
+            x=buffers.x.data_ptr(),
+            x_stride=row_bytes(buffers.x),
+            added=buffers.out.data_ptr(),
+            added_stride=row_bytes(buffers.out),
+            weight=norm.weight.data_ptr(),
+            records=buffers.records.data_ptr(),
+            record_stride=row_bytes(buffers.records),
+            eps=norm.eps,
+        )
+        function = compile_norm_round(norm.shape[0], adds=self._is_pending)
+        self.operations.append(Operation(function, arguments, ROWS_AT_A_TIME))
+        self._is_pending = True
+
+    def _add_write(self) -> None:
+        rotated, qkv = self._buffers.rotated, self._buffers.qkv
+        write = WriteArguments(
+            kv_heads=self._kv_heads,
+            key=rotated[:, self._heads * self._head_dim :].data_ptr(),
+            key_stride=row_bytes(rotated),
+            value=qkv[:, (self._heads * self._query_parts + self._kv_heads) * self._head_dim :].data_ptr(),
+            value_stride=row_bytes(qkv),
+            slots=self._buffers.own[self.attends.group, 2].data_ptr(),
+        )
+        self.writes.append(len(self.operations))
+        self.operations.append(Operation(self.attends.functions.write, write, TOKENS_PER_ITEM))
+
+    def _add_attend(self) -> None:
+        buffers, own = self._buffers, self.attends
+        for places, function in (
+            (self.decodes, own.functions.decode),
+            (self.prefills, own.functions.prefill),
+        ):
+            attend = AttentionArguments(
+                kv_heads=self._kv_heads,
+                query=buffers.rotated.data_ptr(),
+                query_stride=row_bytes(buffers.rotated),
+                output=buffers.attended.data_ptr(),
+                work=buffers.work[own.group].data_ptr(),
+                partials=buffers.partials.data_ptr(),
+                arrivals=buffers.arrivals.data_ptr(),
+            )
+            set_options(attend, own.options, sinks_for(own.options, self._heads))
+            places.append(len(self.operations))
+            self.operations.append(Operation(function, attend, has_tokens=False))
+
+    def _add_gated(self, gate_up: MergedLinear, activation: str) -> None:
+        buffers, (_, weight) = self._buffers, gate_up.runs[0]
+        assert isinstance(weight, PackedWeight)
+        arguments = gated_arguments(weight, self._num_threads, buffers.records, buffers.gated_records)
+        arguments.records = buffers.records.data_ptr()
+        arguments.output = buffers.gated_records.data_ptr()
+        self.operations.append(Operation(compile_gated(weight.form, activation), arguments))
+
+    def _multiply(self, linear: Linear, target: Tensor, records: Tensor | None = None) -> None:
+        assert isinstance(linear.weight, PackedWeight)
+        self._product(linear.weight, target, self._buffers.records if records is None else records)
+        if linear.bias is not None:
+            self._add(target, linear.bias, repeats=True)
+
+    def _multiply_merged(self, merged: MergedLinear, target: Tensor) -> None:
+        first = 0
+        for _, weight in merged.runs:
+            assert isinstance(weight, PackedWeight)
+            self._product(weight, target[:, first:], self._buffers.records)
+            first += weight.shape[0]
+        if merged.bias is not None:
+            self._add(target, merged.bias, repeats=True)
+
+    def _round(self, source: Tensor, records: Tensor | None = None) -> None:
+        records = self._buffers.records if records is None else records
+        arguments = ProductArguments(
+            item_size=1,
+            spans=source.shape[1] // SPAN,
+            x=source.data_ptr(),
+            x_stride=row_bytes(source),
+            records=records.data_ptr(),
+            record_stride=row_bytes(records),
+        )
+        self.operations.append(Operation(compile_round_rows(), arguments, 1))
+
+    def _product(self, weight: PackedWeight, target: Tensor, records: Tensor) -> None:
+        arguments = product_arguments(weight, self._num_threads, records, target)
+        arguments.records, arguments.output = records.data_ptr(), target.data_ptr()
+        self.operations.append(Operation(compile_multiply(weight.form), arguments))
+
+    def _add(self, target: Tensor, other: Tensor, *, repeats: bool) -> None:
+        function = compile_rows("add", target.shape[1], Element.FLOAT32)
+        self._over_rows(function, target, other, target, repeats=repeats)
+
+    def _over_rows(
+        self,
+        function: Function,
+        x: Tensor,
+        other: Tensor,
+        output: Tensor,
+        *,
+        repeats: bool = False,
+        eps: float = 0.0,
+        picks: int = 0,
+    ) -> None:
+        made = row_operation(function, x, other, output, repeats=repeats, eps=eps, picks=picks)
+        self.operations.append(made)
+
+
+def is_gated_at_once(mlp: DecoderMLP) -> bool:
+    """Return whether gate and other projection are one product, whose outcome can be gated where it is made."""
+    return len(mlp.gate_up_proj.runs) == 1 and mlp.gate_up_proj.bias is None

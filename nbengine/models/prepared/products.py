@@ -1,0 +1,54 @@
+"""The arguments of the products of a program, which depend on the weight alone: callers add rows and memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nbengine.kernels.cpu.products import GatedArguments, ProductArguments
+from nbengine.kernels.cpu.quantized import share_size
+from nbengine.kernels.quantized import SPAN
+from nbengine.models.layers.weights import PackedWeight
+
+
+def product_arguments(
+    weight: PackedWeight, num_threads: int, records: Tensor, target: Tensor
+) -> ProductArguments:
+    """Return the arguments of the product of `records` with a weight into `target`; their addresses are left out."""
+    tiles = weight.tensor.shape[0]
+    size = share_size(tiles, num_threads)
+    return ProductArguments(
+        items=-(-tiles // size),
+        item_size=size,
+        tiles=tiles,
+        spans=weight.shape[1] // SPAN,
+        weight=weight.tensor.data_ptr(),
+        tile_bytes=weight.tensor.stride(0),
+        record_stride=row_bytes(records),
+        output_stride=row_bytes(target),
+        out_features=weight.rows,
+    )
+
+
+def gated_arguments(
+    weight: PackedWeight, num_threads: int, records: Tensor, target: Tensor
+) -> GatedArguments:
+    """Return the arguments of the gated product of `records` with gate and other projection, one weight, into the
+    records `target`; their addresses are left out."""
+    pairs, tile_bytes = weight.rows // 2 // SPAN, weight.tensor.stride(0)
+    size = share_size(pairs, num_threads)
+    return GatedArguments(
+        items=-(-pairs // size),
+        item_size=size,
+        pairs=pairs,
+        spans=weight.shape[1] // SPAN,
+        gate=weight.tensor.data_ptr(),
+        up=weight.tensor.data_ptr() + weight.tensor.shape[0] // 2 * tile_bytes,
+        tile_bytes=tile_bytes,
+        record_stride=row_bytes(records),
+        output_stride=row_bytes(target),
+    )
+
+
+def row_bytes(tensor: Tensor) -> int:
+    """Return the bytes from one row to the next."""
+    return tensor.stride(0) * tensor.element_size()

@@ -1,0 +1,305 @@
+"""The steps of a decoder, up to some number of tokens, as one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nbengine.kernels.attention_metadata import AttentionMetadata
+from nbengine.kernels.cpu.backend import CpuKernels
+from nbengine.kernels.cpu.layout import AttentionArguments
+from nbengine.kernels.cpu.program import Operations, Program, places_of
+from nbengine.kernels.cpu.write_kv import WriteArguments
+from nbengine.models.layers.basic import RMSNorm
+from nbengine.models.layers.decoder_attention import DecoderAttention
+from nbengine.models.layers.mlp import DecoderMLP
+from nbengine.models.layers.moe import SparseMoeBlock
+from nbengine.models.layers.weights import PackedWeight
+from nbengine.models.prepared.attention import AttentionGroup
+from nbengine.models.prepared.buffers import StepBuffers, StepSize
+from nbengine.models.prepared.experts import ExpertBuffers
+from nbengine.models.prepared.operations import LayerAttention, StepOperations, is_gated_at_once
+from nbengine.models.prepared.recurrent import PreparedMixer, RecurrentBuffers, RecurrentGroup
+from nbengine.models.step_output import StepOutput
+
+if TYPE_CHECKING:
+    from nbengine.models.prepared.model import PreparedModel
+
+_ITEMS, _TOKENS = 1, 2
+"""The places of the number of items and of tokens among an operation's arguments."""
+_ATTEND_AT, _WRITE_AT = places_of(AttentionArguments), places_of(WriteArguments)
+
+
+class StepProgram:
+    """The operations of a decoder for steps of up to a size, on as many threads as torch has now."""
+
+    def __init__(self, model: PreparedModel, size: StepSize, kernels: CpuKernels, kv_cache: Tensor) -> None:
+        self.size = size
+        self.num_threads = torch.get_num_threads()
+        attention = attentions_of(model)[0].attention
+        mixers = mixers_of(model)
+        recurrent = RecurrentBuffers.make(mixers[0], size.tokens) if mixers else None
+        self._functions = kernels.functions(
+            attention.num_heads, attention.head_dim, kv_cache, attention.options
+        )
+        self._groups, attends = _attention_of(model, kernels, kv_cache)
+        self._kv_heads = attention.num_kv_heads
+        self._head = head_of(model)
+        self._buffers = buffers = _buffers_of(
+            model,
+            size,
+            len(self._groups),
+            self._functions.decode_shape.partial_bytes,
+            0 if recurrent is None else recurrent.mixed.shape[1],
+        )
+        ranks = model.tp.operations()
+        self._operations = operations = StepOperations(
+            buffers,
+            attention,
+            attends[0],
+            ranks,
+            ExpertBuffers.make(model.moe_blocks, size.tokens),
+            recurrent,
+        )
+        operations.add_plans([group.span for group in self._groups])
+        self._scale = scale_of(model)
+        self.embeds = _add_all(model, operations, attends, self._scale)
+        self._hidden = buffers.x if model.norm is None else buffers.normed
+        self._vocab_size = model.config.vocab_size
+        if self._head is not None:
+            operations.add_logits(self._head, self._vocab_size)
+        self._program = Program(
+            [(each.function, each.arguments) for each in operations.operations],
+            None if ranks is None else ranks.finish,
+        )
+        self._with_tokens = np.flatnonzero([each.has_tokens for each in operations.operations])
+        per_item = np.array([each.tokens_per_item for each in operations.operations])
+        self._sized = np.flatnonzero(per_item)
+        self._per_item = per_item[self._sized]
+        self._num_tokens = 0
+        for group, place in zip(self._groups, operations.plans, strict=True):
+            group.set_up(self._program, operations, place)
+        self._recurrent = RecurrentGroup(mixers, operations.states, self._program) if mixers else None
+        self._kv_caches: list[Any] = []
+        self._runs: dict[tuple[bool, bool, bool], list[Operations]] = {}
+        self._outputs: dict[int, StepOutput] = {}
+
+    def set_hidden(self, x: Tensor) -> None:
+        """Begin with hidden states x [T, hidden]."""
+        self._buffers.x[: len(x)].copy_(x)
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[Any],
+        groups: Sequence[Any],
+        on_layers: Callable[[int], None],
+    ) -> StepOutput:
+        """Return the outcome of a step; `groups` has the metadata of each cache group, and `on_layers` hears of layers
+        as in the eager path."""
+        if kv_caches is not self._kv_caches:
+            self._use(kv_caches)
+        attn: AttentionMetadata = groups[self._groups[0].cache_group]
+        if attn.num_tokens != self._num_tokens:
+            self._set_tokens(attn.num_tokens)
+        has_others = attn.num_decodes < attn.num_reqs
+        ids = input_ids.data_ptr() if self.embeds else 0
+        for group in self._groups:
+            own = groups[group.cache_group]
+            group.take_in(own, ids, positions)
+            if has_others:
+                group.plan_prefill(own, self._program, self._functions.prefill_shape, self._kv_heads)
+        has_logits = self._head is not None and not has_others and attn.num_tokens <= self.size.logits
+        if self._recurrent is not None:
+            self._recurrent.take_in(groups[-1])
+        for operations in self._run_of(attn.num_decodes > 0, has_others, has_logits):
+            self._program.run(operations)
+            if has_others:
+                on_layers(1)
+        if not has_others:
+            on_layers(len(self._operations.layers))
+        return self._output(attn.num_tokens, has_logits)
+
+    def _output(self, tokens: int, has_logits: bool) -> StepOutput:
+        if not has_logits:
+            return StepOutput(self._hidden[:tokens])
+        output = self._outputs.get(tokens)
+        if output is None:
+            buffers = self._buffers
+            output = self._outputs[tokens] = StepOutput(
+                self._hidden[:tokens],
+                buffers.logits[:tokens, : self._vocab_size],
+                (buffers.ids[:tokens], buffers.values[:tokens]),
+            )
+        assert output.logits is not None
+        assert output.largest is not None
+        # There is padding where the ranks do not divide the vocabulary.
+        logits = output.logits.contiguous()
+        if output.largest[0].numpy().min() < 0:
+            return StepOutput(output.hidden, logits)
+        return output if logits is output.logits else StepOutput(output.hidden, logits, output.largest)
+
+    def _run_of(self, has_decodes: bool, has_others: bool, has_logits: bool) -> list[Operations]:
+        """Return the operations of a kind of step: all at once, or layer by layer where that takes long."""
+        kind = has_decodes, has_others, has_logits
+        if kind not in self._runs:
+            made = self._operations
+            left_out = set(() if has_decodes else made.decodes)
+            left_out.update(() if has_others else made.prefills)
+            left_out.update(() if has_logits else made.logits)
+            starts = [0, *made.layers[1:], len(made.operations)] if has_others else [0, len(made.operations)]
+            self._runs[kind] = [
+                self._program.some([place for place in range(start, stop) if place not in left_out])
+                for start, stop in pairwise(starts)
+            ]
+        return self._runs[kind]
+
+    def _set_tokens(self, count: int) -> None:
+        words = self._program.arguments
+        words[self._with_tokens, _TOKENS] = count
+        words[self._sized, _ITEMS] = -(-count // self._per_item)
+        self._num_tokens = count
+
+    def _use(self, kv_caches: list[Any]) -> None:
+        """Write the addresses of the caches into the operations; `PreparedSteps.forget` comes before they are
+        freed."""
+        self._kv_caches = kv_caches
+        pages = [cache for cache in kv_caches if isinstance(cache, Tensor)]
+        if self._recurrent is not None:
+            self._recurrent.use([cache for cache in kv_caches if not isinstance(cache, Tensor)])
+        keys: NDArray[np.int64] = np.array([cache.data_ptr() for cache in pages], np.int64)
+        values = keys + pages[0].stride(0) * pages[0].element_size()
+        words, made = self._program.arguments, self._operations
+        for places, at in (
+            (made.writes, _WRITE_AT),
+            (made.decodes, _ATTEND_AT),
+            (made.prefills, _ATTEND_AT),
+        ):
+            words[places, at["key_cache"]] = keys
+            words[places, at["value_cache"]] = values
+
+
+def _attention_of(
+    model: PreparedModel, kernels: CpuKernels, kv_cache: Tensor
+) -> tuple[list[AttentionGroup], list[LayerAttention]]:
+    """Divide layers into groups by the rule of their attention and their cache group; return the groups, and the
+    attention of each layer."""
+    groups: dict[tuple[int | None, int | None, int], AttentionGroup] = {}
+    attends: list[LayerAttention] = []
+    for layer, cache_group in zip(model.layers, model.layer_groups, strict=True):
+        if layer.is_recurrent:
+            continue
+        attention, rotary = layer.self_attn.attention, layer.self_attn.rotary
+        options = attention.options
+        assert rotary is not None
+        group = groups.setdefault(
+            (options.window, options.chunk, cache_group),
+            AttentionGroup(len(groups), options, cache_group, layers=[]),
+        )
+        group.layers.append(len(attends))
+        functions = kernels.functions(attention.num_heads, attention.head_dim, kv_cache, options)
+        attends.append(LayerAttention(functions, options, group.number, rotary.table))
+    return list(groups.values()), attends
+
+
+def head_of(model: PreparedModel) -> PackedWeight | None:
+    """Return the output projection, if it is there and quantised, and its outcome the logits."""
+    config = model.config
+    if config.logits_divisor != 1 or config.logits_soft_cap is not None:
+        return None
+    weight = None if model.lm_head is None else model.lm_head.rows.weight
+    return weight if isinstance(weight, PackedWeight) else None
+
+
+def scale_of(model: PreparedModel) -> Tensor | None:
+    """Return what the embedding of a token is multiplied with, [hidden]; None: nothing."""
+    if model.embedding_scale == 1:
+        return None
+    return torch.full((model.config.hidden_size,), model.embedding_scale)
+
+
+def attentions_of(model: PreparedModel) -> list[DecoderAttention]:
+    """Return the attention blocks of a stage."""
+    return [layer.self_attn for layer in model.layers if not layer.is_recurrent]
+
+
+def mixers_of(model: PreparedModel) -> list[PreparedMixer]:
+    """Return the recurrent blocks of a stage that `PreparedSteps.covers`."""
+    found = (layer.mixer for layer in model.layers)
+    return [mixer for mixer in found if isinstance(mixer, PreparedMixer)]
+
+
+def _buffers_of(
+    model: PreparedModel, size: StepSize, groups: int, partial_bytes: int, mixed: int
+) -> StepBuffers:
+    first, mlps = attentions_of(model)[0], [layer.mlp for layer in model.layers]
+    head = head_of(model)
+    blocks = [mlp for mlp in mlps if isinstance(mlp, DecoderMLP)]
+    return StepBuffers.make(
+        size,
+        first.attention,
+        groups=groups,
+        query_parts=2 if first.is_gated else 1,
+        mixed=mixed,
+        hidden=model.config.hidden_size,
+        inner=blocks[0].size if blocks else 0,
+        own_vocab_size=0 if head is None else head.rows,
+        tp_size=model.tp.size,
+        is_gated_at_once=all(map(is_gated_at_once, blocks)),
+        partial_bytes=partial_bytes,
+    )
+
+
+def _add_all(
+    model: PreparedModel,
+    operations: StepOperations,
+    attends: list[LayerAttention],
+    scale: Tensor | None,
+) -> bool:
+    """Add everything up to the hidden states; return whether that begins with the embedding, which is multiplied by
+    `scale` [hidden]."""
+    embedding = model.embed_tokens
+    embeds = embedding is not None and isinstance(embedding.weight, PackedWeight)
+    if embeds:
+        assert embedding is not None
+        operations.add_embedding(embedding, scale)
+    rest = iter(attends)
+    for layer in model.layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        if isinstance(mixer, PreparedMixer):
+            operations.add_recurrent(_rms(layer.before_attention), mixer)
+        else:
+            attention, operations.attends = layer.self_attn, next(rest)
+            norms = None
+            if attention.q_norm is not None and attention.k_norm is not None:
+                norms = _rms(attention.q_norm), _rms(attention.k_norm)
+            operations.add_attention(
+                _rms(layer.before_attention), attention.qkv_proj, norms, attention.o_proj
+            )
+        if layer.after_attention is not None:
+            operations.add_output_norm(_rms(layer.after_attention))
+        if isinstance(mlp, DecoderMLP):
+            operations.add_mlp(_rms(layer.before_mlp), mlp)
+        else:
+            assert isinstance(mlp, SparseMoeBlock)
+            operations.add_experts(_rms(layer.before_mlp), mlp)
+        if layer.after_mlp is not None:
+            operations.add_output_norm(_rms(layer.after_mlp))
+    if model.norm is None:
+        operations.add_residual()
+    else:
+        operations.add_norm(_rms(model.norm))
+    return embeds
+
+
+def _rms(norm: object) -> RMSNorm:
+    """Return a norm of a model that `PreparedSteps.covers`."""
+    assert isinstance(norm, RMSNorm)
+    return norm

@@ -1,0 +1,207 @@
+"""A decoder's steps, prepared as one list of operations.
+
+From token ids to logits a step of one token a request is one call: what Python and torch would do around each of
+its operations takes several times as long as the operations of a small model. The numbers are those of the eager
+path, bit for bit, since the operations are the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nbengine.kernels.attention_metadata import AttentionMetadata
+from nbengine.kernels.quantized import LANES, SPAN
+from nbengine.kernels.step_metadata import StepMetadata
+from nbengine.models.configs.decoder_config import DecoderConfig
+from nbengine.models.layers.basic import RMSNorm
+from nbengine.models.layers.decoder_attention import DecoderAttention
+from nbengine.models.layers.decoder_layer import DecoderLayer
+from nbengine.models.layers.gated_convolution import GatedConvolution
+from nbengine.models.layers.gated_delta_net import GatedDeltaNet
+from nbengine.models.layers.mlp import DecoderMLP
+from nbengine.models.layers.moe import SparseMoeBlock
+from nbengine.models.layers.weights import PackedWeight, Weight
+from nbengine.models.step_output import StepOutput
+
+if TYPE_CHECKING:
+    from nbengine.kernels.cpu.backend import CpuKernels
+    from nbengine.models.prepared.buffers import StepSize
+    from nbengine.models.prepared.model import PreparedModel
+    from nbengine.models.prepared.program import StepProgram
+
+MOST_LOGITS = 64
+"""Rows of logits that a prepared step computes: with more, the calls around the product take little of the time,
+and the logits much memory."""
+
+GATED = ("silu", "gelu_tanh")
+"""The activations of feed-forward blocks that the operations know."""
+
+USUAL_TOKENS, USUAL_ITEMS, USUAL_LOGITS = 512, 256, 8
+"""The size of steps that are prepared at the start; larger ones are prepared when they come."""
+
+
+class PreparedSteps:
+    """The prepared steps of a decoder that `covers` is true of."""
+
+    def __init__(self, model: PreparedModel) -> None:
+        self._model = model
+        self._first = next(place for place, layer in enumerate(model.layers) if not layer.is_recurrent)
+        """The place of the first layer with attention."""
+        self._cache_group = model.layer_groups[self._first]
+        self._program: StepProgram | None = None
+
+    @staticmethod
+    def covers(model: PreparedModel) -> bool:
+        """Return whether steps of a model can be prepared: on a CPU, with every matrix of a layer quantised, those
+        of experts alike, and by ranks that share memory. All ranks of a stage give the same answer, since they exchange
+        the same numbers then."""
+        if model.device.type != "cpu" or not model.layers or not _is_plain(model.config):
+            return False
+        if not all(map(_is_covered, model.layers)) or all(layer.is_recurrent for layer in model.layers):
+            return False
+        return model.layout.tp_size == 1 or model.tp.operations() is not None
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[Any],
+        attn: AttentionMetadata | StepMetadata,
+        inputs_embeds: Tensor | None,
+    ) -> StepOutput | None:
+        """Return what `DecoderForCausalLM.step` makes of a batch, in tensors that the next step overwrites; None:
+        the attention is not that of this device, or embeddings are given where the step looks them up."""
+        groups = attn.groups if isinstance(attn, StepMetadata) else (attn,)
+        first: AttentionMetadata = groups[self._cache_group]
+        if first.kernels.name != "cpu":
+            return None
+        program = self._program_for(first, kv_caches[self._first])
+        if program.embeds and inputs_embeds is not None:
+            return None
+        if not program.embeds:
+            program.set_hidden(self._model.embed(input_ids) if inputs_embeds is None else inputs_embeds)
+        return program.run(input_ids, positions, kv_caches, groups, self._model.on_layers)
+
+    def warm_up(self, kernels: CpuKernels, kv_caches: list[Any], max_tokens: int) -> None:
+        """Prepare steps of up to `max_tokens`, or of usual size, so that the first ones do not wait for it."""
+        from nbengine.models.prepared.buffers import StepSize
+        from nbengine.models.prepared.program import StepProgram
+
+        size = StepSize(min(max_tokens, USUAL_TOKENS), USUAL_ITEMS, USUAL_LOGITS)
+        self._program = StepProgram(self._model, size.grown_for(size), kernels, kv_caches[self._first])
+
+    def forget(self) -> None:
+        """Forget what was prepared: the weights are about to lie elsewhere."""
+        self._program = None
+
+    def _program_for(self, attn: AttentionMetadata, kv_cache: Tensor) -> StepProgram:
+        # Models on other devices do without llvmlite.
+        from nbengine.models.prepared.program import StepProgram
+
+        program, size = self._program, _size_of(attn)
+        if (
+            program is not None
+            and program.num_threads == torch.get_num_threads()
+            and program.size.holds(size)
+        ):
+            return program
+        kernels: CpuKernels = attn.kernels  # type: ignore[assignment]
+        grown = size if program is None else program.size
+        # The old one's memory is given back first.
+        self._program = program = None
+        self._program = StepProgram(self._model, grown.grown_for(size), kernels, kv_cache)
+        return self._program
+
+
+def _size_of(attn: AttentionMetadata) -> StepSize:
+    from nbengine.kernels.cpu.plan import DECODE_PART
+    from nbengine.models.prepared.buffers import StepSize
+
+    items = attn.num_decodes * -(-attn.max_seq_len // DECODE_PART)
+    logits = attn.num_tokens if attn.num_decodes == attn.num_reqs and attn.num_tokens <= MOST_LOGITS else 0
+    return StepSize(attn.num_tokens, items, logits)
+
+
+def _is_plain(config: DecoderConfig) -> bool:
+    """Return whether there is nothing around the blocks, nor in their norms and rotary embedding, that the
+    operations do not do."""
+    return (
+        config.residual_scale == 1
+        and not config.rotary_interleaved
+        and config.clip_qkv is None
+        and not config.qk_norm_whole
+        and None not in (config.norms.before_attention, config.norms.before_mlp)
+        and config.norm_kind in ("rms", "rms_one")
+    )
+
+
+def _is_covered(layer: DecoderLayer) -> bool:
+    mixer, mlp = layer.mixer, layer.mlp
+    # A family may have layers of its own.
+    if type(layer) is not DecoderLayer:
+        return False
+    assert isinstance(layer.before_attention, RMSNorm)
+    needs = _Needs([layer.before_attention.shape[0]], [])
+    if type(mixer) is DecoderAttention:
+        if not _is_attention_covered(mixer, needs):
+            return False
+    elif type(mixer) is GatedDeltaNet:
+        if mixer.is_reordered:
+            return False
+        needs.sizes.append(mixer.rule.value_dim)
+        needs.weights.extend([mixer.out_proj.weight, *(weight for _, weight in mixer.in_proj.runs)])
+    elif type(mixer) is GatedConvolution:
+        needs.sizes.append(mixer.channels)
+        needs.weights.extend([mixer.out_proj.weight, *(weight for _, weight in mixer.in_proj.runs)])
+    else:
+        return False
+    if type(mlp) is DecoderMLP:
+        if mlp.activation not in GATED:
+            return False
+        needs.sizes.append(mlp.size)
+        needs.weights.extend([mlp.down_proj.weight, *(weight for _, weight in mlp.gate_up_proj.runs)])
+    elif not isinstance(mlp, SparseMoeBlock) or not _are_covered(mlp):
+        return False
+    return needs.are_met()
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """The sizes that vectors must divide, and the weights that must be quantised."""
+
+    sizes: list[int]
+    weights: list[Weight]
+
+    def are_met(self) -> bool:
+        return all(isinstance(weight, PackedWeight) for weight in self.weights) and not any(
+            size % LANES for size in self.sizes
+        )
+
+
+def _is_attention_covered(attention: DecoderAttention, needs: _Needs) -> bool:
+    sinks = attention.attention.options.sinks
+    if sinks is not None and not (sinks.dtype is torch.float32 and sinks.is_contiguous()):
+        return False
+    # The norms of heads bring queries together where gates lie between them.
+    if attention.rotary is None or (attention.is_gated and attention.q_norm is None):
+        return False
+    turned, size = attention.rotary.size, attention.attention.head_dim
+    needs.sizes.extend([turned // 2, size // 2 if turned == size else size - turned])
+    needs.weights.extend([attention.o_proj.weight, *(weight for _, weight in attention.qkv_proj.runs)])
+    return True
+
+
+def _are_covered(block: SparseMoeBlock) -> bool:
+    is_plain = block.routing is not None and block.shared is None
+    has_more = block.moe.bias or block.moe.clamped is not None
+    return (
+        is_plain
+        and not has_more
+        and block.is_alone
+        and block.are_alike()
+        and len(block.experts.shard.inner) % SPAN == 0
+    )

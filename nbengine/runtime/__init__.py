@@ -1,0 +1,1 @@
+"""The files, logs, locks and lifelines that the processes of an engine share."""

@@ -1,0 +1,66 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from nbengine.server.protocol.chat import ChatCompletionRequest
+from nbengine.server.protocol.decoding import BodyDecoder
+from nbengine.server.replies import json_reply
+from nbengine.server.routes.common import id_of, now, service_of, stream_of
+from nbengine.server.sse import DONE, EventStream, event, until_disconnect
+from nbengine.server.translate.chat_events import ChatChunks, ChatCompletion, ChatForm
+from nbengine.server.translate.chat_request import echoed_text
+from nbengine.server.turns import ChatTurn, open_turn
+
+_decoder = BodyDecoder(ChatCompletionRequest, "/v1/chat/completions")
+
+
+async def chat_completions(request: Request) -> Response | EventStream:
+    """Answer a conversation, whole or as a stream."""
+    asked = _decoder.decode(await request.body())
+    request_id = f"chatcmpl-{id_of(request)}"
+    turn = await open_turn(service_of(request), asked, request_id)
+    form = ChatForm(
+        request_id,
+        now(),
+        turn.model,
+        top_logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        usage_chunk=asked.wants_usage_chunk,
+        running_usage=asked.wants_running_usage,
+        token_ids=bool(asked.return_token_ids),
+        reasoning=asked.include_reasoning is not False,
+        echo=echoed_text(asked),
+    )
+    if asked.stream:
+        return stream_of(request, _events(turn, form))
+    body = await until_disconnect(request.receive, _whole(turn, form))
+    return json_reply(body)
+
+
+async def _events(turn: ChatTurn, form: ChatForm) -> AsyncGenerator[bytes, None]:
+    chunks = ChatChunks(form)
+    async with aclosing(turn.parts()) as parts:
+        async for part in parts:
+            for chunk in chunks.add(part, turn.usage() if form.running_usage else None):
+                yield event(chunk)
+    for chunk in chunks.end(turn.usage()):
+        yield event(chunk)
+    yield DONE
+
+
+async def _whole(turn: ChatTurn, form: ChatForm) -> dict[str, Any]:
+    completion = ChatCompletion(form)
+    async with aclosing(turn.parts()) as parts:
+        async for part in parts:
+            completion.add(part)
+    return completion.response(turn.usage())
+
+
+ROUTES = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]

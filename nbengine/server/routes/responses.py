@@ -1,0 +1,162 @@
+"""`POST /v1/responses`, and the responses that it has stored."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from nbengine.server.protocol.chat import ChatCompletionRequest
+from nbengine.server.protocol.decoding import BodyDecoder
+from nbengine.server.protocol.errors import ApiError
+from nbengine.server.protocol.responses import ResponsesRequest
+from nbengine.server.replies import json_reply
+from nbengine.server.response_store import ResponseStore
+from nbengine.server.routes.common import now, service_of
+from nbengine.server.sse import EventStream, event, until_disconnect
+from nbengine.server.translate.answers import AnswerPart
+from nbengine.server.translate.conversation import ChatMessage, own_names
+from nbengine.server.translate.logprobs import chat_logprobs
+from nbengine.server.translate.responses_events import Event, ResponseBuilder, new_response_id
+from nbengine.server.translate.responses_request import (
+    CHAT_NAMES,
+    chat_body,
+    input_messages,
+    wants_logprobs,
+)
+from nbengine.server.turns import ChatTurn, open_turn
+
+_decoder = BodyDecoder(ResponsesRequest, "/v1/responses")
+
+
+class _Answer:
+    """The answer to one request, on its way from the engine to the caller and the store."""
+
+    def __init__(
+        self,
+        asked: ResponsesRequest,
+        turn: ChatTurn,
+        response_id: str,
+        conversation: list[ChatMessage],
+        store: ResponseStore,
+    ) -> None:
+        self.builder = ResponseBuilder(asked, turn.model, response_id, now())
+        self._turn = turn
+        self._top_logprobs = (asked.top_logprobs or 0) if wants_logprobs(asked) else None
+        self._conversation = conversation
+        self._store = store if asked.store is not False else None
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield the events of the stream; those at the beginning wait for the engine to take the request."""
+        last: AnswerPart | None = None
+        with own_names(CHAT_NAMES):
+            async with aclosing(self._turn.parts()) as parts:
+                async for part in parts:
+                    if last is None:
+                        for made in self.builder.start():
+                            yield made
+                    last = part
+                    for made in self.builder.add(part.deltas, self._logprobs(part)):
+                        yield made
+        reason = None if last is None else last.finish_reason
+        for made in self.builder.finish(reason or "stop", self._turn.usage()):
+            # A caller who has seen the end may go on from it at once.
+            self._keep()
+            yield made
+
+    async def encoded(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events as bytes."""
+        async with aclosing(self.events()) as events:
+            async for made in events:
+                yield _encoded(made)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response when it is complete."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return self.builder.response
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the end of a stream that fails."""
+        return b"".join(map(_encoded, self.builder.fail(error)))
+
+    def _logprobs(self, part: AnswerPart) -> list[dict[str, Any]]:
+        if self._top_logprobs is None or not part.logprobs:
+            return []
+        return chat_logprobs(part.logprobs, self._top_logprobs)
+
+    def _keep(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            response = self.builder.response
+            store.put(response, [*self._conversation, *input_messages(response["output"])])
+
+
+async def create_response(request: Request) -> Response | EventStream:
+    """Answer a conversation, whole or as a stream."""
+    asked = _decoder.decode(await request.body())
+    store = _store_of(request)
+    conversation = _conversation(asked, store)
+    response_id = new_response_id()
+    turn = await _open(request, chat_body(asked, conversation), response_id)
+    answer = _Answer(asked, turn, response_id, conversation, store)
+    if asked.stream:
+        interval = service_of(request).settings.ping_interval
+        return EventStream(answer.encoded(), ping_interval=interval, failure=answer.failure)
+    return json_reply(await until_disconnect(request.receive, answer.whole()))
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt that a request would have."""
+    asked = _decoder.decode(await request.body())
+    # A conversation of any length can be counted.
+    body = chat_body(asked, _conversation(asked, _store_of(request))) | {"truncate_prompt_tokens": -1}
+    turn = await _open(request, body, new_response_id())
+    return json_reply({"object": "response.input_tokens", "input_tokens": turn.num_prompt_tokens})
+
+
+async def stored_response(request: Request) -> Response:
+    """Return a response that has been stored."""
+    return json_reply(_store_of(request).get(request.path_params["response_id"]).response)
+
+
+async def delete_response(request: Request) -> Response:
+    """Forget a response that has been stored."""
+    response_id = request.path_params["response_id"]
+    _store_of(request).delete(response_id)
+    return json_reply({"id": response_id, "object": "response", "deleted": True})
+
+
+def _conversation(asked: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
+    earlier: list[ChatMessage] = []
+    if asked.previous_response_id is not None:
+        earlier = store.get(asked.previous_response_id, "previous_response_id").conversation
+    return [*earlier, *input_messages(asked.input, earlier)]
+
+
+async def _open(request: Request, body: dict[str, Any], response_id: str) -> ChatTurn:
+    with own_names(CHAT_NAMES):
+        return await open_turn(service_of(request), msgspec.convert(body, ChatCompletionRequest), response_id)
+
+
+def _store_of(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+def _encoded(made: Event) -> bytes:
+    return event(made, made["type"])
+
+
+ROUTES = [
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{response_id}", stored_response, methods=["GET"]),
+    Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+]

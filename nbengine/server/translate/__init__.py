@@ -1,0 +1,1 @@
+"""Pure functions between the bodies of an API and what the engine takes and gives."""

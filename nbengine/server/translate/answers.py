@@ -1,0 +1,149 @@
+"""Answers as they come from the engine, divided into reasoning, content and calls, whatever API they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from nbengine.frontend.parsing.deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallEnded
+from nbengine.outputs import Logprob, RequestOutput
+from nbengine.server.protocol.errors import SERVER_ERROR, ApiError
+from nbengine.server.translate.usage import Usage
+
+
+class Parser(Protocol):
+    """The state machine that divides one answer."""
+
+    def feed(self, text: str) -> list[AnswerDelta]:
+        """Take in more text, and return what is certain of it."""
+
+    def finish(self) -> list[AnswerDelta]:
+        """Return what was held back, at the end of the answer."""
+
+
+class PlainText:
+    """The parser of answers that are nothing but content."""
+
+    def feed(self, text: str) -> list[AnswerDelta]:
+        """Return the text as content."""
+        return [ContentDelta(text)] if text else []
+
+    def finish(self) -> list[AnswerDelta]:
+        """Return nothing: no text is held back."""
+        return []
+
+
+class AnswerPart(msgspec.Struct, gc=False):
+    """The new part of one completion; `index` counts completions, those of one prompt together.
+
+    `finish_reason` is "stop", "length" or "tool_calls", None while more comes.
+    """
+
+    index: int
+    deltas: list[AnswerDelta]
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Choice:
+    """One completion."""
+
+    __slots__ = ("has_calls", "num_tokens", "parser", "reasoning")
+
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
+        self.num_tokens = 0
+        self.has_calls = False
+        self.reasoning: list[str] = []
+
+
+class AnswerReader:
+    """The state machine that makes parts of the outputs of one HTTP request.
+
+    Args:
+        make_parser: makes the parser of a completion.
+        completions_per_prompt: `n`.
+        copies: requests that each prompt was sent as; together they make `n` completions.
+        count_tokens: counts the tokens of a text; None: reasoning is not counted.
+    """
+
+    def __init__(
+        self,
+        make_parser: Callable[[], Parser] = PlainText,
+        *,
+        completions_per_prompt: int = 1,
+        copies: int = 1,
+        count_tokens: Callable[[str], int] | None = None,
+    ) -> None:
+        self._make_parser = make_parser
+        self._per_request = completions_per_prompt // copies
+        self._per_prompt = completions_per_prompt
+        self._copies = copies
+        self._count_tokens = count_tokens
+        self._choices: dict[int, _Choice] = {}
+        self._prompts: dict[int, tuple[int, int]] = {}
+        """The tokens of each prompt, and how many of them were cached."""
+        self.first_outputs: dict[int, RequestOutput] = {}
+        """The first output for each prompt, which has the prompt."""
+
+    def take(self, position: int, output: RequestOutput) -> list[AnswerPart]:
+        """Take in the newest output of the request at `position`: a delta, or the whole.
+
+        Raises:
+            ApiError: the request was ended by somebody else, so that the answer is not whole.
+        """
+        prompt, copy = divmod(position, self._copies)
+        if prompt not in self.first_outputs or output.prompt_logprobs is not None:
+            self.first_outputs[prompt] = output
+        if copy == 0:
+            self._prompts[prompt] = (len(output.prompt_token_ids or ()), output.num_cached_tokens)
+        first = prompt * self._per_prompt + copy * self._per_request
+        parts = []
+        for completion in output.outputs:
+            index = first + completion.index
+            choice = self._choices.get(index)
+            if choice is None:
+                choice = self._choices[index] = _Choice(self._make_parser())
+            if completion.finish_reason == "abort":
+                raise ApiError(
+                    503, SERVER_ERROR, "request_aborted", None, "the request was ended before its answer"
+                )
+            deltas = choice.parser.feed(completion.text) if completion.text else []
+            if completion.finish_reason is not None:
+                deltas = [*deltas, *choice.parser.finish()]
+            self._note(choice, deltas)
+            choice.num_tokens += len(completion.token_ids)
+            reason = completion.finish_reason
+            if reason == "stop" and choice.has_calls:
+                reason = "tool_calls"
+            parts.append(
+                AnswerPart(
+                    index, deltas, completion.token_ids, completion.logprobs, reason, completion.stop_reason
+                )
+            )
+        return parts
+
+    @staticmethod
+    def _note(choice: _Choice, deltas: Sequence[AnswerDelta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, ToolCallEnded):
+                choice.has_calls = True
+            elif isinstance(delta, ReasoningDelta):
+                choice.reasoning.append(delta.text)
+
+    def usage(self) -> Usage:
+        """Return the tokens so far."""
+        reasoning = 0
+        if self._count_tokens is not None:
+            texts = ("".join(choice.reasoning) for choice in self._choices.values())
+            reasoning = sum(self._count_tokens(text) for text in texts if text)
+        return Usage(
+            sum(tokens for tokens, _ in self._prompts.values()),
+            sum(cached for _, cached in self._prompts.values()),
+            sum(choice.num_tokens for choice in self._choices.values()),
+            reasoning,
+        )

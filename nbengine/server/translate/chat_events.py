@@ -1,0 +1,206 @@
+"""An answer as `/v1/chat/completions` gives it: the chunks of a stream, or the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nbengine.frontend.parsing.deltas import (
+    AnswerDelta,
+    ArgumentsDelta,
+    ContentDelta,
+    MalformedCall,
+    ReasoningDelta,
+    ToolCallEnded,
+    ToolCallStarted,
+)
+from nbengine.server.protocol.chat import (
+    Chunk,
+    ChunkChoice,
+    ChunkWithUsage,
+    Delta,
+    FunctionDelta,
+    ToolCallDelta,
+    UnusualChunkChoice,
+)
+from nbengine.server.translate.answers import AnswerPart
+from nbengine.server.translate.logprobs import chat_logprobs
+from nbengine.server.translate.usage import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """The form of an answer: what its parts share, and what its caller wants to see."""
+
+    id: str
+    created: int
+    model: str
+    top_logprobs: int | None = None
+    """None: log probabilities are not wanted."""
+    usage_chunk: bool = False
+    running_usage: bool = False
+    token_ids: bool = False
+    reasoning: bool = True
+    echo: str = ""
+    """A text before each completion."""
+
+
+class ChatChunks:
+    """The state machine that makes the chunks of a stream."""
+
+    def __init__(self, form: ChatForm) -> None:
+        self._form = form
+        self._begun: set[int] = set()
+
+    def add(self, part: AnswerPart, usage: Usage | None = None) -> list[Chunk]:
+        """Return the chunks for a part; `usage` is that so far, where each chunk has it."""
+        chunks = []
+        if part.index not in self._begun:
+            self._begun.add(part.index)
+            first = ChunkChoice(part.index, Delta(role="assistant", content=self._form.echo))
+            chunks.append(self._chunk([first], usage))
+        delta = delta_of(part.deltas, reasoning=self._form.reasoning)
+        top = self._form.top_logprobs
+        logprobs = None
+        if top is not None and part.logprobs:
+            logprobs = {"content": chat_logprobs(part.logprobs, top), "refusal": None}
+        if delta is not None or logprobs is not None or part.finish_reason or self._form.token_ids:
+            chunks.append(self._chunk([self._choice(part, delta or Delta(), logprobs)], usage))
+        return chunks
+
+    def _choice(self, part: AnswerPart, delta: Delta, logprobs: dict[str, Any] | None) -> ChunkChoice:
+        if part.stop_reason is None and not self._form.token_ids:
+            return ChunkChoice(part.index, delta, logprobs, part.finish_reason)
+        token_ids = part.token_ids if self._form.token_ids else None
+        return UnusualChunkChoice(
+            part.index, delta, logprobs, part.finish_reason, part.stop_reason, token_ids
+        )
+
+    def end(self, usage: Usage) -> list[Chunk]:
+        """Return the last chunk, if usage is wanted."""
+        return [self._chunk([], usage)] if self._form.usage_chunk else []
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Chunk:
+        form = self._form
+        head = (form.id, "chat.completion.chunk", form.created, form.model, choices)
+        if not form.usage_chunk:
+            return Chunk(*head)
+        return ChunkWithUsage(*head, None if usage is None else usage.openai())
+
+
+def delta_of(deltas: Iterable[AnswerDelta], *, reasoning: bool = True) -> Delta | None:
+    """Return what a chunk has of parts of an answer; None if there is nothing.
+
+    A call that turns out malformed comes as content; what was streamed of its arguments cannot be taken back.
+    """
+    content: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCallDelta] = []
+    for delta in deltas:
+        match delta:
+            case ContentDelta(text=text) | MalformedCall(text=text):
+                content.append(text)
+            case ReasoningDelta(text=text):
+                thoughts.append(text)
+            case ToolCallStarted(index=index, id=call_id, name=name):
+                calls.append(ToolCallDelta(index, call_id, "function", FunctionDelta(name, "")))
+            case ArgumentsDelta(index=index, text=text):
+                calls.append(ToolCallDelta(index, function=FunctionDelta(arguments=text)))
+            case ToolCallEnded():
+                pass
+    if not reasoning:
+        thoughts = []
+    if not (content or thoughts or calls):
+        return None
+    return Delta(
+        content="".join(content) if content else None,
+        reasoning_content="".join(thoughts) if thoughts else None,
+        tool_calls=calls or None,
+    )
+
+
+class _Message:
+    """One completion as a whole."""
+
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: dict[int, dict[str, Any]] = {}
+        self.logprobs: list[dict[str, Any]] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, delta: AnswerDelta) -> None:
+        match delta:
+            case ContentDelta(text=text):
+                self.content.append(text)
+            case MalformedCall(text=text, index=index):
+                self.content.append(text)
+                if index is not None:
+                    self.calls.pop(index, None)
+            case ReasoningDelta(text=text):
+                self.reasoning.append(text)
+            case ToolCallStarted(index=index, id=call_id, name=name):
+                function = {"name": name, "arguments": ""}
+                self.calls[index] = {"id": call_id, "type": "function", "function": function}
+            case ArgumentsDelta(index=index, text=text):
+                if index in self.calls:
+                    self.calls[index]["function"]["arguments"] += text
+            case ToolCallEnded():
+                pass
+
+
+class ChatCompletion:
+    """The builder of an answer as a whole."""
+
+    def __init__(self, form: ChatForm) -> None:
+        self._form = form
+        self._messages: dict[int, _Message] = {}
+
+    def add(self, part: AnswerPart) -> None:
+        """Take in a part."""
+        message = self._messages.setdefault(part.index, _Message())
+        for delta in part.deltas:
+            message.add(delta)
+        if self._form.top_logprobs is not None and part.logprobs:
+            message.logprobs += chat_logprobs(part.logprobs, self._form.top_logprobs)
+        message.token_ids += part.token_ids
+        message.finish_reason = part.finish_reason or message.finish_reason
+        message.stop_reason = part.stop_reason if part.stop_reason is not None else message.stop_reason
+
+    def response(self, usage: Usage) -> dict[str, Any]:
+        """Return the body of the response."""
+        form = self._form
+        return {
+            "id": form.id,
+            "object": "chat.completion",
+            "created": form.created,
+            "model": form.model,
+            "choices": [self._choice(index) for index in sorted(self._messages)],
+            "usage": usage.openai(),
+        }
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        message, form = self._messages[index], self._form
+        text = form.echo + "".join(message.content)
+        body: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if text or not message.calls else None,
+            "refusal": None,
+        }
+        if message.reasoning and form.reasoning:
+            body["reasoning_content"] = "".join(message.reasoning)
+        if message.calls:
+            body["tool_calls"] = [message.calls[number] for number in sorted(message.calls)]
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": body,
+            "logprobs": None if form.top_logprobs is None else {"content": message.logprobs, "refusal": None},
+            "finish_reason": message.finish_reason,
+            "stop_reason": message.stop_reason,
+        }
+        if form.token_ids:
+            choice["token_ids"] = message.token_ids
+        return choice

@@ -1,0 +1,104 @@
+"""The compiled CPU kernels, kept on disk for later processes.
+
+A worker compiles its kernels when it starts, for this processor and the model's shape. That takes half a
+second of computing, and the next start needs the same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+from pathlib import Path
+
+from nbengine.errors import NBEngineError
+from nbengine.ipc.private import check_private, make_own_directory, read_own, write_own
+from nbengine.kernels.cpu.jit import keep_machine_code
+from nbengine.models.checkpoints.storage import cache_dir
+
+logger = logging.getLogger(__name__)
+
+MOST_FILES = 1024
+"""The most files that are kept. A model's shape has about twenty, of 5 to 50 KiB each."""
+_NAME = "the directory of compiled kernels"
+_LARGEST = 16 << 20
+_DIGEST_BYTES = 32
+
+
+class KernelStore:
+    """Object files in a directory of this user's, the most recently used `MOST_FILES` of them.
+
+    A file begins with a digest of its key and its code: linking half a file would end the process. Whatever
+    happens to the directory harms nobody: what cannot be read or written is compiled.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def get(self, key: str) -> bytes | None:
+        """See `nbengine.kernels.cpu.jit.MachineCodeStore.get`."""
+        try:
+            check_private(self._directory, _NAME)
+            content, _ = read_own(self._path(key), _LARGEST)
+        except FileNotFoundError:
+            return None
+        except NBEngineError as error:
+            # The first start finds no directory, which needs no warning.
+            logger.log(
+                logging.WARNING if os.path.exists(self._directory) else logging.DEBUG, "compiling: %s", error
+            )
+            return None
+        code = content[_DIGEST_BYTES:]
+        if not hmac.compare_digest(content[:_DIGEST_BYTES], _digest(key, code)):
+            logger.warning("compiling: %s is damaged", self._path(key))
+            return None
+        # Its age says how long it has not been used. The file may be gone, or the disk be read-only.
+        with contextlib.suppress(OSError):
+            os.utime(self._path(key))
+        return code
+
+    def put(self, key: str, code: bytes) -> None:
+        """See `nbengine.kernels.cpu.jit.MachineCodeStore.put`."""
+        try:
+            make_own_directory(self._directory, _NAME, "set NBENGINE_CACHE_DIR")
+            check_private(self._directory, _NAME)
+            write_own(self._path(key), _digest(key, code) + code)
+            self._drop_oldest()
+        except (OSError, NBEngineError) as error:
+            logger.info("compiled kernels are not kept: %s", error)
+
+    def _drop_oldest(self) -> None:
+        files = [path for path in self._directory.iterdir() if path.suffix == ".o"]
+        if len(files) > MOST_FILES:
+            files.sort(key=_last_use)
+            for path in files[: len(files) - MOST_FILES]:
+                path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / f"{key}.o"
+
+
+def keep_kernels() -> None:
+    """Have this process use the kernels that earlier ones compiled, and keep its own.
+
+    A model that lies in a directory of its own needs no cache directory: without one, kernels are compiled.
+    """
+    try:
+        store = KernelStore(cache_dir() / "kernels")
+    except NBEngineError as error:
+        logger.info("compiled kernels are not kept: %s", error)
+        store = None
+    keep_machine_code(store)
+
+
+def _digest(key: str, code: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + code).digest()
+
+
+def _last_use(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0  # another process has dropped it

@@ -1,0 +1,62 @@
+"""The pages of a KV cache on the CPU: taken when a step needs them, and meanwhile in the background.
+
+Taking a page means that the system clears it, which for a cache of gigabytes lasts seconds where memory has
+never been used. No request waits for that, yet soon after a start the memory is the engine's: others that ask
+what is free do not count on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from nbengine.kernels.cpu.huge_pages import HUGE_PAGE, take_pages
+from nbengine.units import size
+
+logger = logging.getLogger(__name__)
+
+_PIECE = HUGE_PAGE
+"""The bytes that are taken at a time. `stop` waits for one piece, and so does a step that maps or frees memory."""
+_LOWEST_PRIORITY = 19
+
+
+class KVPages:
+    """A thread that takes the pages of `caches`, each [2, num_blocks, ...], whose low blocks are used first."""
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        self._caches = list(caches)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more; the caches may be freed afterwards."""
+        self._is_stopped.set()
+        self._thread.join()
+        self._caches = []
+
+    def join(self) -> None:
+        """Wait until all pages are taken, or one could not be."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        # Steps go first: on Linux each thread has a priority of its own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        for address, num_bytes in self._pieces():
+            if self._is_stopped.is_set():
+                return
+            if not take_pages(address, num_bytes):
+                total = sum(cache.nbytes for cache in self._caches)
+                logger.warning("memory is short: the KV cache of %s is taken as it is needed", size(total))
+                return
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        halves = [half for cache in self._caches for half in cache]
+        longest = max((half.nbytes for half in halves), default=0)
+        for first in range(0, longest, _PIECE):
+            for half in halves:
+                yield half.data_ptr() + first, min(_PIECE, half.nbytes - first)

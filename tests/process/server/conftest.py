@@ -1,0 +1,112 @@
+"""Servers for engines with the fake executor (the next token is the last one plus 1)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, wait_for
+
+from nbengine import AsyncLLM
+from nbengine.ipc.liveness import is_alive
+from nbengine.server.launch import start_server, stop_server
+from nbengine.server.records import ServerRecord
+from nbengine.server.settings import ServerSettings
+
+VOCAB_SIZE = 260
+"""Of random-tiny, whose tokenizer these engines have: a token a byte, and 4 special ones."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@dataclass
+class Served:
+    """An engine and its server."""
+
+    llm: AsyncLLM
+    record: ServerRecord
+    settings: ServerSettings
+    clients: list[openai.OpenAI | httpx.Client] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"{self.record.url}/v1"
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.record.pid)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        client = openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, **options})
+        self.clients.append(client)
+        return client
+
+    def http(self) -> httpx.Client:
+        client = httpx.Client(base_url=self.record.url, timeout=60)
+        self.clients.append(client)
+        return client
+
+    def has_ended(self) -> bool:
+        """Tell whether the server's process has ended."""
+        return not is_alive(self.record.process)
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, **options})
+
+    def idle(self) -> None:
+        """Wait until the engine has nothing to do and all of its blocks."""
+
+        def is_idle() -> bool:
+            engines = self.llm.stats_blocking().engines
+            return all(
+                not engine.num_running_reqs + engine.num_waiting_reqs
+                and engine.num_free_blocks == engine.num_blocks
+                for engine in engines
+            )
+
+        wait_for(is_idle, "the engine to have nothing left")
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(no_leftovers: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Start an engine and a server for it; both are ended after the test."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
+    started: list[Served] = []
+
+    def start(
+        *, knobs: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **options: Any
+    ) -> Served:
+        defaults: dict[str, Any] = {
+            "distributed_executor_backend": FAKE_EXECUTOR,
+            "num_gpu_blocks_override": 4096,
+            "chat_template": TEMPLATE,
+            "lease": 10.0,
+        }
+        llm = AsyncLLM(
+            "random-tiny",
+            hf_overrides={"vocab_size": VOCAB_SIZE, **(knobs or {})},
+            **{**defaults, **options},
+        )
+        chosen = ServerSettings(**{"port": 0, **(settings or {})})
+        try:
+            record = start_server(llm.connection, chosen)
+        except BaseException:
+            llm.shutdown()
+            raise
+        started.append(Served(llm, record, chosen))
+        return started[-1]
+
+    yield start
+    for served in started:
+        for client in served.clients:
+            client.close()
+        stop_server(served.record, drain_timeout=0)
+        served.llm.shutdown()

@@ -1,0 +1,179 @@
+"""The real client of OpenAI's API, against a server for a real engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from process_support.engine_under_test import wait_for
+
+from nbengine.errors import EngineStartError
+from nbengine.server.launch import start_server, stop_server
+from nbengine.server.records import servers_of
+from nbengine.server.settings import ServerSettings
+
+Serve = Callable[..., Any]
+HELLO: Any = [{"role": "user", "content": "a"}]
+
+
+def letters(first: str, count: int) -> str:
+    """The text that the fake executor writes behind a prompt that ends with `first`."""
+    return "".join(chr(ord(first) + number) for number in range(1, count + 1))
+
+
+def test_ordinary_calls_are_answered(serve: Serve) -> None:
+    served = serve()
+    client = served.client()
+    assert [model.id for model in client.models.list()] == ["random-tiny"]
+    assert client.models.retrieve("random-tiny").id == "random-tiny"
+    chat = client.chat.completions.create(model="random-tiny", messages=HELLO, max_tokens=5)
+    assert chat.choices[0].message.content == letters("a", 5)
+    assert chat.choices[0].finish_reason == "length"
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 5
+    text = client.completions.create(model="random-tiny", prompt=["a", "k"], max_tokens=3, echo=True)
+    assert [choice.text for choice in text.choices] == ["abcd", "klmn"]
+    stopped = client.completions.create(model="random-tiny", prompt="a", max_tokens=20, stop="e")
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("bcd", "stop")
+
+
+def test_a_stream_has_the_whole_answer_and_its_usage(serve: Serve) -> None:
+    client = serve().client()
+    stream = client.chat.completions.create(
+        model="random-tiny",
+        messages=HELLO,
+        max_tokens=20,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts, reasons, usage = {0: "", 1: ""}, {}, None
+    for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+    assert texts == {0: letters("a", 20), 1: letters("a", 20)}
+    assert reasons == {0: "length", 1: "length"}
+    assert usage is not None
+    assert usage.completion_tokens == 40
+
+
+async def test_the_async_client_streams(serve: Serve) -> None:
+    served = serve()
+    async with served.async_client() as client:
+        stream = await client.completions.create(model="random-tiny", prompt="a", max_tokens=9, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == letters("a", 9)
+
+
+def test_refusals_are_the_clients_own_exceptions(serve: Serve) -> None:
+    served = serve(settings={"api_keys": ("a-secret-key",)})
+    with pytest.raises(openai.AuthenticationError):
+        served.client(api_key="wrong-key-here").models.list()
+    client = served.client(api_key="a-secret-key")
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=HELLO)
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model="random-tiny", prompt="x" * 10_000)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="random-tiny", messages=HELLO, temperature=-1)
+    assert wrong.value.param == "temperature"
+
+
+def test_texts_and_tokens_are_each_others(serve: Serve) -> None:
+    served = serve()
+    post = served.http().post
+    made = post("/tokenize", json={"prompt": "häuser", "return_token_strs": True}).json()
+    assert made["count"] == len(made["tokens"]) == len("häuser".encode())
+    assert post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "häuser"}
+    assert post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+    assert post("/tokenize", json={"messages": HELLO}).json()["count"] == 1
+    assert post("/tokenize", json={}).status_code == 400
+
+
+def test_requests_go_to_all_ranks(serve: Serve) -> None:
+    served = serve(data_parallel_size=2)
+    client = served.client()
+    for rank in (0, 1):
+        extra = {"data_parallel_rank": rank}
+        text = client.completions.create(model="random-tiny", prompt="a", max_tokens=3, extra_body=extra)
+        assert text.choices[0].text == "bcd"
+    steps = [engine.step_counter for engine in served.llm.stats_blocking().engines]
+    assert all(steps)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="random-tiny", prompt="a", extra_body={"data_parallel_rank": 2})
+
+
+def test_a_sleeping_engine_is_not_ready(serve: Serve) -> None:
+    served = serve()
+    client = served.http()
+    served.llm.call_utility_blocking("sleep", 1, None, False)
+    wait_for(lambda: client.get("/ready").status_code == 503, "the server to refuse requests")
+    refused = client.post("/v1/completions", json={"prompt": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep")
+    assert "retry-after" in refused.headers
+    served.llm.call_utility_blocking("wake_up", None)
+    wait_for(lambda: client.get("/ready").status_code == 200, "the server to take requests")
+    assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_a_server_is_found_and_ends_with_its_engine(serve: Serve) -> None:
+    served = serve()
+    [record] = servers_of(served.llm.connection)
+    assert record == served.record
+    assert served.process.cmdline()[0] == f"nbengine: server {served.llm.name}"
+    assert not any(served.process.cmdline()[1:])
+    served.llm.shutdown()
+    wait_for(served.has_ended, "the server to end with its engine")
+
+
+def test_an_ending_server_finishes_what_it_is_answering(serve: Serve) -> None:
+    served = serve(knobs={"step_seconds": 0.01})
+    stream = served.client().completions.create(
+        model="random-tiny", prompt="a", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+    )
+    parts = iter(stream)
+    text = next(parts).choices[0].text
+    os.kill(served.record.pid, signal.SIGTERM)
+    http = served.http()
+    wait_for(lambda: http.get("/ready").status_code == 503, "the server to refuse requests")
+    refused = http.post("/v1/completions", json={"prompt": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
+    tokens = 1
+    for part in parts:
+        text += part.choices[0].text
+        reason = part.choices[0].finish_reason
+        tokens += 1
+    assert reason == "length"
+    assert text.startswith("bcdefg")
+    wait_for(served.has_ended, "the server to end with its engine")
+    assert served.llm.death is None
+
+
+def test_an_engines_death_ends_streams_with_an_error_and_the_server(serve: Serve) -> None:
+    served = serve(knobs={"step_seconds": 0.01})
+    stream = served.client().completions.create(
+        model="random-tiny", prompt="a", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
+    parts = iter(stream)
+    next(parts)
+    os.kill(served.llm.connection.host_pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="engine has ended"):
+        list(parts)
+    wait_for(served.has_ended, "the server to end with its engine")
+
+
+def test_a_server_that_cannot_listen_says_why(serve: Serve) -> None:
+    served = serve()
+    port = int(served.record.url.rpartition(":")[2])
+    with pytest.raises(EngineStartError, match="another program listens"):
+        start_server(served.llm.connection, ServerSettings(port=port))
+    second = start_server(served.llm.connection, ServerSettings(port=0))
+    assert len(servers_of(served.llm.connection)) == 2
+    stop_server(second)
+    assert servers_of(served.llm.connection) == [served.record]

@@ -1,0 +1,43 @@
+"""Real clients of OpenAI and Anthropic that get the answers of a test instead of a server's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import httpx
+import msgspec
+from anthropic import Anthropic
+from openai import OpenAI
+
+Answer = Mapping[str, Any] | Iterable[Mapping[str, Any]]
+
+
+def event_bytes(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Write events as a stream has them: each with its type as its name."""
+    lines = [
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
+    ]
+    return b"".join(lines)
+
+
+def openai_client(answer: Answer, status: int = 200) -> OpenAI:
+    """Make a client whose every call gets `answer`: a body, or the events of a stream."""
+    return OpenAI(base_url="http://test/v1", api_key="key", max_retries=0, http_client=_http(answer, status))
+
+
+def anthropic_client(answer: Answer, status: int = 200) -> Anthropic:
+    """Make a client whose every call gets `answer`: a body, or the events of a stream."""
+    return Anthropic(base_url="http://test", api_key="key", max_retries=0, http_client=_http(answer, status))
+
+
+def _http(answer: Answer, status: int) -> httpx.Client:
+    if isinstance(answer, Mapping):
+        kind, content = "application/json", msgspec.json.encode(answer)
+    else:
+        kind, content = "text/event-stream", event_bytes(answer)
+
+    def answered(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, content=content, headers={"content-type": kind})
+
+    return httpx.Client(transport=httpx.MockTransport(answered))

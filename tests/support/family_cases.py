@@ -1,0 +1,209 @@
+"""Small models of every family, all kinds of its layers present: one entry a variant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+WINDOW = 8
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 3.0],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 12.0],
+}
+WINDOWS = {"sliding_window": WINDOW}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A variant of a family: the beginning of transformers' class names, and settings beside the usual sizes."""
+
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+    """The longest sequence, where the model is told one."""
+    is_moe: bool = False
+
+
+LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+"""Latent attention; of three layers the first has no experts."""
+GROUPS = {"n_group": 4, "topk_group": 2}
+MSCALE = {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 4.0}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 40, **WINDOWS}
+CASES: dict[str, FamilyCase] = {
+    "mistral window": FamilyCase("Mistral", {"head_dim": 16, **WINDOWS}),
+    "qwen2 window": FamilyCase("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOWS}),
+    "qwen3 window": FamilyCase(
+        "Qwen3", {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 2, **WINDOWS}
+    ),
+    "llama dynamic": FamilyCase(
+        "Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    ),
+    "qwen2 yarn": FamilyCase("Qwen2", {"rope_parameters": YARN}),
+    "llama yarn mscale": FamilyCase(
+        "Llama",
+        {
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "beta_fast": 4.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "gemma": FamilyCase("Gemma", {"head_dim": 16}),
+    "gemma2": FamilyCase("Gemma2", {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma3": FamilyCase("Gemma3", {**GEMMA, "layer_types": [SLIDING, SLIDING, FULL]}),
+    "gemma3 linear": FamilyCase(
+        "Gemma3",
+        {
+            **GEMMA,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "attention_bias": True,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": FamilyCase("Phi3", {"pad_token_id": 0, **WINDOWS}),
+    "phi3 long": FamilyCase(
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 32},
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "phi3 short": FamilyCase(
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128},
+            "original_max_position_embeddings": 128,
+        },
+        max_model_len=128,
+    ),
+    "phi4-mini": FamilyCase(
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "rope_parameters": {
+                **LONGROPE,
+                "short_factor": LONGROPE["short_factor"][:6],  # type: ignore[index]
+                "long_factor": LONGROPE["long_factor"][:6],  # type: ignore[index]
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 32,
+            },
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "olmo": FamilyCase("Olmo", {"clip_qkv": 0.7}),
+    "olmo2": FamilyCase("Olmo2"),
+    "olmo2 mqa": FamilyCase("Olmo2", {"num_key_value_heads": 1}),
+    "olmo3": FamilyCase("Olmo3", {"layer_types": [SLIDING, FULL, SLIDING], **WINDOWS}),
+    "olmo3 yarn": FamilyCase(
+        "Olmo3",
+        {
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+            **WINDOWS,
+        },
+    ),
+    "granite": FamilyCase(
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 3.0,
+            "mlp_bias": True,
+        },
+    ),
+    "granite moe": FamilyCase(
+        "GraniteMoe",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 3.0,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        is_moe=True,
+    ),
+    "smollm3": FamilyCase("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "smollm3 window": FamilyCase(
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "pad_token_id": 0, **WINDOWS},
+    ),
+    "gpt-oss": FamilyCase(
+        "GptOss",
+        {
+            "head_dim": 16,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.8,
+            "rope_parameters": {**YARN, "truncate": False},
+            **WINDOWS,
+        },
+    ),
+    "glm": FamilyCase("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": FamilyCase("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "deepseek v2": FamilyCase("DeepseekV2", {**LATENT, "rope_parameters": MSCALE}, is_moe=True),
+    "deepseek v2 groups": FamilyCase(
+        "DeepseekV2",
+        {
+            **LATENT,
+            **GROUPS,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 3.0,
+            "attention_bias": True,
+        },
+        is_moe=True,
+    ),
+    "deepseek v3": FamilyCase(
+        "DeepseekV3", {**LATENT, **GROUPS, "q_lora_rank": 20, "rope_parameters": MSCALE}, is_moe=True
+    ),
+    "deepseek v3 halves": FamilyCase(
+        "DeepseekV3",
+        {
+            **LATENT,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "n_shared_experts": 1,
+        },
+        is_moe=True,
+    ),
+    "glm4 moe lite": FamilyCase(
+        "Glm4MoeLite",
+        {**LATENT, "q_lora_rank": 20, "mlp_layer_types": ["sparse", "dense", "sparse"], "pad_token_id": 0},
+        is_moe=True,
+    ),
+}

@@ -1,0 +1,125 @@
+"""Small models of every family whose GGUF files are read, with all kinds of layers as such files can state them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.support.family_cases import CASES as FAMILIES
+from tests.support.family_cases import LONGROPE
+from tests.support.recurrent_cases import GRANITE, GRANITE_EXPERTS, LFM2, QWEN, QWEN_EXPERTS
+
+
+@dataclass(frozen=True)
+class GGUFCase:
+    """A model as transformers makes it: the beginning of its class names and its settings; `arch` is llama.cpp's name,
+    `more` metadata that the file has besides or in place of the usual."""
+
+    arch: str
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+
+
+def _of(arch: str, name: str, without: tuple[str, ...] = (), **settings: Any) -> GGUFCase:
+    """A case of the families, some settings of which a file cannot state."""
+    case = FAMILIES[name]
+    kept = {key: value for key, value in case.settings.items() if key not in without}
+    return GGUFCase(arch, case.kind, {**kept, **settings}, max_model_len=case.max_model_len)
+
+
+_FULL = "full_attention"
+_LINEAR_SIZES: dict[str, Any] = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", _FULL] * 2,
+}
+_SECTIONS = {"qwen35.rope.dimension_sections": [1, 1, 0, 0]}
+"""The turned pairs of so small a head that belong to each of three positions, which are the same in a text."""
+_GROUPS_OF_THREE = {"linear_num_value_heads": 6}
+_EXPERTS_OF_32 = {**QWEN_EXPERTS, "shared_expert_intermediate_size": 64}
+_GRANITE = {
+    **GRANITE,
+    "num_experts_per_tok": 0,
+    "intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "mamba_d_state": 16,
+}
+_ALL_ATTENTION = {"layer_types": [_FULL] * 4, "position_embedding_type": "rope"}
+_LINEAR_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+CASES: dict[str, GGUFCase] = {
+    "mistral window": _of("llama", "mistral window"),
+    "qwen2 yarn": _of("qwen2", "qwen2 yarn"),
+    "gemma": _of("gemma", "gemma", tie_word_embeddings=True),
+    "gemma2": _of("gemma2", "gemma2", query_pre_attn_scalar=16, tie_word_embeddings=True),
+    "gemma3": _of(
+        "gemma3",
+        "gemma3",
+        query_pre_attn_scalar=16,
+        num_hidden_layers=7,
+        layer_types=None,
+        rope_parameters=_LINEAR_ROPE,
+    ),
+    "phi3 long": _of("phi3", "phi3 long"),
+    "phi3 short": replace(
+        _of(
+            "phi3",
+            "phi3 short",
+            max_position_embeddings=512,
+            original_max_position_embeddings=256,
+            rope_parameters={**LONGROPE, "original_max_position_embeddings": 256},
+        ),
+        max_model_len=256,
+    ),
+    "phi4-mini": _of("phi3", "phi4-mini"),
+    "phi3 window": _of("phi3", "phi3"),
+    "olmo": _of("olmo", "olmo"),
+    "olmo2": _of("olmo2", "olmo2"),
+    "olmo3": _of("olmo2", "olmo3"),
+    "olmo3 yarn": _of(
+        "olmo2", "olmo3 yarn", num_hidden_layers=4, layer_types=[*["sliding_attention"] * 3, _FULL]
+    ),
+    "granite": _of("granite", "granite", ("mlp_bias",)),
+    "granite moe": _of("granitemoe", "granite moe", intermediate_size=64),
+    "smollm3": _of("smollm3", "smollm3", no_rope_layers=None, num_hidden_layers=4),
+    "glm": _of("chatglm", "glm", rms_norm_eps=1e-5),
+    "glm4": _of("glm4", "glm4"),
+    "qwen3.5": GGUFCase("qwen35", "Qwen3_5", {**QWEN, **_LINEAR_SIZES}, _SECTIONS),
+    "qwen3.5 of one value head": GGUFCase(
+        "qwen35", "Qwen3_5", {**QWEN, **_LINEAR_SIZES, "linear_num_value_heads": 2}, _SECTIONS
+    ),
+    "qwen3.5 moe": GGUFCase(
+        "qwen35moe",
+        "Qwen3_5Moe",
+        {**QWEN, **_LINEAR_SIZES, **_GROUPS_OF_THREE, **_EXPERTS_OF_32},
+        {"qwen35moe.rope.dimension_sections": [1, 1, 0, 0]},
+    ),
+    "qwen3-next": GGUFCase(
+        "qwen3next",
+        "Qwen3Next",
+        {**QWEN, **_LINEAR_SIZES, **_EXPERTS_OF_32, "norm_topk_prob": True},
+    ),
+    "granite 4": GGUFCase("granitehybrid", "GraniteMoeHybrid", _GRANITE),
+    "granite 4 moe": GGUFCase(
+        "granitehybrid", "GraniteMoeHybrid", {**_GRANITE, **GRANITE_EXPERTS, "mamba_n_groups": 1}
+    ),
+    "granite 4 without recurrent layers": GGUFCase(
+        "granite", "GraniteMoeHybrid", {**_GRANITE, **_ALL_ATTENTION}
+    ),
+    "granite 4 moe without recurrent layers": GGUFCase(
+        "granitemoe",
+        "GraniteMoeHybrid",
+        {**_GRANITE, **GRANITE_EXPERTS, **_ALL_ATTENTION},
+    ),
+    "lfm2": GGUFCase("lfm2", "Lfm2", LFM2),
+}
+RECURRENT = [
+    name
+    for name, case in CASES.items()
+    if case.arch in ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "lfm2")
+]

@@ -1,0 +1,216 @@
+"""A cell that waits says once that its engine stands, and once that it goes on."""
+
+from __future__ import annotations
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.errors import EngineDeadError
+from nbengine.magics.generation import stream, waits
+from nbengine.magics.generation.waits import WaitNotice
+from nbengine.metrics.stats import EngineStats, SchedulerStats
+from tests.unit.magics.conftest import FakeClient
+from tests.unit.magics.kernel_cells import run
+
+Capture = pytest.CaptureFixture[str]
+STALL = "core 0: no progress for 42 s, in step 1,234"
+
+
+class Standing:
+    """An engine that stands for the looks `stands`, counted from 0, and then answers."""
+
+    def __init__(self, engine: FakeClient, stands: range, looks: int) -> None:
+        self.engine, self.stands, self.looks, self.num_looks = engine, stands, looks, 0
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
+        return EngineStats(engines=[SchedulerStats()]), []
+
+    @property
+    def stall(self) -> str | None:
+        index, self.num_looks = self.num_looks, self.num_looks + 1
+        if self.num_looks == self.looks:
+            self.engine.emit("done", "stop")
+        return STALL if index in self.stands else None
+
+
+@pytest.fixture
+def standing(engine: FakeClient, monkeypatch: pytest.MonkeyPatch) -> Standing:
+    """Put a standing engine in the place of what a cell looks at, with looks in quick succession."""
+    for module in (stream, waits):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
+    engine.words = None
+    standing = Standing(engine, range(2, 6), 9)
+    monkeypatch.setattr("nbengine.magics.generation.stream.WaitNotice", lambda _: WaitNotice([standing]))
+    return standing
+
+
+def check(printed: str) -> None:
+    assert printed.count("makes no progress") == 1
+    assert f"engine 'random-tiny' makes no progress: {STALL}" in printed
+    assert printed.count("engine 'random-tiny' goes on") == 1
+
+
+def test_a_cell_that_blocks_says_once_that_its_engine_stands_and_goes_on(
+    shell: InteractiveShell, standing: Standing, capsys: Capture
+) -> None:
+    shell.run_cell("%%generate\nhello\n").raise_error()
+    check(capsys.readouterr().out)
+
+
+async def test_a_cell_that_is_awaited_says_once_that_its_engine_stands_and_goes_on(
+    kernel_shell: InteractiveShell, standing: Standing, capsys: Capture
+) -> None:
+    (await run(kernel_shell, "%%generate\nhello\n")).raise_error()
+    check(capsys.readouterr().out)
+
+
+def test_a_request_in_the_background_says_once_that_its_engine_stands_and_goes_on(
+    shell: InteractiveShell, standing: Standing, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices = shell.user_ns["notices"] = []
+
+    def make(_: object) -> WaitNotice:
+        notices.append(WaitNotice([standing]))
+        return notices[-1]
+
+    monkeypatch.setattr("nbengine.magics.generation.stream.WaitNotice", make)
+    shell.run_cell("%%generate -a -o handle\nhello\n").raise_error()
+    assert shell.user_ns["handle"].result().text == "done"
+    # Other cells can wake or resume an engine meanwhile.
+    assert not shell.user_ns["notices"][-1].holds_up
+    check(capsys.readouterr().out)
+
+
+class Busy:
+    """An engine whose cores say what they are told to."""
+
+    name, stall = "busy", None
+
+    def __init__(self, *states: SchedulerStats) -> None:
+        self.states = list(states)
+
+    def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
+        assert 0 < timeout < 1
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return EngineStats(engines=[state]), []
+
+
+def reasons(capsys: Capture, monkeypatch: pytest.MonkeyPatch, notice: WaitNotice, looks: int) -> list[str]:
+    monkeypatch.setattr(waits, "LOOK_SECONDS", 0.0)
+    notice._due = 0.0
+    for _ in range(looks):
+        notice.look()
+    return [line.strip("[]") for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        (
+            SchedulerStats(sleep_level=1, is_paused=True),
+            "sleeps: `%engine wake busy` wakes it, in another notebook or",
+        ),
+        (SchedulerStats(is_paused=True, num_waiting_reqs=1), "is paused: `%engine resume busy`"),
+        (SchedulerStats(num_running_reqs=4, num_waiting_reqs=1), "is busy: 4 requests run, 1 request waits"),
+    ],
+)
+def test_until_something_comes_a_cell_says_once_what_it_waits_for(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, state: SchedulerStats, word: str
+) -> None:
+    notice = WaitNotice([Busy(state)])
+    (line,) = reasons(capsys, monkeypatch, notice, 3)
+    assert line.startswith(f"engine 'busy' {word}")
+    background = WaitNotice([Busy(state)])
+    background.holds_up = False
+    assert "another notebook" not in "".join(reasons(capsys, monkeypatch, background, 3))
+    begun = WaitNotice([Busy(state)])
+    begun.has_begun = True
+    assert reasons(capsys, monkeypatch, begun, 3) == []
+
+
+def test_a_line_a_reason_whatever_the_numbers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [SchedulerStats(num_running_reqs=4, num_waiting_reqs=n) for n in (9, 8, 7)]
+    states += [SchedulerStats(sleep_level=1), SchedulerStats()]
+    said = reasons(capsys, monkeypatch, WaitNotice([Busy(*states)]), 6)
+    assert [line.split()[2].rstrip(":") for line in said] == ["is", "sleeps"]
+
+
+def test_one_that_does_not_answer_is_told_of_and_one_that_has_died_is_not(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Busy(SchedulerStats())
+    monkeypatch.setattr(engine, "stats_within", lambda timeout: (EngineStats(engines=[]), [0]))
+    (line,) = reasons(capsys, monkeypatch, WaitNotice([engine]), 2)
+    assert "does not say what it does" in line
+
+    def dead(timeout: float) -> tuple[EngineStats, list[int]]:
+        raise EngineDeadError("it was killed")
+
+    monkeypatch.setattr(engine, "stats_within", dead)
+    assert reasons(capsys, monkeypatch, WaitNotice([engine]), 2) == []
+
+
+async def test_a_cell_that_is_awaited_says_what_it_waits_for(
+    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for module in (stream, waits):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
+    engine.words = None
+    engine.engine_stats = [SchedulerStats(num_running_reqs=2, num_waiting_reqs=1)]
+    stats_within, num_asked = engine.stats_within, 0
+
+    def answer(timeout: float) -> tuple[EngineStats, list[int]]:
+        nonlocal num_asked
+        num_asked += 1
+        # The first look is taken before anything is sent.
+        if num_asked == 4:
+            engine.emit("done", "stop")
+        return stats_within(timeout)
+
+    monkeypatch.setattr(engine, "stats_within", answer)
+    (await run(kernel_shell, "%%generate\nhello\n")).raise_error()
+    assert "engine 'random-tiny' is busy: 2 requests run, 1 request waits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["%%generate", "%%generate --temperature 0,1"])
+async def test_a_cell_whose_answer_has_begun_says_no_more_what_it_waits_for(
+    kernel_shell: InteractiveShell,
+    engine: FakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+) -> None:
+    for module in (stream, waits):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
+    engine.words = None
+    engine.engine_stats = [SchedulerStats(num_running_reqs=2, num_waiting_reqs=1)]
+    submit, looks = engine.submit, 0
+
+    def begin_at_once(*args: object, **options: object) -> object:
+        collector = submit(*args, **options)  # type: ignore[arg-type]
+        engine.emit("begun")
+        return collector
+
+    class Standing(type(engine)):  # type: ignore[misc]
+        @property
+        def stall(self) -> str | None:
+            nonlocal looks
+            looks += 1
+            # Many looks after the first word has been taken.
+            if looks == 200:
+                for index in range(len(self.collectors)):
+                    self.emit("done", "stop", index)
+            return None
+
+    monkeypatch.setattr(engine, "submit", begin_at_once)
+    monkeypatch.setattr(engine, "__class__", Standing)
+    told: list[bool] = []
+    find = WaitNotice._find_reasons
+    monkeypatch.setattr(
+        WaitNotice, "_find_reasons", lambda notice: told.append(notice.has_begun) or find(notice)
+    )
+    (await run(kernel_shell, f"{line}\nhello\n")).raise_error()
+    assert len(told) < 50

@@ -1,0 +1,138 @@
+"""`/v1/completions`, against an engine that writes what the test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from asgi import call
+from fake_service_engine import FakeEngine, FakeServer
+
+PATH = "/v1/completions"
+
+
+async def server(engine: FakeEngine | None = None, **settings: Any) -> FakeServer:
+    return await FakeServer(engine, **settings).start()
+
+
+async def test_an_answer_has_openais_form() -> None:
+    fake = await server()
+    body = (await call(fake.app, PATH, {"prompt": "ab"})).json()
+    assert body["object"] == "text_completion"
+    [choice] = body["choices"]
+    assert (choice["text"], choice["index"], choice["logprobs"]) == ("Hello", 0, None)
+    assert choice["finish_reason"] == "stop"
+    assert body["usage"]["prompt_tokens"] == 2
+    assert fake.engine.asked[0][1].max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("ab", [{"prompt": "ab"}]),
+        (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
+        ([1, 2], [{"prompt_token_ids": [1, 2]}]),
+        ([[1], [2, 3]], [{"prompt_token_ids": [1]}, {"prompt_token_ids": [2, 3]}]),
+    ],
+)
+async def test_each_form_of_a_prompt_is_sent(prompt: Any, sent: list[Any]) -> None:
+    fake = await server()
+    reply = await call(fake.app, PATH, {"prompt": prompt})
+    assert [asked[0] for asked in fake.engine.asked] == sent
+    assert [choice["index"] for choice in reply.json()["choices"]] == list(range(len(sent)))
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", 1], [[1], "a"], {"a": 1}, None, 7, [True]])
+async def test_other_prompts_are_refused(prompt: Any) -> None:
+    fake = await server()
+    reply = await call(fake.app, PATH, {"prompt": prompt})
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+    assert not fake.engine.asked
+
+
+async def test_choices_of_several_prompts_are_numbered_through() -> None:
+    fake = await server()
+    body = (await call(fake.app, PATH, {"prompt": ["a", "b"], "n": 2})).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 2
+    assert body["usage"]["completion_tokens"] == 20
+
+
+async def test_a_stream_of_several_prompts_has_all_texts() -> None:
+    fake = await server()
+    reply = await call(fake.app, PATH, {"prompt": ["a", "b", "c"], "stream": True})
+    texts = {0: "", 1: "", 2: ""}
+    *chunks, done = reply.events()
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "Hello", 1: "Hello", 2: "Hello"}
+    assert done == "[DONE]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_begins_with_the_prompt_also_where_it_was_tokens(stream: bool) -> None:
+    fake = await server()
+    for prompt in ("ab", [97, 98]):
+        reply = await call(fake.app, PATH, {"prompt": prompt, "echo": True, "stream": stream})
+        parts = reply.events()[:-1] if stream else [reply.json()]
+        assert "".join(part["choices"][0]["text"] for part in parts) == "abHello"
+
+
+async def test_the_prompts_log_probabilities_come_with_its_echo() -> None:
+    fake = await server()
+    body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = (await call(fake.app, PATH, body)).json()
+    [choice] = answer["choices"]
+    assert choice["text"] == "ab"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [None, -0.5],
+        "top_logprobs": [None, {"b": -0.5}],
+        "text_offset": [0, 1],
+    }
+    assert answer["usage"]["completion_tokens"] == 0
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_places_in_the_text_go_on_from_chunk_to_chunk(stream: bool) -> None:
+    fake = await server()
+    reply = await call(fake.app, PATH, {"prompt": "ab", "logprobs": 2, "stream": stream})
+    parts = reply.events()[:-1] if stream else [reply.json()]
+    logprobs = [part["choices"][0]["logprobs"] for part in parts]
+    assert [place for part in logprobs for place in part["text_offset"]] == [0, 1, 2, 3, 4]
+    assert [token for part in logprobs for token in part["tokens"]] == list("Hello")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stream_options": {}}, "stream_options"),
+    ],
+)
+async def test_a_wrong_field_is_named(change: dict[str, Any], param: str) -> None:
+    fake = await server()
+    reply = await call(fake.app, PATH, {"prompt": "a", **change})
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_an_error_of_one_prompt_ends_the_others() -> None:
+    engine = FakeEngine()
+    engine.error, engine.error_at = ValueError("unforeseen"), 0
+    fake = await server(engine)
+    reply = await call(fake.app, PATH, {"prompt": ["a", "b"], "stream": True})
+    assert reply.status == 500
+    assert "unforeseen" not in reply.error["message"]
+    assert engine.running == 0
+
+
+async def test_more_completions_than_there_are_places_are_refused() -> None:
+    fake = await server(max_concurrent_requests=3)
+    reply = await call(fake.app, PATH, {"prompt": ["a", "b"], "n": 2})
+    assert (reply.status, reply.error["code"]) == (400, "too_many_completions")

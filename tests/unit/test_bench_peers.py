@@ -1,0 +1,223 @@
+"""The comparison with other engines takes the medians, ratios and floors that its table claims."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from peers import engines, make_gguf
+from peers.cases import Case, cases, tokens_needed
+from peers.costs import ModelCosts, Rates, read_costs
+from peers.memory import read_smaps
+from peers.protocol import Answer, Job, Timing
+from peers.quality import divergence
+from peers.table import Figures, memory_rows, row
+
+DECODE = Case("decode", "decode", 1, 64, 11)
+COSTS = ModelCosts(
+    layer_bytes=600,
+    layer_values=1000,
+    output_bytes=400,
+    output_values=500,
+    file_bytes=1100,
+    kv_values=8,
+    query_values=16,
+    vocabulary=50,
+)
+READS_SLOWLY = Rates(read=1000.0, matrix=1e12)
+COMPUTES_SLOWLY = Rates(read=1e12, matrix=1000.0)
+
+
+def answer(*timings: Timing) -> Answer:
+    return Answer("1", list(timings), first_token_at=7.5, memory={"pss": 3 * 2**20})
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("decode", 5.0), ("prefill", 64.0), ("streams", 11 / 3), ("start", 2.5), ("memory", 3.0)],
+)
+def test_a_case_takes_the_figure_of_its_kind_from_the_middle_run(kind: str, expected: float) -> None:
+    # 10 tokens in 2 seconds after the first; the prompt of 64 in 1 second.
+    found = answer(Timing(9.0, 99.0), Timing(1.0, 3.0), Timing(0.1, 0.2))
+    case = replace(DECODE, kind=kind)
+    assert case.figure(found, spawned_at=5.0) == pytest.approx(expected)
+
+
+def test_the_floor_of_a_decoding_step_is_its_bytes_by_the_rate_of_reading() -> None:
+    # 1,000 bytes of weights, and 16 bytes a token of context: from 65 to 74 tokens.
+    seconds = sum(1000 + 16 * (64 + n) for n in range(1, 11)) / 1000
+    assert DECODE.floor(COSTS, READS_SLOWLY, 0) == pytest.approx(10 / seconds)
+
+
+def test_the_floor_of_a_prompt_is_its_operations_by_the_rate_of_computing() -> None:
+    operations = 2 * (64 * 1000 + 500) + 4 * 64 * 32 * 16
+    case = replace(DECODE, kind="prefill")
+    assert case.floor(COSTS, COMPUTES_SLOWLY, 0) == pytest.approx(64 * 1000 / operations)
+
+
+def test_the_floor_of_many_streams_reads_the_weights_once_a_step() -> None:
+    one, eight = (Case("", "streams", n, 1, 2).floor(COSTS, READS_SLOWLY, 0) for n in (1, 8))
+    assert one < eight < 8 * one
+
+
+def test_the_floor_of_memory_is_the_file_and_the_room_for_keys_and_values() -> None:
+    case = replace(DECODE, kind="memory")
+    assert case.floor(COSTS, READS_SLOWLY, 100) == pytest.approx((1100 + 100 * 16) / 2**20)
+
+
+def figures(case: Case, floor: float, **rounds: list[float]) -> Figures:
+    return Figures(case, floor, rounds)
+
+
+def test_the_advantage_is_the_median_of_the_ratios_of_neighbouring_rounds() -> None:
+    # The machine slowed down by half in the second round; the medians alone would give 2.
+    found = figures(DECODE, 400.0, nbengine=[300.0, 150.0, 300.0], llama_cpp=[100.0, 50.0, 150.0])
+    assert found.advantage("llama_cpp") == 3
+    assert found.share_of_floor("nbengine") == 0.75
+
+
+def test_of_seconds_and_bytes_less_is_better() -> None:
+    found = figures(replace(DECODE, kind="start"), 1.0, nbengine=[2.0], llama_cpp=[4.0])
+    assert found.advantage("llama_cpp") == 2
+    assert found.share_of_floor("nbengine") == 0.5
+
+
+def test_a_row_names_engines_that_are_missing_or_failed() -> None:
+    found = figures(DECODE, 400.0, nbengine=[200.0], llama_cpp=[100.0])
+    cells = row(found, ["nbengine", "llama_cpp", "openvino", "transformers"], {"openvino": "how to get it"})
+    assert cells == {
+        "what": "decode",
+        "unit": "tok/s",
+        "floor": 400.0,
+        "nbengine": "200 (50%)",
+        "llama_cpp": "100 (25%)",
+        "openvino": "missing",
+        "transformers": "failed",
+        "nbengine / llama_cpp": "2.00 ×",
+        "nbengine / openvino": "",
+        "nbengine / transformers": "",
+    }
+
+
+def test_every_engine_gets_room_for_the_largest_case() -> None:
+    chosen = cases(quick=False)
+    room = tokens_needed(chosen)
+    assert all(case.streams * (case.prompt + case.new_tokens) <= room for case in chosen)
+    assert {case.streams for case in chosen if case.kind == "streams"} == {1, 8, 32}
+
+
+def test_a_job_gives_every_engine_the_same_ids_of_the_vocabulary() -> None:
+    case = Case("", "streams", 3, 20, 4)
+    job, again = (case.job("m.gguf", 2, vocabulary=300, kv_tokens=64) for _ in range(2))
+    assert Job.decode(job.encode()) == job == again
+    assert all(len(prompt) == 20 and max(prompt) < 300 for prompt in job.prompts)
+
+
+def test_an_answer_comes_back_as_it_was() -> None:
+    found = answer(Timing(1.0, 2.0))
+    assert Answer.decode(found.encode()) == found
+
+
+def test_memory_is_told_apart_by_what_the_pages_belong_to() -> None:
+    head = "00000000-{end} r--p 00000000 08:01 5 {path}\nRss: {kb} kB\nPss: {half} kB\nVmFlags: rd"
+    parts = [("/models/m.gguf", 8), ("/lib/libtorch.so", 16), ("/dev/shm/nbe", 32), ("[heap]", 64), ("", 128)]
+    text = "\n".join(
+        head.format(end="00400000", path=path, kb=kb, half=kb // 2).replace("5 \n", "5\n")
+        for path, kb in parts
+    )
+    found = read_smaps(text, "/models/m.gguf")
+    assert found["rss"].total() == 248 * 1024
+    assert found["pss"] == {
+        "weights": 4 * 1024,
+        "libraries": 8 * 1024,
+        "shared memory": 16 * 1024,
+        "anonymous": 96 * 1024,
+    }
+
+
+def test_the_memory_table_has_torch_by_itself() -> None:
+    def memory(mib: int) -> dict[str, object]:
+        return {
+            "rss": 2 * mib << 20,
+            "pss": mib << 20,
+            "kinds": {"libraries": mib << 20},
+            "processes": {"1": mib << 20},
+        }
+
+    rows = memory_rows({"nbengine": memory(500)}, memory(150))
+    assert [(cells["what"], cells["RSS"], cells["PSS"]) for cells in rows] == [
+        ("nbengine", "1000", "500"),
+        ("importing torch alone", "300", "150"),
+    ]
+
+
+def test_an_engine_that_cannot_be_imported_is_missing_with_a_command(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'llama_cpp'\" >&2\nexit 1\n")
+    python.chmod(0o700)
+    processes = engines.Processes({"llama_cpp": str(python)})
+    with pytest.raises(engines.MissingPeerError, match="No module named 'llama_cpp'"):
+        processes.version("llama_cpp")
+    command = engines.install_command(engines.PEERS["llama_cpp"], processes.python("llama_cpp"))
+    assert command.startswith(f"{python} -m pip install llama-cpp-python==")
+    assert all(engines.install_command(peer, "python") for peer in engines.PEERS.values())
+
+
+def test_an_engine_is_tried_with_fewer_threads_than_there_are() -> None:
+    assert engines.thread_choices(16) == [16, 8, 4]
+    assert engines.thread_choices(2) == [2, 1]
+    assert engines.thread_choices(1) == [1]
+
+
+@pytest.mark.parametrize("types", make_gguf.TYPES)
+def test_random_blocks_have_the_deviation_that_is_asked_for(types: str) -> None:
+    blocks = make_gguf.random_blocks(Kind[types], 500, 0.05, np.random.default_rng(3))
+    values = gguf.dequantize(blocks, Kind[types])
+    assert values.std() == pytest.approx(0.05, rel=0.06)
+    assert abs(values.mean()) < 0.002
+
+
+def test_a_made_file_has_the_sizes_that_its_costs_are_read_from(tmp_path: Path) -> None:
+    shape = make_gguf.SHAPES["tiny"]
+    path = make_gguf.make(tmp_path, "tiny", "Q4_K_M", layers=2)
+    costs = read_costs(path)
+    expected = make_gguf.expected_bytes(replace(shape, layers=2), "Q4_K_M")
+    assert costs.layer_bytes + costs.output_bytes == expected
+    assert costs.kv_values == 2 * 2 * shape.kv_heads * 64
+    assert costs.vocabulary == shape.vocabulary
+    before = path.read_bytes()
+    path.unlink()
+    assert make_gguf.make(tmp_path, "tiny", "Q4_K_M", layers=2).read_bytes() == before
+
+
+def test_an_8b_file_has_the_mixture_of_types_of_q4_k_m() -> None:
+    shape = make_gguf.SHAPES["8b"]
+    kinds = {
+        name: make_gguf.kind_of(name, "Q4_K_M", shape, columns)
+        for name, _, columns in make_gguf.matrices(shape)
+    }
+    assert kinds["output.weight"] is Kind.Q6_K
+    assert kinds["token_embd.weight"] is kinds["blk.0.attn_q.weight"] is Kind.Q4_K
+    more = [name for name, kind in kinds.items() if name.endswith("ffn_down.weight") and kind is Kind.Q6_K]
+    assert len(more) == 16
+    # The file of Llama 3 8B as Q4_K_M has 4.92 GB.
+    assert make_gguf.expected_bytes(shape, "Q4_K_M") == pytest.approx(4.92e9, rel=0.01)
+
+
+def test_the_divergence_of_equal_logits_is_nought_and_of_others_their_kullback_leibler_sum() -> None:
+    exact = np.log(np.array([[[0.5, 0.25, 0.25]]], np.float32))
+    other = np.log(np.array([[[0.25, 0.5, 0.25]]], np.float32)) + 3
+    same = divergence(exact, exact + 5)
+    assert same.mean == pytest.approx(0, abs=1e-7)
+    assert same.same_top == 1
+    found = divergence(exact, other)
+    assert found.mean == pytest.approx(0.25 * np.log(2))
+    assert found.same_top == 0

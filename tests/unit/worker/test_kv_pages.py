@@ -1,0 +1,132 @@
+"""The pages of a KV cache on the CPU are taken in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nbengine.config import EngineConfig
+from nbengine.kernels.cpu.huge_pages import can_take_pages, zeros_in_huge_pages
+from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.worker import model_runner
+from nbengine.worker.memory import kv_pages
+from nbengine.worker.memory.kv_pages import KVPages
+from nbengine.worker.worker import Worker
+
+takes_pages = pytest.mark.skipif(not can_take_pages(), reason="the system takes no pages ahead of their use")
+SHAPE = (2, 1000, 4, 16, 64)
+
+
+def caches(count: int) -> list[Tensor]:
+    return [zeros_in_huge_pages(SHAPE, torch.float32) for _ in range(count)]
+
+
+@takes_pages
+def test_a_new_cache_has_no_memory_until_all_of_it_is_taken():
+    tensors = caches(2)
+    assert max(map(resident_bytes, tensors)) < tensors[0].nbytes // 10
+    KVPages(tensors).join()
+    assert min(map(resident_bytes, tensors)) >= tensors[0].nbytes
+
+
+@takes_pages
+def test_what_steps_write_meanwhile_stays():
+    tensors = caches(3)
+    pages = KVPages(tensors)
+    for block in range(SHAPE[1]):
+        for number, tensor in enumerate(tensors):
+            tensor[:, block] = block + number
+    pages.join()
+    expected = torch.arange(SHAPE[1], dtype=torch.float32)
+    for number, tensor in enumerate(tensors):
+        assert (tensor == (expected + number)[None, :, None, None, None]).all()
+
+
+@takes_pages
+def test_a_stopped_thread_has_ended_and_takes_no_more(monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+    taken = []
+
+    def take(address: int, num_bytes: int) -> bool:
+        taken.append(num_bytes)
+        started.set()
+        return go_on.wait(60)
+
+    monkeypatch.setattr(kv_pages, "take_pages", take)
+    pages = KVPages(caches(2))
+    assert started.wait(60)
+    threading.Timer(0.05, go_on.set).start()
+    pages.stop()
+    assert "kv-pages" not in {thread.name for thread in threading.enumerate()}
+    assert len(taken) == 1
+
+
+@takes_pages
+def test_memory_that_runs_out_is_told_and_ends_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(kv_pages, "take_pages", lambda address, num_bytes: False)
+    with caplog.at_level(logging.WARNING):
+        KVPages(caches(1)).join()
+    assert "memory is short: the KV cache of 31.2 MiB is taken as it is needed" in caplog.text
+
+
+@takes_pages
+def test_the_pieces_cover_each_cache_once_with_low_blocks_first(monkeypatch):
+    pieces = []
+    monkeypatch.setattr(kv_pages, "take_pages", lambda *piece: pieces.append(piece) or True)
+    tensors = caches(2)
+    KVPages(tensors).join()
+    halves = [half for tensor in tensors for half in tensor]
+    for half in halves:
+        start, stop = half.data_ptr(), half.data_ptr() + half.nbytes
+        own = [(first, size) for first, size in pieces if start <= first < stop]
+        assert own == sorted(own)
+        assert sum(size for _, size in own) == half.nbytes
+        assert own[0][0] == start
+    assert {first for first, _ in pieces[: len(halves)]} == {half.data_ptr() for half in halves}
+
+
+def resident_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's mapping that are in memory."""
+    address, is_inside = tensor.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            is_inside = start <= address < end
+            resident_start = start
+        elif is_inside and first == "Rss:":
+            assert resident_start <= address
+            return int(rest[0]) * 1024
+    raise AssertionError(f"no mapping holds {address:#x}")
+
+
+@takes_pages
+def test_the_pages_are_taken_when_everything_else_is_prepared(
+    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(tiny_config)
+    worker.init_device()
+    worker.load_model()
+    model, runner = worker.model, worker.model_runner
+    assert isinstance(model, DecoderForCausalLM)
+    assert isinstance(runner, model_runner.ModelRunner)
+    order: list[str] = []
+
+    def note(name: str, call: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            order.append(name)
+            return call(*args)
+
+        return noted
+
+    monkeypatch.setattr(model, "warm_up", note("prepared", model.warm_up))
+    monkeypatch.setattr(runner, "_new_batch", note("batch", runner._new_batch))
+    monkeypatch.setattr(model_runner, "KVPages", note("pages", KVPages))
+    worker.initialize_kv_cache(16)
+    assert order == ["prepared", "batch", "pages"]
