@@ -5,11 +5,12 @@
 # make bench-peers  beside llama.cpp, OpenVINO and transformers, which it installs
 # make durations  how long the suites take, into CONTRIBUTING.md
 # make docs   the documentation as a site, into site/; a warning is an error
+# make wheels DIR=folder   what a machine without a package index installs from: make install WHEELS=folder
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(PYTHON) tools/install.py $(VENV) $(if $(WHEELS),--wheels $(WHEELS))
 PYTEST := $(BIN)/python -m pytest
 # Tests of one file share their engines, and stay in one process.
 WORKERS ?= 2
@@ -18,13 +19,10 @@ PARALLEL := -n $(WORKERS) --dist loadfile
 export GOMP_SPINCOUNT ?= 1000
 # Hundreds of processes import the same modules: one compiles them for all.
 unexport PYTHONDONTWRITEBYTECODE
-# A CUDA build of torch brings the triton that it was built for; the CPU build brings none.
-TRITON := $(BIN)/python -c 'import importlib.util as u; print("" if u.find_spec("triton") else "triton==3.9.0")'
-
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
-IPYKERNELS := 6.31.0 7.3.0
+BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test quick durations lint check gpu-check bench bench-peers docs lock install clean
+.PHONY: demo test quick durations lint check gpu-check bench bench-peers docs lock install wheels clean
 
 install: $(VENV)/.installed
 
@@ -70,34 +68,34 @@ bench-peers: $(VENV)/.installed-peers
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
-
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	@echo "installing nbengine and what it needs into $(VENV) (about a minute)"
-	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e ".[notebook,server,structured]"
+# Installs keep the wheels that they take from the package index, and take them from there the next time.
+$(VENV)/.installed: pyproject.toml constraints.txt tools/install.py
+	@echo "installing nbengine and what it needs into $(VENV)"
+	@$(INSTALL) --extra notebook --extra server --extra structured --model smollm2-135m
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
-	$(PIP) install -c constraints.txt $$($(TRITON)) -e ".[dev]"
-	for version in $(IPYKERNELS); do \
-		$(PIP) install --no-deps --upgrade --target $(VENV)/ipykernels/$$version ipykernel==$$version || exit 1; done
+	@$(INSTALL) --extra dev --triton $(BESIDE) --model all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "installing what builds the site"
-	$(PIP) install -c constraints.txt -e ".[docs]"
+	@$(INSTALL) --extra docs
 	@touch $@
 
 $(VENV)/.installed-peers: $(VENV)/.installed-dev benchmarks/peers/requirements.txt
 	@echo "installing the engines to compare with (llama.cpp is compiled: about five minutes)"
-	$(PIP) install -c constraints.txt -r benchmarks/peers/requirements.txt
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -r benchmarks/peers/requirements.txt
 	@touch $@
 
-lock:
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E '^(triton|nvidia-|cuda-)' | sed 's/+cpu$$//' > constraints.txt
+# Everything that a machine like this one needs to install without a package index, models included.
+wheels: $(VENV)/.installed-dev
+	@test -n "$(DIR)" || { echo "say where: make wheels DIR=folder"; exit 2; }
+	@$(INSTALL) $(BESIDE) --fill $(DIR)
+
+lock: $(VENV)/.installed-dev $(VENV)/.installed-docs
+	$(BIN)/python -m pip freeze --exclude-editable --all | grep -v '^pip==' | grep -v -i -E '^(triton|nvidia-|cuda-)' | sed 's/+cpu$$//' > constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/executed
