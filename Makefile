@@ -22,16 +22,27 @@ unexport PYTHONDONTWRITEBYTECODE
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test quick durations lint check gpu-check bench bench-peers docs lock install wheels clean
+.PHONY: demo test test-unit test-process test-notebook quick durations lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
 
 install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev $(VENV)/.installed-docs
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/run.py examples/01_quickstart.ipynb
 
 test: lint
+	@$(MAKE) --no-print-directory test-unit
+	@$(MAKE) --no-print-directory test-process
+	@$(MAKE) --no-print-directory test-notebook
+
+test-unit: $(VENV)/.installed-dev
 	$(PYTEST) $(PARALLEL) tests/unit tests/kernels tests/simulation
+
+test-process: $(VENV)/.installed-dev
 	$(PYTEST) $(PARALLEL) tests/process
+
+test-notebook: $(VENV)/.installed-dev
 	$(PYTEST) $(PARALLEL) tests/notebook
 
 quick: $(VENV)/.installed-dev

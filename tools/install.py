@@ -13,6 +13,7 @@ install. This file needs nothing but Python.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
@@ -29,9 +30,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
 STAGED = ".staged-"
-OUTAGE_PAUSES = (2.0, 4.0, 6.0)
-"""Seconds between the tries to reach the index, together with their time-outs less than half a minute."""
-TRY_SECONDS = 4
+OUTAGE_SECONDS = 18.0
+"""An index that does not answer is tried again for this long."""
+PAUSE_SECONDS = 3.0
+SMALL = "setuptools"
+"""A small package, whose pinned version is downloaded first to see whether the index answers."""
 CPU_TRITON = "triton==3.9.0; sys_platform == 'linux'"
 """Runs the kernels for GPUs in its interpreter, where torch is a build for CPUs and brings no triton."""
 UNUSED_DAYS = 90
@@ -67,7 +70,9 @@ class Project:
         while waiting:
             extra = waiting.pop()
             if extra not in groups:
-                raise InstallError(f"extra {extra!r} is unknown; pyproject.toml has: {', '.join(sorted(groups))}")
+                raise InstallError(
+                    f"extra {extra!r} is unknown; pyproject.toml has: {', '.join(sorted(groups))}"
+                )
             seen.add(extra)
             for requirement in groups[extra]:
                 own = re.fullmatch(rf"{re.escape(project['name'])}\[(.+)\]", requirement)
@@ -81,17 +86,6 @@ class Project:
         """List the extras of the project that can be installed on any machine."""
         table = tomllib.loads((self.root / "pyproject.toml").read_text())
         return [name for name in table["project"].get("optional-dependencies", {}) if name != "gpu"]
-
-    def pin_of(self, name: str) -> str:
-        """Return the requirement `name==version` of the constraints.
-
-        Raises:
-            InstallError: the constraints do not pin it.
-        """
-        for line in self.constraints.read_text().splitlines():
-            if line.lower().startswith(f"{name.lower()}=="):
-                return line
-        raise InstallError(f"{self.constraints} does not pin {name}")
 
 
 class WheelFolder:
@@ -115,16 +109,17 @@ class WheelFolder:
                 )
 
     def add(self, staged: Path) -> int:
-        """Move the wheels of the folder `staged` here, each as a whole, and note their sums; return how many came."""
+        """Move the wheels of the folder `staged` here, each as a whole, and note their sums; return how many are new."""
         self.path.mkdir(parents=True, exist_ok=True)
         wheels = sorted(staged.glob("*.whl"))
+        before = {wheel.name for wheel in self._wheels()}
         lines = [f"{sha256(wheel)}  {wheel.name}\n" for wheel in wheels]
         # A line is noted before its wheel is there, in one write: nobody sees a wheel without a sum.
         with (self.path / SUMS).open("a") as sums:
             sums.write("".join(lines))
         for wheel in wheels:
             os.replace(wheel, self.path / wheel.name)
-        return len(wheels)
+        return len({wheel.name for wheel in wheels} - before)
 
     def forget_unused(self, constraints: Path) -> None:
         """Mark the wheels that the constraints pin as used now, and remove those long unused."""
@@ -163,10 +158,12 @@ class Environment:
         """The environment's interpreter."""
         return self.path / "bin" / "python"
 
-    def pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the environment's pip and keep what it says."""
+    def pip(self, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        """Run the environment's pip, for `timeout` seconds at most, and keep what it says."""
         command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=timeout
+        )
 
     def uv(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run uv with the folder as its only source."""
@@ -203,6 +200,24 @@ def normal(pin: str) -> str:
     return re.sub(r"[-_.]+", "-", pin.strip().lower().partition("+")[0])
 
 
+def pin_of(constraints: Path, name: str) -> str:
+    """Return the requirement `name==version` of the constraints.
+
+    Raises:
+        InstallError: they do not pin it.
+    """
+    for line in constraints.read_text().splitlines():
+        if line.lower().startswith(f"{name.lower()}=="):
+            return line
+    raise InstallError(f"{constraints} does not pin {name}")
+
+
+def errors_in(text: str) -> str:
+    """Return the errors that pip wrote, in a line, or else all that it wrote."""
+    errors = [line.removeprefix("ERROR:") for line in text.splitlines() if line.startswith("ERROR:")]
+    return first_reason("\n".join(errors) or text)
+
+
 def first_reason(text: str) -> str:
     """Return what a tool's error output says, in a line."""
     lines = [line.strip(" ╰─▶×│├") for line in text.splitlines()]
@@ -222,27 +237,45 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def reach_index(environment: Environment, requirement: str, staged: Path) -> None:
-    """Download one small wheel, and wait out a short outage of the index.
+def reach_index(environment: Environment, staged: Path) -> None:
+    """Download a small wheel; a short outage of the package index is waited out.
 
     Raises:
-        InstallError: the index cannot be reached.
+        InstallError: the index did not answer for `OUTAGE_SECONDS`, or does not have the wheel.
     """
-    quickly = ["--no-deps", "--no-cache-dir", "--retries", "0", "--timeout", str(TRY_SECONDS)]
-    for pause in (*OUTAGE_PAUSES, None):
-        done = environment.pip("download", *quickly, "--dest", str(staged), requirement)
-        if done.returncode == 0:
-            return
-        if pause is not None:
-            say(f"the package index does not answer; trying again in {pause:g} s")
-            time.sleep(pause)
-    raise InstallError("the package index cannot be reached")
+    end = time.monotonic() + OUTAGE_SECONDS
+    command = [
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--retries",
+        "1",
+        "--timeout",
+        "5",
+        "-d",
+        str(staged),
+    ]
+    while True:
+        answer = "connection"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = environment.pip(
+                *command, pin_of(environment.constraints, SMALL), timeout=end - time.monotonic()
+            )
+            if done.returncode == 0:
+                return
+            answer = done.stderr
+        if "connection" not in answer.lower():
+            raise InstallError(f"the package index does not have what is wanted: {errors_in(answer)}")
+        if end - time.monotonic() <= PAUSE_SECONDS:
+            raise InstallError("the package index cannot be reached")
+        say(f"the package index does not answer; trying again in {PAUSE_SECONDS:g} s")
+        time.sleep(PAUSE_SECONDS)
 
 
 def download(
     environment: Environment, requirements: Sequence[str], apart: Sequence[str], also: Sequence[Path] = ()
 ) -> int:
-    """Bring what the requirements need into the environment's folder; return how many wheels came.
+    """Bring what the requirements need into the environment's folder; return how many are new.
 
     Args:
         environment: whose pip asks the index.
@@ -258,7 +291,7 @@ def download(
     options = ["--no-cache-dir", *(f"--find-links={place}" for place in (folder, *also))]
     with tempfile.TemporaryDirectory(dir=folder, prefix=STAGED) as place:
         staged = Path(place)
-        reach_index(environment, [*apart, *requirements][0], staged)
+        reach_index(environment, staged)
         if requirements:
             constraints = ["-c", str(environment.constraints)]
             done = environment.pip("wheel", *options, "-w", place, *constraints, *requirements)
@@ -271,15 +304,14 @@ def download(
 
 def _must(done: subprocess.CompletedProcess[str], otherwise: str) -> None:
     if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        raise InstallError(f"{otherwise}: {first_reason(chr(10).join(errors) or done.stderr)}")
+        raise InstallError(f"{otherwise}: {errors_in(done.stderr)}")
 
 
 def bring_uv(environment: Environment, project: Project, given: bool) -> None:
     """Put uv into the environment."""
     if (environment.path / "bin" / "uv").exists():
         return
-    wanted = project.pin_of("uv")
+    wanted = pin_of(project.constraints, "uv")
     from_folder = ["install", "--no-index", "--find-links", str(environment.folder.path), "--no-deps", wanted]
     if environment.pip(*from_folder).returncode == 0:
         return
@@ -319,7 +351,7 @@ def fetch(environment: Environment, requirements: Sequence[str], apart: Sequence
             "again; or run `make wheels DIR=folder` on a machine like this one that reaches the index, bring the "
             "folder here, and run `make install WHEELS=folder`"
         ) from error
-    say(f"{count} wheels are kept for the next install")
+    say(f"{count} wheels have come; the next install takes them from there")
 
 
 def install(project: Project, environment: Environment, options: argparse.Namespace) -> None:
@@ -358,22 +390,26 @@ def fetch_model(environment: Environment, model: str, given: bool) -> None:
     """Bring a model into the model cache, with the given folder as the index where there is one."""
     settings = dict(os.environ)
     if given:
-        settings |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(environment.folder.path), "HF_HUB_OFFLINE": "1"}
+        settings |= {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(environment.folder.path),
+            "HF_HUB_OFFLINE": "1",
+        }
     command = [str(environment.path / "bin" / "nbengine"), "fetch", model]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False, env=settings).returncode != 0:
         raise InstallError(f"the model {model} could not be fetched (the reason is above)")
 
 
-def fill(project: Project, environment: Environment, options: argparse.Namespace) -> None:
+def fill_folder(project: Project, environment: Environment, options: argparse.Namespace) -> None:
     """Fill a folder that a machine like this one can install everything from, models included."""
     requirements = project.requirements(project.extras())
     if not brings_triton(environment):
         requirements.append(CPU_TRITON)
-    apart = [project.pin_of("uv"), *options.beside, *model_wheels(environment)]
+    apart = [pin_of(project.constraints, "uv"), *options.beside, *model_wheels(environment)]
     kept = cache_folder()
     say(f"filling {environment.folder.path} (about 1.1 GB; what {kept} has is copied)")
     count = download(environment, requirements, apart, also=[kept])
-    say(f"{count} wheels; on the other machine: make install WHEELS={environment.folder.path}")
+    say(f"{count} wheels have come; on the other machine: make install WHEELS={environment.folder.path}")
 
 
 def model_wheels(environment: Environment) -> list[str]:
@@ -388,7 +424,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("environment", type=Path, help="the virtual environment, made where there is none")
     parser.add_argument("--extra", action="append", default=[], help="an extra of the project")
-    parser.add_argument("--beside", action="append", default=[], help="a package's other version, in a folder apart")
+    parser.add_argument(
+        "--beside", action="append", default=[], help="a package's other version, in a folder apart"
+    )
     parser.add_argument("--model", action="append", default=[], help="a model to have in the model cache")
     parser.add_argument("--triton", action="store_true", help="install triton where torch brings none")
     parser.add_argument("--wheels", type=Path, help="install from this folder alone")
@@ -398,7 +436,7 @@ def main() -> int:
     folder = WheelFolder(options.fill or options.wheels or cache_folder())
     environment = Environment(options.environment.absolute(), folder, project.constraints)
     try:
-        (fill if options.fill else install)(project, environment, options)
+        (fill_folder if options.fill else install)(project, environment, options)
     except InstallError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1

@@ -35,7 +35,7 @@ def test_a_conversation_is_edited_by_running_its_cells_again(kernel: Kernel, cle
         "%engine start random-tiny",
         "%engine start random-tiny-moe",
     ]
-    assert completions(kernel, "%%generate --temp") == ["%%generate --temperature"]
+    assert completions(kernel, "%%generate --temp") == ["%%generate --temperature", "%%generate --template"]
     assert completions(kernel, "%%chat --undo") == ["%%chat --undo"]
     kernel.run("%engine start random-tiny --num-blocks 256 --name box")
     assert completions(kernel, "%engine stop ") == ["%engine stop box"]

@@ -51,7 +51,10 @@ def run_example(desk: Desk, clean_afterwards: None) -> Iterator[RunExample]:
         wait_until_idle(page)
         screenshot(page, f"example_{stem}")
         save(page)
-        return code_of(nbformat.read(path, as_version=4))
+        code = code_of(nbformat.read(path, as_version=4))
+        errors = [output for cell in code for output in cell.outputs if output.output_type == "error"]
+        assert not errors, "\n".join(errors[0].traceback)
+        return code
 
     yield run
     desk.clear()

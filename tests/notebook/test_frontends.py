@@ -18,7 +18,7 @@ from notebook_support.leaks import wait_until_clean
 from notebook_support.paced import start_line
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-KERNELS = Path(sys.prefix) / "ipykernels"
+KERNELS = Path(sys.prefix) / "beside"
 """The folder to which `make` installs the versions that are not the environment's own."""
 ENVIRONMENTS_OWN = version("ipykernel")
 OTHER_VERSIONS = ["6.31.0", "7.3.0"]
@@ -54,7 +54,7 @@ def kernel_of(request: pytest.FixtureRequest, notebook_environment: dict[str, st
     """A kernel of some version of ipykernel, with an engine that writes 200 tokens a second."""
     environment = notebook_environment
     if request.param != ENVIRONMENTS_OWN:
-        directory = KERNELS / request.param
+        directory = KERNELS / f"ipykernel-{request.param}"
         if not directory.is_dir():
             pytest.skip(f"ipykernel {request.param} is not in {KERNELS} (make installs it there)")
         path = os.pathsep.join([str(directory), environment["PYTHONPATH"]])

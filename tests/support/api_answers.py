@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 from anthropic import Anthropic
 from openai import OpenAI
@@ -31,13 +31,13 @@ def anthropic_client(answer: Answer, status: int = 200) -> Anthropic:
     return Anthropic(base_url="http://test", api_key="key", max_retries=0, http_client=_http(answer, status))
 
 
-def _http(answer: Answer, status: int) -> httpx.Client:
+def _http(answer: Answer, status: int) -> httpx2.Client:
     if isinstance(answer, Mapping):
         kind, content = "application/json", msgspec.json.encode(answer)
     else:
         kind, content = "text/event-stream", event_bytes(answer)
 
-    def answered(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(status, content=content, headers={"content-type": kind})
+    def answered(_: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(status, content=content, headers={"content-type": kind})
 
-    return httpx.Client(transport=httpx.MockTransport(answered))
+    return httpx2.Client(transport=httpx2.MockTransport(answered))

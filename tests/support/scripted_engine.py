@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 from fake_service_engine import FakeEngine, FakeServer
 
@@ -81,11 +81,11 @@ class ScriptedEngine(FakeEngine):
 
 
 @asynccontextmanager
-async def http_to(engine: ScriptedEngine, **settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def http_to(engine: ScriptedEngine, **settings: Any) -> AsyncGenerator[httpx2.AsyncClient, None]:
     """Open a client of HTTP that reaches a server of `engine`."""
     server = await FakeServer(engine, **settings).start()
-    transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    transport = httpx2.ASGITransport(server.app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

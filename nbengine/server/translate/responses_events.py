@@ -88,15 +88,14 @@ class ResponseBuilder:
         return self._taken()
 
     def opened(self, segment: Segment) -> None:
-        """Emit the beginning of an item."""
-        item = self._item(segment, "in_progress", ())
-        self._emit("response.output_item.added", output_index=segment.index, item=item)
+        """Emit the beginning of an item, unless it is a call: those are emitted when they are whole."""
         if segment.kind != "call":
+            self._emit_added(segment)
             self._emit_part("added", segment, _part(segment, "", []))
 
     def grown(self, segment: Segment, text: str, logprobs: Logprobs, /) -> None:
         """Emit more of an item."""
-        place = {"item_id": self._item_id(segment), "output_index": segment.index}
+        place = self._place(segment)
         match segment.kind:
             case "text":
                 self._emit(
@@ -104,15 +103,16 @@ class ResponseBuilder:
                 )
             case "reasoning":
                 self._emit("response.reasoning_text.delta", **place, content_index=0, delta=text)
-            case "call":
-                self._emit("response.function_call_arguments.delta", **place, delta=text)
 
     def closed(self, segment: Segment) -> None:
         """Emit the end of an item, and keep it for the response."""
         text = segment.text
-        place = {"item_id": self._item_id(segment), "output_index": segment.index}
+        place = self._place(segment)
         part = _part(segment, text, segment.logprobs)
         if segment.kind == "call":
+            self._emit_added(segment)
+            for piece in segment.parts:
+                self._emit("response.function_call_arguments.delta", **place, delta=piece)
             kind = "response.function_call_arguments.done"
             self._emit(kind, **place, name=segment.name, arguments=text)
         else:
@@ -122,11 +122,19 @@ class ResponseBuilder:
             self._emit(kind, **place, content_index=0, text=text, **more)
             self._emit_part("done", segment, part)
         item = self._item(segment, self._item_status, (part,))
+        self._emit("response.output_item.done", output_index=place["output_index"], item=item)
         self._output.append(item)
-        self._emit("response.output_item.done", output_index=segment.index, item=item)
 
     def voided(self, segment: Segment) -> None:
-        """Say nothing: an item that is never done is not carried out, and the response leaves it out."""
+        """Say nothing: a call that cannot be read has not been emitted.
+
+        OpenAI's client raises an error when a response is completed without an item that had begun, which is why
+        no call begins before it is known to be one.
+        """
+
+    def _place(self, segment: Segment) -> dict[str, Any]:
+        # One segment is open at a time, so it will stand behind those that the response has.
+        return {"item_id": self._item_id(segment), "output_index": len(self._output)}
 
     def _item(self, segment: Segment, status: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         common = {"id": self._item_id(segment), "status": status}
@@ -151,11 +159,14 @@ class ResponseBuilder:
         for kind in ("response.created", "response.in_progress"):
             self._emit(kind, response={**self.response, "output": []})
 
+    def _emit_added(self, segment: Segment) -> None:
+        item = self._item(segment, "in_progress", ())
+        self._emit("response.output_item.added", output_index=len(self._output), item=item)
+
     def _emit_part(self, what: str, segment: Segment, part: dict[str, Any]) -> None:
         self._emit(
             f"response.content_part.{what}",
-            item_id=self._item_id(segment),
-            output_index=segment.index,
+            **self._place(segment),
             content_index=0,
             part=part,
         )

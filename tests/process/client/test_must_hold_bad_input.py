@@ -58,6 +58,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "output_kind": ["everything"],
     "structured_outputs": [{"json": 5}],
     "truncate_prompt_tokens": [0],
+    "thinking_budget": [-1, 2**31, 1.5],
     "extra_args": [5, {"x": {1, 2}}, {5: "x"}],
 }
 WRONG_PROMPTS: list[tuple[Any, str]] = [

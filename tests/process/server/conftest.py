@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import psutil
 import pytest
@@ -31,7 +31,7 @@ class Served:
     llm: AsyncLLM
     record: ServerRecord
     settings: ServerSettings
-    clients: list[openai.OpenAI | httpx.Client] = field(default_factory=list)
+    clients: list[openai.OpenAI | httpx2.Client] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -46,8 +46,8 @@ class Served:
         self.clients.append(client)
         return client
 
-    def http(self) -> httpx.Client:
-        client = httpx.Client(base_url=self.record.url, timeout=60)
+    def http(self) -> httpx2.Client:
+        client = httpx2.Client(base_url=self.record.url, timeout=60)
         self.clients.append(client)
         return client
 

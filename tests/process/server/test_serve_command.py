@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import psutil
 import pytest
@@ -58,8 +58,8 @@ def test_it_serves_until_it_is_told_to_end_and_takes_its_engine_with_it(
 
     def status(path: str) -> int:
         try:
-            return httpx.get(f"{url}{path}").status_code
-        except httpx.ConnectError:
+            return httpx2.get(f"{url}{path}").status_code
+        except httpx2.ConnectError:
             return 0
 
     wait_for(lambda: status("/health") == 200, "the server to listen", deadline=60)
@@ -69,7 +69,7 @@ def test_it_serves_until_it_is_told_to_end_and_takes_its_engine_with_it(
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
         answer = client.completions.create(model="mine", prompt="a", max_tokens=3)
         assert answer.model == "mine"
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 401
+    assert httpx2.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 401
     running = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     shown = [word for one in running for word in (*one.cmdline(), *one.environ().values())]
     assert not any(KEY in word for word in shown if word)
@@ -90,8 +90,8 @@ def test_it_ends_with_a_clear_line_when_its_engine_dies(
 
     def is_ready() -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-        except httpx.ConnectError:
+            return httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+        except httpx2.ConnectError:
             return False
 
     wait_for(is_ready, "the engine to be ready", deadline=120)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from process_support.engine_under_test import wait_for
@@ -29,7 +29,7 @@ def whole(served: Any, first: str, max_tokens: int) -> str:
     return text
 
 
-async def read_stream(http: httpx.AsyncClient, first: str, max_tokens: int, leave_after: int | None) -> str:
+async def read_stream(http: httpx2.AsyncClient, first: str, max_tokens: int, leave_after: int | None) -> str:
     """The text of a stream; with `leave_after`, the connection is closed after that number of events."""
     text, events = "", 0
     async with http.stream("POST", "/v1/completions", json=body(first, max_tokens, stream=True)) as reply:
@@ -38,7 +38,7 @@ async def read_stream(http: httpx.AsyncClient, first: str, max_tokens: int, leav
             if not line.startswith("data: {"):
                 continue
             events += 1
-            text += httpx.Response(200, content=line[6:]).json()["choices"][0]["text"]
+            text += httpx2.Response(200, content=line[6:]).json()["choices"][0]["text"]
             if events == leave_after:
                 break
     return text
@@ -51,10 +51,10 @@ async def test_a_third_of_200_streams_leaves_and_every_other_answer_is_whole(ser
     first_letters = "abcdefgh"
     expected = {first: await asyncio.to_thread(whole, served, first, 40) for first in first_letters}
     draw = random.Random(7)
-    limits = httpx.Limits(max_connections=300, max_keepalive_connections=0)
+    limits = httpx2.Limits(max_connections=300, max_keepalive_connections=0)
     base = served.record.url
     descriptors = served.process.num_fds()
-    async with httpx.AsyncClient(base_url=base, limits=limits, timeout=200) as http:
+    async with httpx2.AsyncClient(base_url=base, limits=limits, timeout=200) as http:
         leaving = [draw.randint(1, 20) if number % 3 == 0 else None for number in range(200)]
         firsts = [draw.choice(first_letters) for _ in range(200)]
         texts = await asyncio.gather(
@@ -71,7 +71,7 @@ async def test_a_third_of_200_streams_leaves_and_every_other_answer_is_whole(ser
 
 def send_and_read_nothing(served: Any, path: str, content: dict[str, Any]) -> socket.socket:
     host, port = served.record.url.removeprefix("http://").split(":")
-    request = httpx.Request("POST", f"{served.record.url}{path}", json=content)
+    request = httpx2.Request("POST", f"{served.record.url}{path}", json=content)
     head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     silent = socket.socket()
     silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -117,7 +117,7 @@ async def test_bad_requests_disturb_nobody_and_take_no_memory(serve: Serve) -> N
     ]
     headers = {"content-type": "application/json"}
     process = psutil.Process(served.record.pid)
-    async with httpx.AsyncClient(base_url=served.record.url, timeout=200, headers=headers) as http:
+    async with httpx2.AsyncClient(base_url=served.record.url, timeout=200, headers=headers) as http:
         await http.post("/v1/completions", content=large)
         before = process.memory_info().rss
         stream = asyncio.create_task(read_stream(http, "a", 150, None))

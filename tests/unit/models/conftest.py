@@ -335,7 +335,8 @@ def load() -> LoadModel:
         parallel: ParallelState = SINGLE,
         **settings: Any,
     ) -> DecoderForCausalLM:
-        config = resolve_model(ModelConfig(model=str(name), tokenizer="none", **settings))
+        asked = str(dtype).removeprefix("torch.")
+        config = resolve_model(ModelConfig(model=str(name), tokenizer="none", **{"dtype": asked, **settings}))
         return load_model(config, torch.device("cpu"), dtype, parallel=parallel)
 
     return load

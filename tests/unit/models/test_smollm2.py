@@ -115,7 +115,7 @@ def test_a_second_resolution_reads_no_weights_and_imports_neither_torch_nor_tran
     script = (
         "import sys\n"
         "from nbengine.config import ModelConfig\n"
-        "from nbengine.models import files, hf_config\n"
+        "from nbengine.models.checkpoints import files\n"
         "sys.addaudithook(lambda event, details: event == 'open' and print('open', details[0]))\n"
         "config = files.resolve_model(ModelConfig('smollm2-135m'))\n"
         "print('resolved', config.directory)\n"

@@ -63,6 +63,8 @@ class Answer:
     events: list[EngineCoreEventType] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     aborted: bool = False
+    goes_on: bool = False
+    """It was taken back before it had begun, and is another engine core's now."""
 
     @property
     def done(self) -> bool:
@@ -404,7 +406,7 @@ class Simulation:
             len(reference.states.least_recent_first),
         )
         begun = [answer for answer in self.answers if answer.tokens]
-        ended = [answer for answer in self.answers if answer.done]
+        ended = [answer for answer in self.answers if answer.done and not answer.goes_on]
         measured = scheduler.meter.stats
         assert stats.num_generation_tokens == sum(len(answer.tokens) for answer in begun)
         assert stats.num_prompt_tokens == sum(len(answer.prompt) for answer in begun)

@@ -32,7 +32,7 @@ async def test_an_answer_comes_whole_with_its_usage_and_the_parameters_reach_the
             max_tokens=9,
             messages=HI,
             system="Be kind.",
-            temperature=0.5,
+            extra_body={"temperature": 0.5},
             stop_sequences=["END"],
         )
     assert message.content[0].text == "Hello there"  # type: ignore[union-attr]
@@ -87,7 +87,7 @@ async def test_counting_gives_the_tokens_of_the_prompt_whatever_its_length() -> 
     ("fields", "word"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
+        ({"extra_body": {"temperature": -1}}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"messages": [{"role": "user", "content": "x" * (MAX_MODEL_LEN + 1)}]}, "messages must be at most"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),

@@ -187,7 +187,7 @@ def test_an_error_before_anything_else_is_a_whole_stream_for_the_client() -> Non
     assert kinds == ["response.created", "response.in_progress", "response.failed"]
 
 
-def test_a_call_that_cannot_be_read_is_never_done_and_its_text_is_kept() -> None:
+def test_a_call_that_cannot_be_read_is_never_begun_and_its_text_is_kept() -> None:
     raw = '<tool_call>{"name": "weather", "arguments": {"city": </tool_call>'
     deltas = [
         ToolCallStarted(0, "call_a", "weather"),
@@ -195,8 +195,13 @@ def test_a_call_that_cannot_be_read_is_never_done_and_its_text_is_kept() -> None
         MalformedCall(raw, "the arguments are no JSON", 0),
     ]
     events = events_of(deltas)
-    done = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == ["message"]
+    for kind in ("added", "done"):
+        items = [
+            (event["output_index"], event["item"]["type"])
+            for event in events
+            if event["type"] == f"response.output_item.{kind}"
+        ]
+        assert items == [(0, "message")]
     with openai_client(events).responses.stream(model="tiny", input="Hi") as stream:
         final = stream.get_final_response()
     assert [item.type for item in final.output] == ["message"]
