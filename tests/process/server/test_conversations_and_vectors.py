@@ -63,7 +63,7 @@ async def test_conversations_get_the_answers_that_the_engine_gives_in_python() -
         ours = AsyncOpenAI(base_url="http://localhost/v1", api_key="key", max_retries=0, http_client=http)
         theirs = AsyncAnthropic(base_url="http://localhost", api_key="key", max_retries=0, http_client=http)
         whole = await said(llm, HI)
-        fields: Any = {"model": "random-tiny", "temperature": 0}
+        fields: Any = {"model": "random-tiny", "extra_body": {"temperature": 0}}
         async with ours.responses.stream(**fields, input="Hi", max_output_tokens=12) as events:
             [*_, last] = [event async for event in events]
         assert last.response.output_text == whole  # type: ignore[union-attr]

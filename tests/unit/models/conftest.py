@@ -327,16 +327,16 @@ def gguf_variant() -> type[GGUFVariant]:
 
 @pytest.fixture
 def load() -> LoadModel:
-    """Load a model by name with our loader, on the CPU."""
+    """Load a model by name with our loader, on the CPU; quantised weights stay so unless float32 is `asked` for."""
 
     def load(
         name: str | Path,
         dtype: torch.dtype = torch.float32,
         parallel: ParallelState = SINGLE,
+        asked: str = "auto",
         **settings: Any,
     ) -> DecoderForCausalLM:
-        asked = str(dtype).removeprefix("torch.")
-        config = resolve_model(ModelConfig(model=str(name), tokenizer="none", **{"dtype": asked, **settings}))
+        config = resolve_model(ModelConfig(model=str(name), tokenizer="none", dtype=asked, **settings))
         return load_model(config, torch.device("cpu"), dtype, parallel=parallel)
 
     return load
