@@ -86,5 +86,6 @@ def test_experts_of_a_real_size_equal_plain_torch(expert_batch, dtype):
         batch = expert_batch.random(
             num_tokens, 64, 8, hidden=1024, inner=384, elsewhere=64, dtype=dtype, device="cuda"
         )
-        tolerance = 1e-4 if dtype is torch.float32 else 3e-2
-        torch.testing.assert_close(batch.run(kernels), batch.run(TorchExperts()), rtol=0, atol=tolerance)
+        # Both round to bfloat16: results of 4 and more may differ by a last bit, 2**-7 of their size.
+        rtol, atol = (0, 1e-4) if dtype is torch.float32 else (2**-7, 3e-2)
+        torch.testing.assert_close(batch.run(kernels), batch.run(TorchExperts()), rtol=rtol, atol=atol)
