@@ -1,0 +1,147 @@
+"""Products with dense 16-bit weights on the CPU, run on torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from functools import cache, partial
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from nbengine.errors import InvalidArgumentError
+from nbengine.kernels.cpu.backend import ELEMENTS, supports
+from nbengine.kernels.cpu.codegen import define
+from nbengine.kernels.cpu.dense_parts import ROW_GROUP, DenseArguments, DenseKind, Instructions
+from nbengine.kernels.cpu.dense_tiles import OUTPUTS, define_tiles, shapes_for
+from nbengine.kernels.cpu.dense_vectors import Block, multiply_vectors
+from nbengine.kernels.cpu.flags import address_of
+from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
+from nbengine.kernels.cpu.quantized import share_size
+from nbengine.kernels.cpu.threads import select_runner
+
+_FEW = 1 << 15
+"""Numbers of a weight up to which the calling thread multiplies a few rows alone: to wake another takes as long."""
+_BLOCK_BYTES = 1 << 20
+"""Bytes of rows of x that are multiplied again with one part of the weight after the other: the second cache holds
+them."""
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def supports_dense(dtype: torch.dtype) -> bool:
+    """Return whether there are products with weights of a type on this processor."""
+    return dtype in _NARROW and supports(dtype)
+
+
+class CpuDense(threading.local):
+    """Products with dense weights; each thread that calls torch has its own memory for them.
+
+    They use the best of the processor's `instructions` for the weight's type, or those that are given.
+    """
+
+    name = "cpu"
+
+    def __init__(self, instructions: Instructions | None = None) -> None:
+        self._given = instructions
+        self._run = select_runner()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._arguments = ctypes.create_string_buffer(ctypes.sizeof(DenseArguments))
+        self._address = ctypes.addressof(self._arguments)
+        self._fill = struct.Struct(f"{len(DenseArguments._fields_)}q").pack_into
+        self._yield = address_of("sched_yield")
+        self._kinds: dict[tuple[torch.dtype, torch.dtype], tuple[DenseKind, Function, int]] = {}
+
+    @property
+    def instructions(self) -> str:
+        """Return the name of the instructions for bfloat16."""
+        return self._choose(torch.bfloat16).value
+
+    def warm_up(self, dtype: torch.dtype, hidden_dtype: torch.dtype) -> None:
+        """See `nbengine.kernels.dense_kernels.DenseProducts.warm_up`.
+
+        Raises:
+            NBEngineError: LLVM has no code generator for this processor.
+        """
+        self._compiled(dtype, hidden_dtype)
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """See `nbengine.kernels.dense_kernels.DenseProducts.linear`."""
+        rows, columns = x.shape
+        out_features, found = weight.shape
+        dtype, hidden = weight.dtype, x.dtype
+        kind, function, outputs = self._kinds.get((dtype, hidden)) or self._compiled(dtype, hidden)
+        if found != columns:
+            raise InvalidArgumentError("x", tuple(x.shape), f"rows of {found} numbers")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        if out is None:
+            out = torch.empty(rows, out_features, dtype=hidden)
+        if bias is not None:
+            _check_bias(bias, hidden, out_features)
+        if not rows or not out_features:
+            return out
+        row_groups = -(-rows // ROW_GROUP)
+        row_bytes = -(-columns // kind.instructions.columns) * kind.block_bytes
+        memory = self._memory
+        if row_groups * ROW_GROUP * row_bytes + 64 > len(memory):
+            memory = self._memory = torch.empty(row_groups * ROW_GROUP * row_bytes + 64, dtype=torch.uint8)
+        groups = -(-out_features // outputs)
+        is_small = weight.numel() <= _FEW and rows <= ROW_GROUP
+        threads = 1 if is_small else torch.get_num_threads()
+        share = share_size(groups, threads)
+        block = max(1, _BLOCK_BYTES // max(1, row_bytes * 2 * ROW_GROUP)) * 2 * ROW_GROUP
+        size, bias_at = x.element_size(), 0 if bias is None else bias.data_ptr()
+        packed = -(-memory.data_ptr() // 64) * 64
+        self._fill(
+            self._arguments,
+            0,
+            *(0, 0, 0, row_groups, -(-groups // share), share, groups, block),
+            *(rows, columns, out_features, x.data_ptr(), x.stride(0) * size, packed),
+            *(weight.data_ptr(), weight.stride(0) * 2, bias_at, out.data_ptr(), out.stride(0) * size),
+            *(shapes_for(out_features) if kind.instructions is Instructions.TILES else 0, self._yield),
+        )
+        self._run(function, self._address, threads)
+        return out
+
+    def _compiled(self, dtype: torch.dtype, hidden: torch.dtype) -> tuple[DenseKind, Function, int]:
+        if dtype not in _NARROW or hidden not in (dtype, torch.float32):
+            raise InvalidArgumentError("x", (hidden, dtype), "float32 or a 16-bit weight's own type")
+        instructions = self._choose(dtype)
+        kind = DenseKind(instructions, ELEMENTS[dtype], ELEMENTS[hidden])
+        block = Block.of(host_processor().accumulators)
+        outputs = OUTPUTS if instructions is Instructions.TILES else block.outputs
+        found = self._kinds[dtype, hidden] = kind, compile_dense(kind, block), outputs
+        return found
+
+    def _choose(self, dtype: torch.dtype) -> Instructions:
+        best, *_ = Instructions.of(host_processor(), ELEMENTS[dtype])
+        return self._given or best
+
+
+def _check_bias(bias: Tensor, hidden: torch.dtype, out_features: int) -> None:
+    if bias.dtype is not hidden or bias.shape != (out_features,) or bias.stride(0) != 1:
+        raise InvalidArgumentError("bias", (bias.dtype, tuple(bias.shape)), f"{out_features} of {hidden}")
+
+
+@cache
+def compile_dense(kind: DenseKind, block: Block) -> Function:
+    """Compile the function of `DenseArguments`.
+
+    Raises:
+        NBEngineError: LLVM has no code generator for this processor.
+    """
+    (function,) = compile_module(_define_dense, ["dense"], kind, block)
+    return function
+
+
+def _define_dense(module: ir.Module, kind: DenseKind, block: Block) -> None:
+    if kind.instructions is Instructions.TILES:
+        define_tiles(module, "dense", kind)
+    else:
+        define(module, "dense", 1, partial(multiply_vectors, kind, block), exported=True)

@@ -1,0 +1,179 @@
+"""What the products with dense weights have in common: their arguments, the rows of x that are laid out for them,
+and how results are stored.
+
+Threads first draw groups of 16 rows of x, and bring them into the memory at `packed`; then, when all are there,
+they draw the products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from llvmlite import ir
+
+from nbengine.kernels.cpu.codegen import MAX_LANES, Code, Element, Int, Vector
+from nbengine.kernels.cpu.flags import pause
+from nbengine.kernels.cpu.jit import Processor
+from nbengine.kernels.cpu.matrix_tiles import has_bfloat16_tiles
+
+ROW_GROUP = 16
+"""Rows of x that are laid out at a time."""
+_SPINS = 4000
+"""Looks at whether all rows are laid out before the processor is given away between two looks."""
+
+
+class Instructions(Enum):
+    """The processor's instructions that multiply; one of them serves every number of rows."""
+
+    TILES = "amx_bf16"
+    """Tiles of 16 x 32 bfloat16 by 32 x 16."""
+    PAIRS = "avx512_bf16"
+    """Vectors of 16 pairs of bfloat16."""
+    WIDENED = "float32"
+    """Numbers are widened to float32, multiplied and added."""
+
+    @classmethod
+    def of(cls, processor: Processor, element: Element) -> list[Instructions]:
+        """List those that a processor has for weights of a type, the fastest first."""
+        found = [cls.WIDENED]
+        if element is Element.BFLOAT16 and processor.features.get("avx512bf16"):
+            found.insert(0, cls.PAIRS)
+        if element is Element.BFLOAT16 and has_bfloat16_tiles():
+            found.insert(0, cls.TILES)
+        return found
+
+    @property
+    def columns(self) -> int:
+        """Return the columns that are multiplied at a time."""
+        return MAX_LANES if self is Instructions.WIDENED else 2 * MAX_LANES
+
+    def packed_element(self, weight: Element) -> Element:
+        """Return the type of the rows of x that are laid out."""
+        return Element.FLOAT32 if self is Instructions.WIDENED else weight
+
+
+class DenseArguments(ctypes.Structure):
+    """The arguments: addresses, strides in bytes, and counts.
+
+    The threads of a call draw `row_groups` groups of rows from `counter`, count those that are laid out in `ready`,
+    and draw from `drawn`: `items` of `item_size` groups of the weight's rows, `groups` in all, each with all blocks
+    of `block` rows of x. `bias` is 0 where there is none, `shapes` those of tiles, and `give_away` the address of
+    `sched_yield`.
+    """
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("counter", "ready", "drawn", "row_groups", "items", "item_size", "groups", "block"),
+            *("rows", "columns", "out_features", "x", "x_stride", "packed", "weight", "weight_stride"),
+            *("bias", "output", "output_stride", "shapes", "give_away"),
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class DenseKind:
+    """What a product is compiled for: its instructions, and the types of the weight and of x, bias and result."""
+
+    instructions: Instructions
+    weight: Element
+    hidden: Element
+
+    @property
+    def packed(self) -> Element:
+        """Return the type of the rows that are laid out."""
+        return self.instructions.packed_element(self.weight)
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of the columns of a row that are multiplied at a time, as laid out."""
+        return self.instructions.columns * self.packed.size
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A function's code and its arguments by name."""
+
+    code: Code
+    args: Int
+    kind: DenseKind
+
+    def get(self, name: str) -> Int:
+        """Load an argument."""
+        return self.code.load_int(self.place(name))
+
+    def place(self, name: str) -> Int:
+        """Return an argument's address."""
+        return self.args + getattr(DenseArguments, name).offset
+
+    def lay_out_rows(self, lay_out: Callable[[Int], None]) -> None:
+        """Emit `lay_out(number)` for each group of rows that this thread draws, and wait until all are there."""
+        code, groups, ready = self.code, self.get("row_groups"), self.place("ready")
+        with code.tickets(self.place("counter"), groups) as number:
+            lay_out(number)
+            code.fetch_add(ready, 1)
+        spins, give_away = code.stack(8), self.get("give_away")
+        code.store_int(code.integer(0), spins)
+        with code.loop_while(lambda: code.load_acquire(ready).compare("<", groups)):
+            pause(code)
+            code.store_int(code.load_int(spins) + 1, spins)
+            with code.when(code.load_int(spins).compare(">", _SPINS)):
+                code.call_address(give_away)
+
+    def products(self) -> Iterator[tuple[Int, Int, Int]]:
+        """Draw the products; yield the number of a group of the weight's rows, the first row of a block of x and the
+        one behind its last."""
+        code, size, items = self.code, self.get("item_size"), self.get("items")
+        block, rows, groups = self.get("block"), self.get("rows"), self.get("groups")
+        tickets = items * ((rows + block - 1) // block)
+        with code.tickets(self.place("drawn"), tickets) as ticket:
+            first, row = ticket % items * size, ticket // items * block
+            behind = (row + block).at_most(rows)
+            with code.loop(first, (first + size).at_most(groups)) as group:
+                yield group, row, behind
+
+    def copy_row(self, source: Int, target: Int, count: Int, element: Element) -> None:
+        """Lay out `count` numbers of a row, fewer than are multiplied at a time, and fill up with zeros."""
+        code, packed = self.code, self.kind.packed
+        for at in range(0, self.kind.block_bytes, 8):
+            code.store_int(code.integer(0), target + at)
+        with code.loop(0, count) as place:
+            one = code.load(source + place * element.size, 1, element)
+            code.store(self.rounded(one), target + place * packed.size, packed)
+
+    def rounded(self, x: Vector) -> Vector:
+        """Return numbers of x, rounded to the weight's type where x is of another one and stays float32."""
+        code, kind = self.code, self.kind
+        if kind.hidden is kind.weight or kind.packed is not Element.FLOAT32:
+            return x
+        b, bits = code.builder, code.narrowed(x, kind.weight)
+        if kind.weight is Element.FLOAT16:
+            return Vector(b, b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), x.lanes)), x.ir.type))
+        words = ir.VectorType(ir.IntType(32), x.lanes)
+        return Vector(b, b.bitcast(b.shl(b.zext(bits, words), words([16] * x.lanes)), x.ir.type))
+
+    def write(self, sums: Vector, row: Int, column: Int, count: Int) -> None:
+        """Store the first `count` lanes of sums, with their bias, as a row's results from `column` on."""
+        code, hidden = self.code, self.kind.hidden
+        bias = self.get("bias")
+        bias_at = bias + column * hidden.size
+        output = self.get("output") + row * self.get("output_stride") + column * hidden.size
+        is_whole = count.compare(">=", sums.lanes)
+        has_bias = bias.compare("!=", 0)
+        with code.builder.if_else(is_whole) as (whole, part):
+            with whole:
+                total = code.accumulator(sums)
+                with code.when(has_bias):
+                    total.set(total.get() + code.load(bias_at, sums.lanes, hidden))
+                code.store(total.get(), output, hidden)
+            with part:
+                scratch = code.stack(sums.lanes * 4)
+                code.store(sums, scratch)
+                with code.loop(0, count) as lane:
+                    total = code.accumulator(code.load(scratch + lane * 4))
+                    with code.when(has_bias):
+                        total.set(total.get() + code.load(bias_at + lane * hidden.size, 1, hidden))
+                    code.store(total.get(), output + lane * hidden.size, hidden)

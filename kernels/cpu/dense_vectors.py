@@ -1,0 +1,151 @@
+"""Products with dense weights in vectors, for processors without tiles: a lane sums every 16th number or pair.
+
+Some rows of the weight are multiplied with some rows of x at a time. The sums of an outcome are the same whichever
+rows these are: along the columns in each lane, and then over the lanes in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from nbengine.kernels.cpu.codegen import MAX_LANES, Accumulator, CacheLevel, Code, Int, Vector, declare
+from nbengine.kernels.cpu.dense_parts import ROW_GROUP, DenseKind, Frame, Instructions
+from nbengine.kernels.cpu.shuffles import fold
+
+_LINE = 64
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Block:
+    """The numbers of rows that are multiplied at a time: of the weight, and of x, largest first."""
+
+    outputs: int
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, accumulators: int) -> Block:
+        """Return the block for which registers suffice."""
+        return cls(4, (4, 1)) if accumulators >= 16 else cls(2, (2, 1))
+
+
+def multiply_vectors(kind: DenseKind, block: Block, code: Code, args: Int) -> None:
+    """Emit the function of `DenseArguments`."""
+    frame = Frame(code, args, kind)
+    frame.lay_out_rows(lambda number: _lay_out(frame, number))
+    out_features, columns = frame.get("out_features"), frame.get("columns")
+    tail = columns % kind.instructions.columns
+    last = (out_features - block.outputs).at_least(code.integer(0))
+    tails = code.stack(block.outputs * kind.block_bytes)
+    position = code.stack(8)
+    for group, start, stop in frame.products():
+        first = (group * block.outputs).at_most(last)
+        # Where there are fewer rows than a block has, the last one takes the others' places.
+        places = [(first + number).at_most(out_features - 1) for number in range(block.outputs)]
+        weights = [frame.get("weight") + place * frame.get("weight_stride") for place in places]
+        with code.when(tail.compare(">", 0)):
+            for number, weight in enumerate(weights):
+                source = weight + (columns - tail) * kind.weight.size
+                frame.copy_row(source, tails + number * kind.block_bytes, tail, kind.weight)
+        for count, row in _rows(code, block, position, start, stop):
+            it = _Product(frame, weights, tails, count, row)
+            sums = it.sums()
+            valid = (out_features - first).at_most(block.outputs)
+            for number in range(count):
+                own = sums[number * block.outputs : (number + 1) * block.outputs]
+                frame.write(fold(code, [each.get() for each in own]), row + number, first, valid)
+
+
+def _rows(code: Code, block: Block, position: Int, start: Int, stop: Int) -> Iterator[tuple[int, Int]]:
+    """Go over rows of x, some at a time; yield how many, and the first one. `position` is a place on the stack."""
+    code.store_int(start, position)
+    for count in block.rows:
+
+        def fits(count: int = count) -> ir.Value:
+            return (stop - code.load_int(position)).compare(">=", count)
+
+        with code.loop_while(fits):
+            row = code.load_int(position)
+            yield count, row
+            code.store_int(row + count, position)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The product of some rows of the weight with `count` rows of x, from `row` on."""
+
+    frame: Frame
+    weights: list[Int]
+    tails: Int
+    count: int
+    row: Int
+
+    def sums(self) -> list[Accumulator]:
+        """Multiply; return the sums of each row of x with each of the weight's, in 16 lanes."""
+        frame, code, kind = self.frame, self.frame.code, self.frame.kind
+        columns, step = frame.get("columns"), kind.instructions.columns
+        blocks = (columns + (step - 1)) // step
+        stride = blocks * kind.block_bytes
+        x = [frame.get("packed") + (self.row + number) * stride for number in range(self.count)]
+        found = [
+            code.accumulator(code.constant(0.0, MAX_LANES)) for _ in range(self.count * len(self.weights))
+        ]
+        ahead = frame.get("weight_stride") * len(self.weights)
+        with code.loop(0, columns // step) as number:
+            here = number * (step * kind.weight.size)
+            factors = []
+            for weight in self.weights:
+                if self.count == 1:
+                    code.prefetch(weight + here + ahead, CacheLevel.FIRST)
+                factors.append(self._factor(weight + here, is_laid_out=False))
+            self._add(factors, [each + number * kind.block_bytes for each in x], found)
+        with code.when((columns % step).compare(">", 0)):
+            tails = [self.tails + number * kind.block_bytes for number in range(len(self.weights))]
+            factors = [self._factor(tail, is_laid_out=True) for tail in tails]
+            self._add(factors, [each + (blocks - 1) * kind.block_bytes for each in x], found)
+        return found
+
+    def _factor(self, address: Int, *, is_laid_out: bool) -> ir.Value:
+        """Load the operand of a multiplication, 16 numbers or pairs, of the weight's type or as it is laid out."""
+        code, kind = self.frame.code, self.frame.kind
+        if kind.instructions is Instructions.WIDENED:
+            return code.load(address, MAX_LANES, kind.packed if is_laid_out else kind.weight).ir
+        pairs = ir.VectorType(ir.IntType(32), MAX_LANES)
+        return code.builder.load(code.builder.inttoptr(address.ir, pairs.as_pointer()), align=2)
+
+    def _add(self, factors: list[ir.Value], x: list[Int], sums: list[Accumulator]) -> None:
+        for row, address in enumerate(x):
+            other = self._factor(address, is_laid_out=True)
+            for number, factor in enumerate(factors):
+                total = sums[row * len(factors) + number]
+                total.set(self._multiply_add(total.get(), factor, other))
+
+    def _multiply_add(self, total: Vector, factor: ir.Value, other: ir.Value) -> Vector:
+        b = self.frame.code.builder
+        if self.frame.kind.instructions is Instructions.WIDENED:
+            return Vector(b, factor).times_plus(Vector(b, other), total)
+        kind = total.ir.type
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        function = declare(b.module, name, ir.FunctionType(kind, (kind, factor.type, factor.type)))
+        return Vector(b, b.call(function, (total.ir, factor, other)))
+
+
+def _lay_out(frame: Frame, number: Int) -> None:
+    """Lay out a group of rows: each by itself, filled up with zeros."""
+    code, kind = frame.code, frame.kind
+    columns, step, hidden = frame.get("columns"), kind.instructions.columns, kind.hidden
+    tail = columns % step
+    stride = (columns + (step - 1)) // step * kind.block_bytes
+    first = number * ROW_GROUP
+    with code.loop(first, (first + ROW_GROUP).at_most(frame.get("rows"))) as row:
+        source = frame.get("x") + row * frame.get("x_stride")
+        target = frame.get("packed") + row * stride
+        with code.loop(0, columns - tail, MAX_LANES) as column:
+            numbers = frame.rounded(code.load(source + column * hidden.size, MAX_LANES, hidden))
+            code.store(numbers, target + column * kind.packed.size, kind.packed)
+        with code.when(tail.compare(">", 0)):
+            behind = columns - tail
+            frame.copy_row(source + behind * hidden.size, target + behind * kind.packed.size, tail, hidden)
