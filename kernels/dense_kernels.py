@@ -1,11 +1,17 @@
-"""The products with dense weights of 16-bit types."""
+"""The products with dense weights of 16-bit types, and the choice of those of a device."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import importlib.util
+import logging
+from functools import cache
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from nbengine.errors import NBEngineError
+
+logger = logging.getLogger(__name__)
 
 
 class DenseProducts(Protocol):
@@ -14,8 +20,10 @@ class DenseProducts(Protocol):
     torch."""
 
     name: str
-    instructions: str
-    """The processor's instructions that they use, by name."""
+
+    @property
+    def instructions(self) -> str:
+        """Return the name of the processor's instructions that they use."""
 
     def warm_up(self, dtype: torch.dtype, hidden_dtype: torch.dtype) -> None:
         """Compile what weights of type `dtype` and rows of `hidden_dtype` need, so that no step waits for it."""
@@ -36,3 +44,29 @@ class DenseProducts(Protocol):
         Raises:
             InvalidArgumentError: shapes or types do not fit together.
         """
+
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rows x [T, heads, n] of each head times its matrix of weight [heads, n, m], [T, heads, m]; types
+        are as in `linear`."""
+
+
+@cache
+def select_dense(device: torch.device, dtype: torch.dtype) -> DenseProducts | None:
+    """Return the products with dense weights of type `dtype` on a device, whose rows do not depend on each other; None
+    where the library's serve: on GPUs, and for float32, whose bits are to be those of transformers."""
+    if device.type != "cpu" or dtype is torch.float32:
+        return None
+    if importlib.util.find_spec("llvmlite") is not None:
+        from nbengine.kernels.cpu.dense import CpuDense, supports_dense
+
+        if supports_dense(dtype):
+            products = CpuDense()
+            try:
+                products.warm_up(dtype, dtype)
+            except NBEngineError as error:
+                logger.warning("products in %s run through torch in tiles of rows: %s", dtype, error)
+            else:
+                return products
+    from nbengine.kernels.torch.dense import TiledProducts
+
+    return TiledProducts()

@@ -13,6 +13,7 @@ import torch
 from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.attention_options import AttentionOptions
+from nbengine.kernels.dense_kernels import select_dense
 from nbengine.kernels.latent import LatentKernels
 from nbengine.kernels.quantized_kernels import BlockPacker, QuantizedProducts
 
@@ -240,7 +241,7 @@ def select_expert_kernels(device: torch.device, dtype: torch.dtype) -> ExpertKer
 
     if device.type == "cuda":
         logger.warning("experts on %s run through plain torch, which is slow: %s", device, _REASONS["cuda"])
-    return TorchExperts()
+    return TorchExperts(select_dense(device, dtype))
 
 
 def select_recurrent_kernels(device: torch.device, dtype: torch.dtype) -> RecurrentKernels:

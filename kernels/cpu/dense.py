@@ -21,6 +21,7 @@ from nbengine.kernels.cpu.flags import address_of
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
 from nbengine.kernels.cpu.quantized import share_size
 from nbengine.kernels.cpu.threads import select_runner
+from nbengine.kernels.torch.dense import TiledProducts
 
 _FEW = 1 << 15
 """Numbers of a weight up to which the calling thread multiplies a few rows alone: to wake another takes as long."""
@@ -50,6 +51,7 @@ class CpuDense(threading.local):
         self._arguments = ctypes.create_string_buffer(ctypes.sizeof(DenseArguments))
         self._address = ctypes.addressof(self._arguments)
         self._fill = struct.Struct(f"{len(DenseArguments._fields_)}q").pack_into
+        self._tiled = TiledProducts()
         self._yield = address_of("sched_yield")
         self._kinds: dict[tuple[torch.dtype, torch.dtype], tuple[DenseKind, Function, int]] = {}
 
@@ -107,6 +109,16 @@ class CpuDense(threading.local):
             *(shapes_for(out_features) if kind.instructions is Instructions.TILES else 0, self._yield),
         )
         self._run(function, self._address, threads)
+        return out
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `nbengine.kernels.dense_kernels.DenseProducts.by_head`."""
+        if weight.stride(1) != 1 or not x.shape[1]:
+            # The rows of these matrices lie across memory, where torch's products in tiles read them.
+            return self._tiled.by_head(x, weight)
+        out = torch.empty(x.shape[0], x.shape[1], weight.shape[2], dtype=x.dtype)
+        for head, matrix in enumerate(weight.unbind()):
+            self.linear(x[:, head], matrix.t(), out=out[:, head])
         return out
 
     def _compiled(self, dtype: torch.dtype, hidden: torch.dtype) -> tuple[DenseKind, Function, int]:

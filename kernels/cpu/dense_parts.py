@@ -107,7 +107,8 @@ class Frame:
 
     def place(self, name: str) -> Int:
         """Return an argument's address."""
-        return self.args + getattr(DenseArguments, name).offset
+        offset: int = getattr(DenseArguments, name).offset
+        return self.args + offset
 
     def lay_out_rows(self, lay_out: Callable[[Int], None]) -> None:
         """Emit `lay_out(number)` for each group of rows that this thread draws, and wait until all are there."""

@@ -65,7 +65,7 @@ def _multiply(kind: DenseKind, lay_out: ir.Function, write: ir.Function, code: C
         code.store_int(start, position)
         for count in (_PAIR, 1):
 
-            def remains(count: int = count) -> ir.Value:
+            def remains(count: int = count, stop: Int = stop) -> ir.Value:
                 return (stop - code.load_int(position)).compare(">", (count - 1) * TILE_ROWS)
 
             with code.loop_while(remains):
@@ -145,8 +145,8 @@ def _write(
     found = [code.load(sums + number * TILE_ROW_BYTES, MAX_LANES).ir for number in range(TILE_ROWS)]
     for number, column in enumerate(transpose(code, found)):
         code.store(Vector(code.builder, column), turned + number * TILE_ROW_BYTES)
-    with code.loop(0, rows) as number:
-        frame.write(code.load(turned + number * TILE_ROW_BYTES, MAX_LANES), row + number, first, height)
+    with code.loop(0, rows) as place:
+        frame.write(code.load(turned + place * TILE_ROW_BYTES, MAX_LANES), row + place, first, height)
 
 
 def _lay_out(kind: DenseKind, code: Code, args: Int, number: Int) -> None:

@@ -35,10 +35,8 @@ def fold(code: Code, vectors: Sequence[Vector]) -> Vector:
     b, found, width = code.builder, list(vectors), vectors[0].lanes
     while width > 1:
         half = width // 2
-        if len(found) > 1:
-            pairs = list(zip(found[::2], found[1::2], strict=True))
-        else:
-            pairs = [(found[0], found[0])]
+        is_one = len(found) == 1
+        pairs = [(found[0], found[0])] if is_one else list(zip(found[::2], found[1::2], strict=True))
         lanes = found[0].lanes * min(2, len(found))
         first = [start + lane for start in range(0, lanes, width) for lane in range(half)]
         second = [lane + half for lane in first]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from nbengine.kernels.dense_kernels import DenseProducts
 
 _FEW_ROWS = 32
 _LARGE_WEIGHT = 1 << 17  # of smaller ones the copy would cost more than it saves
@@ -72,6 +75,10 @@ class TorchExperts:
 
     name = "torch"
 
+    def __init__(self, products: DenseProducts | None = None) -> None:
+        """`products` multiply in place of torch."""
+        self._products = products
+
     def warm_up(self, gate_up: torch.Tensor, down: torch.Tensor, experts_per_token: int) -> None:
         """Do nothing: there is nothing to compile."""
 
@@ -84,19 +91,19 @@ class TorchExperts:
         experts: torch.Tensor,
     ) -> torch.Tensor:
         """See `nbengine.kernels.dispatch.ExpertKernels.experts`."""
-        return sum_of_experts(x, _Dense(gate_up, down), weights, experts)
+        return sum_of_experts(x, _Dense(gate_up, down, self._products), weights, experts)
 
 
 class _Dense:
     """Blocks whose weights lie in two tensors."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, products: DenseProducts | None) -> None:
+        self._gate_up, self._down, self._products = gate_up, down, products
         self.num_experts, _, self.inner = down.shape
 
     def gate_up(self, expert: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See `FeedForwards.gate_up`."""
-        dense_product(rows, self._gate_up[expert], out)
+        dense_product(rows, self._gate_up[expert], out, self._products)
 
     def activate(self, gated: torch.Tensor) -> torch.Tensor:
         """See `FeedForwards.activate`."""
@@ -104,7 +111,7 @@ class _Dense:
 
     def down(self, expert: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See `FeedForwards.down`."""
-        dense_product(rows, self._down[expert], out)
+        dense_product(rows, self._down[expert], out, self._products)
 
     def combine(self, weights: torch.Tensor, outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """See `FeedForwards.combine`."""
@@ -128,23 +135,25 @@ def _spans(counts: list[int]) -> list[tuple[int, int, int]]:
     return spans
 
 
-def dense_product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute `out = rows @ weight.T`; rows and result may be of another type than the weight, to which they
-    are rounded.
+def dense_product(
+    rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, products: DenseProducts | None = None
+) -> None:
+    """Compute `out = rows @ weight.T`, with `products` if there are any; rows and result may be of another type than
+    the weight, to which the rows are rounded.
 
-    On the CPU a single row of a 16-bit type counts as two, as in `StepInputBuilder`: oneDNN sums it in
-    another order otherwise. Few rows of float32 are computed as `weight @ rows.T`, from two rows on: MKL
-    needs a third to a half of the time for that (measured with up to 32 rows and a weight of 1024 by 768).
+    On the CPU few rows of float32 are computed as `weight @ rows.T`, from two rows on: MKL needs a third to a half of
+    the time for that (measured with up to 32 rows and a weight of 1024 by 768).
     """
+    if products is not None:
+        products.linear(rows, weight, out=out)
+        return
     if rows.dtype is not weight.dtype:
         narrow = out.new_empty(out.shape, dtype=weight.dtype)
         dense_product(rows.to(weight.dtype), weight, narrow)
         out.copy_(narrow)
         return
     on_cpu = rows.device.type == "cpu"
-    if on_cpu and len(rows) == 1 and rows.element_size() == 2:
-        out.copy_(F.linear(rows.expand(2, -1), weight)[:1])
-    elif on_cpu and rows.element_size() == 4 and len(rows) <= _FEW_ROWS and weight.numel() >= _LARGE_WEIGHT:
+    if on_cpu and rows.element_size() == 4 and len(rows) <= _FEW_ROWS and weight.numel() >= _LARGE_WEIGHT:
         two_or_more = rows if len(rows) > 1 else rows.repeat(2, 1)
         out.copy_(torch.mm(weight, two_or_more.t())[:, : len(rows)].t())
     else:

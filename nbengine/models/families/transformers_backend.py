@@ -17,6 +17,7 @@ from nbengine.models.families.transformers_attention import LayerAttention, Step
 from nbengine.models.families.transformers_class import Tried, check_rope, make_class, try_out
 from nbengine.models.families.transformers_division import Stage, divide_projections
 from nbengine.models.families.transformers_names import place_weights, tensor_names
+from nbengine.models.layers.dense import use_dense_products
 from nbengine.models.layers.memory import WeightMemory
 from nbengine.models.layers.moe import SparseMoeBlock
 from nbengine.models.layers.weights import ALL_DENSE, PackedFormats, WeightSlot
@@ -120,6 +121,7 @@ class TransformersForCausalLM:
         vars(self._trunk)["forward"] = self._run_trunk
         self._stage = Stage(self._model, self._trunk, config, parallel)
         self._weights = place_weights(self._model, self._names.tied, device, memory)
+        use_dense_products(self._model)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """See `CausalModel.embed`."""

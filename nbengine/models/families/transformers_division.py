@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nbengine.distributed.communicator import ParallelState
 from nbengine.errors import InvalidArgumentError
+from nbengine.models.layers.dense import dense_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,14 +168,16 @@ def _divide(path: str, linear: nn.Linear, style: str, parallel: ParallelState) -
             found[f"{path}.bias"] = Part(tuple(linear.bias.shape), 0, start)
             linear.bias = _narrowed(linear.bias, 0, own)
         if style == "colwise_gather_output":
-            _replace_forward(linear, lambda x: _gathered(F.linear(x, linear.weight, linear.bias), parallel))
+            _replace_forward(
+                linear, lambda x: _gathered(dense_linear(x, linear.weight, linear.bias), parallel)
+            )
     else:
         linear.in_features = own
         is_whole = style == "rowwise_split_input"
 
         def product(x: Tensor) -> Tensor:
             x = x[..., start : start + own] if is_whole else x
-            return _summed(F.linear(x, linear.weight), linear.bias, tp.all_reduce)
+            return _summed(dense_linear(x, linear.weight), linear.bias, tp.all_reduce)
 
         _replace_forward(linear, product)
     return found

@@ -18,6 +18,7 @@ from nbengine.models.families.transformers_attention import handle
 from nbengine.models.families.transformers_class import check_rope, make_class
 from nbengine.models.families.transformers_names import TensorNames, place_weights
 from nbengine.models.families.transformers_prompts import PromptAttention
+from nbengine.models.layers.dense import use_dense_products
 from nbengine.models.layers.encoder_attention import PromptGroup
 from nbengine.models.layers.memory import WeightMemory
 from nbengine.models.layers.weights import WeightSlot
@@ -77,6 +78,7 @@ class TransformersEncoder(EncoderModel):
             self._forward_trunk = self._trunk.forward
             vars(self._trunk)["forward"] = self._run_trunk
         self._weights = place_weights(self._model, self._names.tied, device, memory)
+        use_dense_products(self._model)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, token_types: Tensor, groups: list[PromptGroup]

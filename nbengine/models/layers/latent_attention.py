@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
+from nbengine.kernels.dense_kernels import select_dense
 from nbengine.kernels.latent import LatentOptions
 from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.configs.latent_config import LatentConfig
@@ -57,6 +58,7 @@ class LatentAttention:
         down_place = place.inside("kv_a_proj_with_mqa")
         self.latent_proj = Linear(hidden_size, latent.width, bias=latent.bias, place=down_place)
         self.latent_norm = RMSNorm(latent.rank, _EPS, place)
+        self._products = select_dense(place.device, place.dtype)
         # Dense always: it is multiplied from both sides.
         each = latent.nope_dim + latent.value_dim
         self._up = WeightSlot(
@@ -88,9 +90,9 @@ class LatentAttention:
         keys, values = self._up.tensor.view(self.num_heads, -1, latent.rank).split_with_sizes(
             (latent.nope_dim, latent.value_dim), dim=1
         )
-        absorbed = torch.cat((_by_head(query, keys), turned[:, :-1]), dim=2)
+        absorbed = torch.cat((self._by_head(query, keys), turned[:, :-1]), dim=2)
         found = attn.kernels.latent_attention(absorbed, cache, attn, self.options)
-        return self.o_proj(_by_head(found, values.transpose(1, 2)).flatten(1))
+        return self.o_proj(self._by_head(found, values.transpose(1, 2)).flatten(1))
 
     def warm_up(self, kernels: Kernels, block_size: int) -> None:
         """Compile what a step needs."""
@@ -114,7 +116,8 @@ class LatentAttention:
         down, norm = self.query_latent
         return self.query_proj(norm(down(x)))
 
-
-def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply the rows x [T, heads, n] of each head with its matrix [heads, n, m]; return [T, heads, m]."""
-    return torch.bmm(x.transpose(0, 1).to(weight.dtype), weight).transpose(0, 1).to(x.dtype)
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the rows x [T, heads, n] of each head with its matrix [heads, n, m]; return [T, heads, m]."""
+        if self._products is not None:
+            return self._products.by_head(x, weight)
+        return torch.bmm(x.transpose(0, 1).to(weight.dtype), weight).transpose(0, 1).to(x.dtype)

@@ -122,6 +122,6 @@ def clamped(config: ClampedGate, gated: Tensor) -> Tensor:
 def _multiply(weight: Weight, rows: Tensor, out: Tensor) -> None:
     """Compute `out = rows @ weight.T`; a row's result does not depend on the others."""
     if isinstance(weight, DenseWeight):
-        dense_product(rows, weight.tensor, out)
+        dense_product(rows, weight.tensor, out, weight.products)
     else:
         out.copy_(weight.linear(rows, None))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nbengine.kernels.dense_kernels import DenseProducts, select_dense
 from nbengine.kernels.quantized import LANES, Format, dense
 from nbengine.kernels.quantized_kernels import QuantizedProducts
 from nbengine.kernels.quantized_parts import cut
@@ -112,6 +113,8 @@ class DenseWeight:
     """A matrix in the model's data type. Rows of another type are rounded to it before they are multiplied."""
 
     tensor: Tensor
+    products: DenseProducts | None = None
+    """What multiplies; None: torch."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,6 +123,8 @@ class DenseWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Weight.linear`."""
+        if self.products is not None:
+            return self.products.linear(x, self.tensor, bias)
         if x.dtype is self.tensor.dtype:
             return F.linear(x, self.tensor, bias)
         out = F.linear(x.to(self.tensor.dtype), self.tensor).to(x.dtype)
@@ -242,7 +247,7 @@ class Place:
         """Allocate a matrix."""
         products = self.packed.products
         if form is None or products is None:
-            return DenseWeight(self.empty(rows, columns))
+            return DenseWeight(self.empty(rows, columns), select_dense(self.device, self.dtype))
         shape = form.data_shape(rows, columns)
         return PackedWeight(self._empty(shape, torch.uint8), form, rows, products)
 

@@ -1,0 +1,218 @@
+"""Products with dense 16-bit weights: right, and the same for a row whatever is beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from nbengine.errors import InvalidArgumentError
+from nbengine.kernels.cpu.backend import ELEMENTS
+from nbengine.kernels.cpu.dense import CpuDense
+from nbengine.kernels.cpu.dense_parts import Instructions
+from nbengine.kernels.cpu.jit import host_processor
+from nbengine.kernels.dense_kernels import DenseProducts, select_dense
+from nbengine.kernels.torch.dense import TiledProducts, tile_rows
+
+CPU = torch.device("cpu")
+NARROW = (torch.bfloat16, torch.float16)
+COLUMNS = (1, 31, 33, 576, 1536)
+OUTPUTS = (1, 15, 17, 960)
+ROWS = (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 70)
+MOST = max(ROWS)
+
+KINDS = [
+    pytest.param(dtype, instructions, id=f"{instructions.value}-{str(dtype).removeprefix('torch.')}")
+    for dtype in NARROW
+    for instructions in Instructions.of(host_processor(), ELEMENTS[dtype])
+]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Compare with float64: one rounding to the result's type, and those of float32 sums."""
+    exact = x.to(weight.dtype).double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        exact, sizes = exact + bias.double(), sizes + bias.double().abs()
+    allowed = exact.abs() * torch.finfo(found.dtype).eps / 2 + sizes * x.shape[1] * 2.0**-24 + 1e-6
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+def test_results_are_those_of_float64_and_a_row_does_not_depend_on_the_others(
+    dtype: torch.dtype, instructions: Instructions, columns: int
+) -> None:
+    products = CpuDense(instructions)
+    for out_features in OUTPUTS:
+        weight = numbers(out_features, columns, dtype=dtype)
+        x, bias = numbers(MOST, columns, dtype=dtype, seed=1), numbers(out_features, dtype=dtype, seed=2)
+        together = products.linear(x, weight, bias)
+        check(together, x, weight, bias)
+        check(products.linear(x, weight), x, weight, None)
+        for rows in ROWS:
+            assert torch.equal(products.linear(x[:rows], weight, bias), together[:rows])
+            assert torch.equal(products.linear(x[-rows:], weight, bias), together[-rows:])
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+def test_a_row_is_the_same_at_every_place(dtype: torch.dtype, instructions: Instructions) -> None:
+    products, weight = CpuDense(instructions), numbers(33, 65, dtype=dtype)
+    x = numbers(MOST, 65, dtype=dtype, seed=1)
+    row = numbers(1, 65, dtype=dtype, seed=2)
+    alone = products.linear(row, weight)
+    for place in range(MOST):
+        beside = x.clone()
+        beside[place] = row[0]
+        assert torch.equal(products.linear(beside, weight)[place], alone[0])
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+@pytest.mark.usefixtures("one_thread")
+def test_threads_and_the_cutting_of_rows_into_blocks_change_nothing(
+    dtype: torch.dtype, instructions: Instructions
+) -> None:
+    products, weight = CpuDense(instructions), numbers(100, 8192, dtype=dtype)
+    x = numbers(150, 8192, dtype=dtype, seed=1)
+    torch.set_num_threads(1)
+    expected = products.linear(x, weight)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(products.linear(x, weight), expected)
+        assert torch.equal(products.linear(x[140:141], weight), expected[140:141])
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+def test_rows_of_float32_are_rounded_and_their_results_are_not(
+    dtype: torch.dtype, instructions: Instructions
+) -> None:
+    products, weight = CpuDense(instructions), numbers(40, 100, dtype=dtype)
+    x, bias = numbers(MOST, 100, seed=1), numbers(40, seed=2)
+    found = products.linear(x, weight, bias)
+    assert found.dtype is torch.float32
+    check(found, x.to(dtype).float(), weight, bias)
+    assert torch.equal(found, products.linear(x.to(dtype).float(), weight, bias))
+    assert torch.equal(found[7:8], products.linear(x[7:8], weight, bias))
+    narrow = products.linear(x.to(dtype), weight)
+    assert torch.equal(products.linear(x, weight).to(dtype), narrow)
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+def test_what_is_no_number_stays_in_its_row_and_column(
+    dtype: torch.dtype, instructions: Instructions
+) -> None:
+    products, weight = CpuDense(instructions), numbers(35, 67, dtype=dtype)
+    x = numbers(20, 67, dtype=dtype, seed=1)
+    expected = products.linear(x, weight)
+    x[3, 66], x[5, 0], weight[34, 66] = math.nan, math.inf, math.nan
+    found = products.linear(x, weight)
+    assert found[3].isnan().all()
+    assert found[:, 34].isnan().all()
+    assert (found[5, :34].abs() == math.inf).all()
+    others = [row for row in range(20) if row not in (3, 5)]
+    assert torch.equal(found[others, :34], expected[others, :34])
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+def test_nothing_is_read_or_written_beside_the_operands(
+    dtype: torch.dtype, instructions: Instructions
+) -> None:
+    products, nan = CpuDense(instructions), math.nan
+    weight, x, out = (torch.full((size, 80), nan, dtype=dtype) for size in (19, 5, 5))
+    weight[1:18, 4:71], x[1:4, 4:71] = numbers(17, 67, dtype=dtype), numbers(3, 67, dtype=dtype, seed=1)
+    out[:] = 7
+    part = products.linear(x[1:4, 4:71], weight[1:18, 4:71], out=out[1:4, 3:20])
+    assert torch.equal(part, products.linear(x[1:4, 4:71].contiguous(), weight[1:18, 4:71].contiguous()))
+    assert (out[1:4, 3:20] == part).all()
+    out[1:4, 3:20] = 7
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+def test_any_layout_of_x_is_taken(dtype: torch.dtype, instructions: Instructions) -> None:
+    products, weight = CpuDense(instructions), numbers(20, 48, dtype=dtype)
+    x = numbers(48, 9, dtype=dtype, seed=1).t()
+    assert torch.equal(products.linear(x, weight), products.linear(x.contiguous(), weight))
+    assert products.linear(x[:0], weight).shape == (0, 20)
+    assert torch.equal(products.linear(x[:, :0], weight[:, :0]), torch.zeros(9, 20, dtype=dtype))
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    products, weight = CpuDense(), numbers(20, 48, dtype=torch.bfloat16)
+    x = numbers(3, 48, dtype=torch.bfloat16)
+    wrong: list[tuple[Tensor, Tensor, Tensor | None]] = [
+        (x[:, 1:], weight, None),
+        (x.half(), weight, None),
+        (x, weight.float(), None),
+        (x, weight, torch.zeros(20)),
+        (x, weight, torch.zeros(19, dtype=torch.bfloat16)),
+    ]
+    for arguments in wrong:
+        with pytest.raises(InvalidArgumentError):
+            products.linear(*arguments)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("kind", [CpuDense, TiledProducts])
+def test_heads_have_matrices_of_their_own(kind: type[DenseProducts], dtype: torch.dtype) -> None:
+    products, x = kind(), numbers(MOST, 3, 24, dtype=dtype)
+    lying, standing = numbers(3, 24, 40, dtype=dtype, seed=1), numbers(3, 40, 24, dtype=dtype, seed=2)
+    for weight in (lying, standing.transpose(1, 2)):
+        together = products.by_head(x, weight)
+        for head in range(3):
+            check(together[:, head], x[:, head], weight[head].t(), None)
+        for rows in (1, 2, 33):
+            assert torch.equal(products.by_head(x[:rows], weight), together[:rows])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_torch_in_tiles_computes_a_row_alike_in_every_company(dtype: torch.dtype) -> None:
+    assert tile_rows(dtype) >= 1
+    products = TiledProducts()
+    for columns in (33, 576, 1536):
+        weight, bias = numbers(96, columns, dtype=dtype), numbers(96, dtype=dtype, seed=2)
+        x = numbers(MOST, columns, dtype=dtype, seed=1)
+        together = products.linear(x, weight, bias)
+        torch.testing.assert_close(together, torch.nn.functional.linear(x, weight, bias))
+        for rows in (1, 2, 8, 31, 33, 64):
+            assert torch.equal(products.linear(x[-rows:], weight, bias), together[-rows:])
+    assert products.linear(x[:0], weight).shape == (0, 96)
+
+
+def test_one_row_at_a_time_where_places_in_a_tile_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = torch.nn.functional.linear
+
+    def uneven(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = linear(x, weight, bias)
+        found[1:] *= 1.5
+        return found
+
+    monkeypatch.setattr(torch.nn.functional, "linear", uneven)
+    assert tile_rows.__wrapped__(torch.bfloat16) == 1
+
+
+def test_the_dispatch_leaves_float32_and_other_devices_to_torch() -> None:
+    assert select_dense(CPU, torch.float32) is None
+    assert select_dense(torch.device("meta"), torch.bfloat16) is None
+    assert select_dense(torch.device("cuda"), torch.bfloat16) is None
+    for dtype in NARROW:
+        products = select_dense(CPU, dtype)
+        assert products is not None
+        assert products.name == "cpu"
+        assert products is select_dense(CPU, dtype)
+    best, *_ = Instructions.of(host_processor(), ELEMENTS[torch.bfloat16])
+    assert CpuDense().instructions == best.value
