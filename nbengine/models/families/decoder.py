@@ -276,20 +276,8 @@ class DecoderForCausalLM:
 
     @property
     def pads_single_rows(self) -> bool:
-        """Return whether a step of one token is computed as two rows: where torch multiplies, with a matrix in
-        the model's data type, or another rank may, since ranks exchange hidden states of one shape. The ranks of a
-        stage have their parts of a matrix in one format, unless they have experts of their own."""
-        layout = self.layout
-        if layout.pp_size > 1 or (layout.tp_size > 1 and layout.expert_parallel):
-            return True
-        # Compiled routers add each row's products in the same order.
-        compiled = [block.router.weight.tensor for block in self.moe_blocks if block.routing is not None]
-        return any(
-            len(slot.full_shape) == 2
-            and slot.form is None
-            and all(slot.tensor is not one for one in compiled)
-            for slot in self.weight_slots().values()
-        )
+        """Return False: a row's products depend on nothing but the row (`nbengine.kernels.dense_kernels`)."""
+        return False
 
     @property
     def ignored_weights(self) -> frozenset[str]:

@@ -206,7 +206,7 @@ class TransformersForCausalLM:
 
     @property
     def pads_single_rows(self) -> bool:
-        """Return True: torch multiplies, and one row in another order than several."""
+        """Return True: what a class multiplies by itself, as experts, torch sums in another order for one row."""
         return True
 
     @property

@@ -53,7 +53,7 @@ class StepInputBuilder:
 
     With `pad_single` no matrix product has a single row. oneDNN computes those of 16-bit types in another
     order of summation than all others, so a request alone would get other logits than the same request in
-    company; two rows take the same time as one. Products with quantised weights need no padding.
+    company; two rows take the same time as one. Products of our own need no padding.
     """
 
     def __init__(

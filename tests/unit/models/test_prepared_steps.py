@@ -215,9 +215,3 @@ def test_blocks_beside_the_experts_are_not_covered(load: Load) -> None:
     assert not PreparedSteps.covers(
         load("Qwen2Moe", hidden_size=128, shared_expert_intermediate_size=64, **settings)
     )
-
-
-def test_a_compiled_router_needs_no_padding(load: Load) -> None:
-    kind, weight_type, settings = MODELS["experts"]
-    assert not load(kind, weight_type, **settings).pads_single_rows
-    assert load(kind, weight_type, **{**settings, "dense": "lm_head"}).pads_single_rows
