@@ -23,12 +23,13 @@ from nbengine.runtime.connection import connection_file
 NUM_CORES = 8
 PATIENCE = 10.0
 """Seconds for everything to be gone once the owner is, on a machine that does much else; alone it takes under two."""
-NUM_KILLS = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 4
+NUM_KILLS = amount(4, thorough=200)
 OWNER = """
 import signal, sys
 from process_support.engine_under_test import FAKE_EXECUTOR, fake_config
 from nbengine.client.engines.launch import launch_engine
 from nbengine.config import ParallelConfig
+from tests.support.thorough import amount
 parallel = ParallelConfig(data_parallel_size=int(sys.argv[1]), distributed_executor_backend=FAKE_EXECUTOR)
 info = launch_engine(fake_config(parallel=parallel, bound=True))
 print(info.name, flush=True)

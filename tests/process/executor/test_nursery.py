@@ -30,11 +30,12 @@ from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.runtime.logs import worker_log_path
 
 NOTICED = 10.0
-NUM_KILLS = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
+NUM_KILLS = amount(8, thorough=100)
 WORKER = """
 import os, random, secrets, signal, sys, time
 import numpy
 from process_support.fake_worker import FakeWorker
+from tests.support.thorough import amount
 
 pid = os.getpid()
 with open({imports!r}, "a") as file:
