@@ -19,6 +19,7 @@ from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, fake_
 from nbengine.client.engines.launch import bury_child, host_exit, launch_engine
 from nbengine.config import ParallelConfig
 from nbengine.runtime.connection import connection_file
+from tests.support.thorough import amount
 
 NUM_CORES = 8
 PATIENCE = 10.0
@@ -29,7 +30,6 @@ import signal, sys
 from process_support.engine_under_test import FAKE_EXECUTOR, fake_config
 from nbengine.client.engines.launch import launch_engine
 from nbengine.config import ParallelConfig
-from tests.support.thorough import amount
 parallel = ParallelConfig(data_parallel_size=int(sys.argv[1]), distributed_executor_backend=FAKE_EXECUTOR)
 info = launch_engine(fake_config(parallel=parallel, bound=True))
 print(info.name, flush=True)

@@ -28,6 +28,7 @@ from nbengine.ipc.control_messages import Progress
 from nbengine.runtime import nursery
 from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.runtime.logs import worker_log_path
+from tests.support.thorough import amount
 
 NOTICED = 10.0
 NUM_KILLS = amount(8, thorough=100)
@@ -35,7 +36,6 @@ WORKER = """
 import os, random, secrets, signal, sys, time
 import numpy
 from process_support.fake_worker import FakeWorker
-from tests.support.thorough import amount
 
 pid = os.getpid()
 with open({imports!r}, "a") as file:
