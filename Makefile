@@ -1,4 +1,5 @@
 # make demo   the main job on the default model        make test       linters, types, every test
+# make thorough  every proof with more numbers: hours
 # make quick  linters, and the tests that a change touches, in a minute (BASE=main: since that commit)
 # make check  linters and types, then the tests        make gpu-check  on a machine with a CUDA GPU
 # make bench  every benchmark, one after another       make lock       write constraints.txt again
@@ -14,6 +15,8 @@ INSTALL := $(PYTHON) tools/install.py $(VENV) $(if $(WHEELS),--wheels $(WHEELS))
 PYTEST := $(BIN)/python -m pytest
 # Tests of one file share their engines, and stay in one process.
 WORKERS ?= 2
+# Worlds that `make thorough` simulates.
+SEEDS ?= 100000
 PARALLEL := -n $(WORKERS) --dist loadfile
 # As the engine does for its own processes: two torch programs on one machine would spin in each other's way.
 export GOMP_SPINCOUNT ?= 1000
@@ -22,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test test-unit test-process test-notebook quick durations lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
+.PHONY: demo test test-unit test-process test-notebook thorough quick durations lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
 
 install: $(VENV)/.installed
 
@@ -44,6 +47,12 @@ test-process: $(VENV)/.installed-dev
 
 test-notebook: $(VENV)/.installed-dev
 	$(PYTEST) $(PARALLEL) tests/notebook
+
+# Each proof that a test makes with some numbers, with many more of them.
+thorough: $(VENV)/.installed-dev
+	HYPOTHESIS_PROFILE=thorough NBENGINE_SIMULATION_SEEDS=$(SEEDS) $(PYTEST) $(PARALLEL) --timeout 7200 tests/unit tests/kernels tests/simulation
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) $(PARALLEL) --timeout 7200 tests/process
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) $(PARALLEL) tests/notebook
 
 quick: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.tools.quick $(BASE)

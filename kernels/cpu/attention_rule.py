@@ -3,8 +3,6 @@ soft cap, sinks. Plain attention has the code of none of them."""
 
 from __future__ import annotations
 
-import math
-
 from nbengine.kernels.cpu.codegen import Code, Int, Vector
 from nbengine.kernels.cpu.layout import FLOAT, AttentionArguments, AttentionShape, Span
 from nbengine.kernels.cpu.vectors import tanh
@@ -29,15 +27,6 @@ def capped(code: Code, arguments: Int, scores: Vector) -> Vector:
     """Return scores, which lack the factor of the soft cap, as capped scores in base 2."""
     cap = code.load(arguments + AttentionArguments.soft_cap.offset)
     return tanh(code, scores) * cap.splat(scores.lanes)
-
-
-def begin_with_sink(code: Code, sink: Int, maximum: Int, total: Int, lowest: float) -> None:
-    """Begin a row's maximum and total as if a token with the score at `sink` had been seen; minus infinity adds
-    nothing."""
-    score = code.load(sink) * code.constant(math.log2(math.e))
-    peak = score.at_least(code.constant(lowest))
-    code.store(peak, maximum)
-    code.store(code.exp2(score - peak), total)
 
 
 def sinks_of(code: Code, shape: AttentionShape, arguments: Int, kv_head: Int) -> Int:

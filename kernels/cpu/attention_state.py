@@ -1,18 +1,42 @@
-"""The state of an item of attention on a thread's stack: how it begins, and how it becomes output, at once or by way of
-partial results."""
+"""The state of an item of attention on a thread's stack: how it begins, how states are joined, and how it becomes
+output, at once or by way of partial results.
+
+A state is a maximum, the total of the weights relative to it, and the sums of the weighted values. Joining one that has
+seen nothing, whose maximum is `LOWEST`, changes no bit of another.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llvmlite import ir
 
-from nbengine.kernels.cpu.attention_rule import begin_with_sink
-from nbengine.kernels.cpu.codegen import Code, Int, define
-from nbengine.kernels.cpu.layout import CHUNK, FLOAT, AttentionShape
+from nbengine.kernels.cpu.codegen import Accumulator, Code, Int, Vector, define
+from nbengine.kernels.cpu.layout import CHUNK, FLOAT, PREFILL_PART, AttentionShape
 
 LOWEST = -1e30
-"""The running maximum before the first token."""
+"""The maximum before the first token."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The maximum of two states together, and the factors of the first one's and the second one's sums."""
+
+    peak: Vector
+    shrink: Vector
+    growth: Vector
+
+
+def joined_to(code: Code, before: Vector, more: Vector) -> Joined:
+    """Join a maximum to the one before it."""
+    peak = more.at_least(before)
+    return Joined(peak, code.exp2(before - peak), code.exp2(more - peak))
+
+
+def joined_sum(shrink: Vector, before: Vector, growth: Vector, more: Vector) -> Vector:
+    """Return shrink * before + growth * more, rounded in the one way in which all sums are joined."""
+    return shrink.times_plus(before, growth * more)
 
 
 @dataclass(frozen=True)
@@ -39,30 +63,23 @@ class State:
         offset = 2 * self.shape.rows * (self.shape.row_bytes + FLOAT)
         return self.base + offset + tile_row * FLOAT
 
+    def growth(self, tile_row: Int | int) -> Int:
+        return self.decay(self.shape.tile) + tile_row * FLOAT
+
     def scores(self, tile_row: Int | int) -> Int:
-        return self.decay(self.shape.tile) + tile_row * (CHUNK * FLOAT)
+        return self.growth(self.shape.tile) + tile_row * (CHUNK * FLOAT)
 
     @staticmethod
     def nbytes(shape: AttentionShape) -> int:
-        per_tile_row = (CHUNK + 1) * FLOAT
+        per_tile_row = (CHUNK + 2) * FLOAT
         return 2 * shape.rows * (shape.row_bytes + FLOAT) + shape.tile * per_tile_row
 
 
 def define_begin(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
     """Define begin(state, query, stride, tokens, scale): load scaled queries, padded to whole tiles; clear
-    the rest. With sinks there are two more arguments: the part of the task, of which the first one has them, and
-    the place of the group's."""
+    the rest."""
 
-    def body(
-        code: Code,
-        base: Int,
-        query: Int,
-        stride: Int,
-        tokens: Int,
-        scale: Int,
-        part: Int | None = None,
-        sinks: Int | None = None,
-    ) -> None:
+    def body(code: Code, base: Int, query: Int, stride: Int, tokens: Int, scale: Int) -> None:
         state, factor = State(shape, base), code.load(scale)
         with code.loop(0, tokens) as token, code.loop(0, code.integer(shape.group)) as head:
             source = query + token * stride + head * shape.row_head_bytes
@@ -80,28 +97,32 @@ def define_begin(module: ir.Module, shape: AttentionShape, name: str) -> ir.Func
                 code.store(code.constant(0.0, lanes), state.sums(row) + column * FLOAT)
             code.store(code.constant(LOWEST), state.maximum(row))
             code.store(code.constant(0.0), state.total(row))
-        if part is not None and sinks is not None:
-            with code.when(part.compare("==", 0)), code.loop(0, rows) as row:
-                sink = sinks + row % shape.group * FLOAT
-                begin_with_sink(code, sink, state.maximum(row), state.total(row), LOWEST)
 
-    return define(module, f"{name}_begin", 7 if shape.features.has_sinks else 5, body)
+    return define(module, f"{name}_begin", 5, body)
 
 
 def define_finish(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
-    """Define finish(state, output, stride, tokens): divide the sums by the totals and write them out."""
+    """Define finish(state, output, stride, tokens): divide the sums by the totals and write them out. With sinks there is
+    one more argument, the place of the group's: a sink is joined last, as a token that has no value, so that no cut of
+    the cache changes where it comes in."""
 
-    def body(code: Code, base: Int, output: Int, stride: Int, tokens: Int) -> None:
+    def body(code: Code, base: Int, output: Int, stride: Int, tokens: Int, sinks: Int | None = None) -> None:
         state = State(shape, base)
         with code.loop(0, tokens) as token, code.loop(0, code.integer(shape.group)) as head:
             row = token * shape.group + head
-            inverse = code.constant(1.0) / code.load(state.total(row))
+            factor, total = code.constant(1.0), code.load(state.total(row))
+            if sinks is not None:
+                score = code.load(sinks + head * FLOAT) * code.constant(math.log2(math.e))
+                joined = joined_to(code, code.load(state.maximum(row)), score)
+                factor = joined.shrink
+                total = joined_sum(factor, total, joined.growth, code.constant(1.0))
+            inverse = factor / total
             target = output + token * stride + head * shape.row_head_bytes
             for column, lanes in shape.columns():
                 value = code.load(state.sums(row) + column * FLOAT, lanes) * inverse.splat(lanes)
                 code.store(value, target + column * shape.row_element.size, shape.row_element)
 
-    return define(module, f"{name}_finish", 4, body)
+    return define(module, f"{name}_finish", 5 if shape.features.has_sinks else 4, body)
 
 
 def define_park(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
@@ -120,28 +141,54 @@ def define_park(module: ir.Module, shape: AttentionShape, name: str) -> ir.Funct
     return define(module, f"{name}_park", 3, body)
 
 
-def define_merge(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
-    """Define merge(state, partials, parts, rows): replace totals and sums by those of the partial results
-    together."""
+def define_join(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
+    """Define join(state, partials, first, parts, rows): replace maxima, totals and sums by those of the partial results
+    together. The first of them is number `first` of the cache's parts.
 
-    def body(code: Code, base: Int, partials: Int, parts: Int, rows: Int) -> None:
-        state = State(shape, base)
+    The parts of each `PREFILL_PART` are joined first, as an item of prefill does that has all of it.
+    """
+    together = PREFILL_PART // shape.part
+
+    def body(code: Code, base: Int, partials: Int, first: Int, parts: Int, rows: Int) -> None:
+        state, last = State(shape, base), first + parts
         with code.loop(0, rows) as row:
-            record = partials + row * shape.record_bytes
-            peak = code.accumulator(code.constant(LOWEST))
-            with code.loop(0, parts) as part:
-                peak.set(peak.get().at_least(code.load(record + part * shape.partial_bytes)))
-            total = code.accumulator(code.constant(0.0))
-            sums = {c: code.accumulator(code.constant(0.0, lanes)) for c, lanes in shape.columns()}
-            with code.loop(0, parts) as part:
-                source = record + part * shape.partial_bytes
-                weight = code.exp2(code.load(source) - peak.get())
-                total.set(weight.times_plus(code.load(source + FLOAT), total.get()))
-                for column, lanes in shape.columns():
-                    value = code.load(source + (2 + column) * FLOAT, lanes)
-                    sums[column].set(weight.splat(lanes).times_plus(value, sums[column].get()))
-            code.store(total.get(), state.total(row))
-            for column, cell in sums.items():
+            record, whole = partials + row * shape.record_bytes, _Row.empty(code, shape)
+            with code.loop(first // together, (last + (together - 1)) // together) as coarse:
+                these = _Row.empty(code, shape)
+                begin, end = (coarse * together).at_least(first), (coarse * together + together).at_most(last)
+                with code.loop(begin, end) as part:
+                    source = record + (part - first) * shape.partial_bytes
+                    these.join(code, code.load(source), code.load(source + FLOAT), source + 2 * FLOAT)
+                whole.join(code, these.maximum.get(), these.total.get(), these.sums)
+            code.store(whole.maximum.get(), state.maximum(row))
+            code.store(whole.total.get(), state.total(row))
+            for column, cell in whole.sums.items():
                 code.store(cell.get(), state.sums(row) + column * FLOAT)
 
-    return define(module, f"{name}_merge", 4, body)
+    return define(module, f"{name}_join", 5, body)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The state of one row in registers; the sums by their first columns."""
+
+    shape: AttentionShape
+    maximum: Accumulator
+    total: Accumulator
+    sums: dict[int, Accumulator]
+
+    @classmethod
+    def empty(cls, code: Code, shape: AttentionShape) -> _Row:
+        """Make the state that has seen nothing."""
+        sums = {column: code.accumulator(code.constant(0.0, lanes)) for column, lanes in shape.columns()}
+        return cls(shape, code.accumulator(code.constant(LOWEST)), code.accumulator(code.constant(0.0)), sums)
+
+    def join(self, code: Code, maximum: Vector, total: Vector, sums: Int | dict[int, Accumulator]) -> None:
+        """Join a state whose sums are at an address or in registers."""
+        joined = joined_to(code, self.maximum.get(), maximum)
+        self.maximum.set(joined.peak)
+        self.total.set(joined_sum(joined.shrink, self.total.get(), joined.growth, total))
+        for column, lanes in self.shape.columns():
+            more = code.load(sums + column * FLOAT, lanes) if isinstance(sums, Int) else sums[column].get()
+            cell = self.sums[column]
+            cell.set(joined_sum(joined.shrink.splat(lanes), cell.get(), joined.growth.splat(lanes), more))

@@ -18,7 +18,15 @@ from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.cpu.codegen import Element
 from nbengine.kernels.cpu.jit import Function, compile_module, host_processor
-from nbengine.kernels.cpu.layout import PLAIN, AttentionArguments, AttentionShape, Features
+from nbengine.kernels.cpu.layout import (
+    DECODE_PART,
+    MAX_TILE,
+    PLAIN,
+    PREFILL_PART,
+    AttentionArguments,
+    AttentionShape,
+    Features,
+)
 from nbengine.kernels.cpu.paged_attention import define_attention
 from nbengine.kernels.cpu.plan import WorkList, decode_work, prefill_work
 from nbengine.kernels.cpu.threads import select_runner
@@ -36,7 +44,6 @@ _CACHE_ELEMENTS = {**ELEMENTS, torch.int8: Element.INT8}
 
 _PREFILL_ROWS = 48
 _PREFILL_TILE = 6
-_MAX_DECODE_TILE = 8
 _ITEMS_FOR_THREADS = 4  # fewer items of a cache write are not worth waking the other threads
 LOG2_E = math.log2(math.e)
 """The factor of scores, whose powers are those of 2."""
@@ -65,12 +72,12 @@ def _compile_attention(
     features: Features = PLAIN,
 ) -> _AttentionKernels:
     budget = host_processor().accumulators
-    tiles = range(1, min(_MAX_DECODE_TILE, budget) + 1)
+    tiles = range(1, min(MAX_TILE, budget) + 1)
     decode_tile = min(tiles, key=lambda tile: (-(-group // tile) * tile, -tile))
     kinds = (head_dim, group, block_size, element, row_element)
-    decode = AttentionShape(*kinds, decode_tile, 1, budget, features)
+    decode = AttentionShape(*kinds, decode_tile, 1, DECODE_PART, budget, features)
     prefill_tokens = max(1, _PREFILL_ROWS // group)
-    prefill = AttentionShape(*kinds, _PREFILL_TILE, prefill_tokens, budget, features)
+    prefill = AttentionShape(*kinds, _PREFILL_TILE, prefill_tokens, PREFILL_PART, budget, features)
     functions = compile_module(_define_attention, ["decode", "prefill"], decode, prefill)
     return _AttentionKernels(decode, prefill, *functions)
 

@@ -14,8 +14,7 @@ from llvmlite import ir
 from nbengine.kernels.cpu.attention_rule import first_seen
 from nbengine.kernels.cpu.codegen import Code, Int, define
 from nbengine.kernels.cpu.jit import Function, compile_module
-from nbengine.kernels.cpu.layout import AttentionArguments, Span, Work
-from nbengine.kernels.cpu.plan import DECODE_PART
+from nbengine.kernels.cpu.layout import DECODE_PART, AttentionArguments, Span, Work
 
 _INT, _WORD = 4, 8
 WORK_BYTES = len(Work) * _INT

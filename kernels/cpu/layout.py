@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
@@ -12,7 +13,13 @@ from nbengine.kernels.cpu.codegen import MAX_LANES, Element
 from nbengine.kernels.kv_cache import SCALE_BYTES, int8_head_width
 
 CHUNK = 128
-"""The number of tokens between two updates of the running maximum."""
+"""The number of cached tokens whose softmax stands by itself."""
+DECODE_PART = CHUNK
+PREFILL_PART = 16 * CHUNK
+"""The most cached tokens that an item covers: fixed, so that a request's result does not depend on other
+requests."""
+MAX_TILE = 8
+"""The most rows that are computed at a time."""
 FLOAT = 4
 """The bytes of a float32."""
 
@@ -89,7 +96,8 @@ class Work(IntEnum):
 @dataclass(frozen=True)
 class AttentionShape:
     """The shape for which a kernel is compiled: `tile` rows are computed at a time, items have at most
-    `max_tokens`. The cache holds `element`, queries and output `row_element`."""
+    `max_tokens` and cover at most `part` cached tokens. The cache holds `element`, queries and output
+    `row_element`."""
 
     head_dim: int
     group: int
@@ -98,6 +106,7 @@ class AttentionShape:
     row_element: Element
     tile: int
     max_tokens: int
+    part: int
     accumulators: int
     features: Features = PLAIN
 
@@ -105,7 +114,18 @@ class AttentionShape:
     def fetches_ahead(self) -> bool:
         """Return whether to fetch keys and values before they are needed: where they are read once, in
         decode."""
-        return self.max_tokens == 1
+        return self.part == DECODE_PART
+
+    @property
+    def unroll(self) -> int:
+        """Return the number of channels of a score that are multiplied in one round of the loop over them."""
+        return math.gcd(self.head_dim, 8)
+
+    @property
+    def chains(self) -> int:
+        """Return the number of sums that make up a score. It hides the latency of a multiply-add and must not depend
+        on the tile, since a score has the same bits in tiles of any size."""
+        return min(self.unroll, max(1, self.accumulators // MAX_TILE))
 
     @property
     def rows(self) -> int:

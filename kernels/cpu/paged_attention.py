@@ -6,21 +6,35 @@ the lanes of a score vector are consecutive tokens and those of an output vector
 A *work item* is a run of query tokens of one request against a range of its cache, for one KV head; its rows
 are the (token, query head) pairs, so that every key and value is read once for all heads of the group. Items
 are drawn from a shared counter by however many threads run the kernel. A task whose cache is cut into several
-ranges leaves a partial result for each; the thread that finishes last merges them in order, so that the
-result depends neither on the number of threads nor on the other requests of the batch. The softmax is the
-online one of FlashAttention (Dao et al., 2022), the merge that of Flash-Decoding (Dao et al., 2023).
+ranges leaves a partial result for each; the thread that finishes last joins them in order. The softmax is the
+online one of FlashAttention (Dao et al., 2022), the partial results are those of Flash-Decoding (Dao et al., 2023).
+
+A row's result has the same bits in every batch, cut in any way: the order of its sums depends on the model's shape and
+the processor alone. A score is the same chain of multiply-adds in tiles of any size. The softmax of each
+chunk of `DECODE_PART` cached tokens stands by itself, with its own maximum, and is joined to those before it; the
+chunks of each `PREFILL_PART`, counted from the cache's beginning, make one state, which is joined to those before it.
+An item of decode is such a chunk, one of prefill such a part, and both take the same steps. Chunks that a row does not
+see change no bit of it.
 """
 
 from __future__ import annotations
 
 from functools import reduce
 from itertools import chain
-from math import gcd
 
 from llvmlite import ir
 
 from nbengine.kernels.cpu.attention_rule import capped, first_seen_by, sinks_of
-from nbengine.kernels.cpu.attention_state import State, define_begin, define_finish, define_merge, define_park
+from nbengine.kernels.cpu.attention_state import (
+    LOWEST,
+    State,
+    define_begin,
+    define_finish,
+    define_join,
+    define_park,
+    joined_sum,
+    joined_to,
+)
 from nbengine.kernels.cpu.codegen import Code, Int, Vector, define
 from nbengine.kernels.cpu.layout import CHUNK, FLOAT, PLAIN, AttentionArguments, AttentionShape, Work
 from nbengine.kernels.cpu.scales import define_scale_weights, scale_at
@@ -30,8 +44,6 @@ MASKED = -2e30
 maximum."""
 
 _CACHE_LINE = 64
-_UNROLL = 8
-_MIN_CHAINS = 8  # independent sums that cover the latency of a multiply-add
 
 
 def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
@@ -43,10 +55,7 @@ def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
     next block lies.
     """
     tile, block, size, lanes = shape.tile, shape.block_size, shape.element.size, shape.lanes
-    key_step, group_bytes, unroll = block * size, lanes * size, gcd(shape.head_dim, _UNROLL)
-    chains = 1
-    while chains < unroll and tile * chains < min(_MIN_CHAINS, shape.accumulators):
-        chains *= 2
+    key_step, group_bytes, unroll, chains = block * size, lanes * size, shape.unroll, shape.chains
 
     def fetch(code: Code, values: Int, next_keys: Int, channel: Int) -> None:
         for line in range(0, unroll * group_bytes, _CACHE_LINE):
@@ -98,12 +107,13 @@ def _define_score(module: ir.Module, shape: AttentionShape, name: str) -> ir.Fun
 
 
 def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
-    """Define softmax(scores, count, visible, maximum, total, decay): turn a row of scores (base 2) into
+    """Define softmax(scores, count, visible, maximum, total, decay): turn a row of scores (base 2) of one chunk into
     weights.
 
-    Of `count` scores the first `visible` count. The function updates the row's running maximum and total in
-    place and stores at `decay` the factor for the earlier sums. For a kernel that is not plain there are two more
-    arguments: the number of first scores that do not count, and the address of `AttentionArguments`.
+    Of `count` scores the first `visible` count. The weights are those of the chunk by itself. The function updates the
+    row's running maximum and total in place and stores at `decay` the factor for the earlier sums, and behind those of
+    the tile the factor for the chunk's. For a kernel that is not plain there are two more arguments: the number of first
+    scores that do not count, and the address of `AttentionArguments`.
     """
     lanes, features = shape.lanes, shape.features
 
@@ -118,8 +128,7 @@ def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.F
         hidden: Int | None = None,
         arguments: Int | None = None,
     ) -> None:
-        before = code.load(maximum)
-        highest = code.accumulator(before.splat(lanes))
+        highest = code.accumulator(code.constant(LOWEST, lanes))
         with code.loop(0, count, lanes) as position:
             place = scores + position * FLOAT
             score = code.load(place, lanes)
@@ -131,16 +140,20 @@ def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.F
             code.store(score, place)
             highest.set(score.at_least(highest.get()))
         peak = highest.get().reduce(Vector.at_least)
-        code.store(peak, maximum)
         weights = code.accumulator(code.constant(0.0, lanes))
         with code.loop(0, count, lanes) as position:
             place = scores + position * FLOAT
             weight = code.exp2(code.load(place, lanes) - peak.splat(lanes))
             code.store(weight, place)
             weights.set(weights.get() + weight)
-        shrink = code.exp2(before - peak)
-        code.store(shrink, decay)
-        code.store(shrink.times_plus(code.load(total), weights.get().reduce(Vector.__add__)), total)
+        joined = joined_to(code, code.load(maximum), peak)
+        code.store(joined.peak, maximum)
+        code.store(joined.shrink, decay)
+        code.store(joined.growth, decay + shape.tile * FLOAT)
+        code.store(
+            joined_sum(joined.shrink, code.load(total), joined.growth, weights.get().reduce(Vector.__add__)),
+            total,
+        )
 
     return define(module, f"{name}_softmax", 6 if features == PLAIN else 8, body)
 
@@ -148,8 +161,8 @@ def _define_softmax(module: ir.Module, shape: AttentionShape, name: str) -> ir.F
 def _define_accumulate(module: ir.Module, shape: AttentionShape, name: str) -> ir.Function:
     """Define accumulate(sums, decay, weights, table, values, stride, start, end), for a tile of rows:
 
-    sums[r] = decay[r] * sums[r] + sum over start <= t < end of weights[r, t - start] * value(t), where
-    value(t) is row t % block_size of the block at values + table[t // block_size] * stride.
+    sums[r] = decay[r] * sums[r] + growth[r] * sum over start <= t < end of weights[r, t - start] * value(t), where
+    value(t) is row t % block_size of the block at values + table[t // block_size] * stride, and growth is behind decay.
     """
     tile, block, element = shape.tile, shape.block_size, shape.element
     step = max(1, shape.accumulators // tile)
@@ -167,12 +180,11 @@ def _define_accumulate(module: ir.Module, shape: AttentionShape, name: str) -> i
         end: Int,
     ) -> None:
         for part in parts:
-            cells = {}
-            for r in range(tile):
-                shrink = code.load(decay + r * FLOAT)
-                for column, lanes in part:
-                    old = code.load(sums + r * shape.row_bytes + column * FLOAT, lanes)
-                    cells[r, column] = code.accumulator(old * shrink.splat(lanes))
+            cells = {
+                (r, column): code.accumulator(code.constant(0.0, lanes))
+                for r in range(tile)
+                for column, lanes in part
+            }
             with code.loop(start, end) as token:
                 number = code.load_int(table + token // block * 4, 4)
                 row = values + number * stride + token % block * shape.head_bytes
@@ -183,8 +195,12 @@ def _define_accumulate(module: ir.Module, shape: AttentionShape, name: str) -> i
                     for column, value in loaded:
                         cell = cells[r, column]
                         cell.set(factor.splat(value.lanes).times_plus(value, cell.get()))
-            for (r, column), cell in cells.items():
-                code.store(cell.get(), sums + r * shape.row_bytes + column * FLOAT)
+            for r in range(tile):
+                shrink, growth = (code.load(decay + (r + behind) * FLOAT) for behind in (0, tile))
+                for column, lanes in part:
+                    place = sums + r * shape.row_bytes + column * FLOAT
+                    old, chunk = code.load(place, lanes), cells[r, column].get()
+                    code.store(joined_sum(shrink.splat(lanes), old, growth.splat(lanes), chunk), place)
 
     return define(module, f"{name}_accumulate", 8, body)
 
@@ -261,7 +277,7 @@ def define_attention(module: ir.Module, name: str, shape: AttentionShape) -> Non
     visit = _define_visit(module, shape, name)
     finish = define_finish(module, shape, name)
     park = define_park(module, shape, name)
-    merge = define_merge(module, shape, name)
+    join = define_join(module, shape, name)
 
     def body(code: Code, arguments: Int) -> None:
         def argument(field: str) -> Int:
@@ -281,10 +297,8 @@ def define_attention(module: ir.Module, name: str, shape: AttentionShape) -> Non
             query = argument("query") + work(Work.FIRST_TOKEN) * query_stride + head_offset
             output = argument("output") + work(Work.FIRST_TOKEN) * output_stride + head_offset
             scale = arguments + AttentionArguments.scale.offset
-            sinks = []
-            if shape.features.has_sinks:
-                sinks = [work(Work.PART), sinks_of(code, shape, arguments, head)]
-            code.call(begin, state, query, query_stride, tokens, scale, *sinks)
+            sinks = [sinks_of(code, shape, arguments, head)] if shape.features.has_sinks else []
+            code.call(begin, state, query, query_stride, tokens, scale)
             code.call(
                 visit,
                 state,
@@ -299,7 +313,7 @@ def define_attention(module: ir.Module, name: str, shape: AttentionShape) -> Non
                 *([] if shape.features == PLAIN else [arguments]),
             )
             with code.when(parts.compare("==", 1)):
-                code.call(finish, state, output, output_stride, tokens)
+                code.call(finish, state, output, output_stride, tokens, *sinks)
             with code.when(parts.compare(">", 1)):
                 first = work(Work.PARTIAL) * kv_heads + head * parts
                 partials = argument("partials") + first * shape.partial_bytes
@@ -308,7 +322,8 @@ def define_attention(module: ir.Module, name: str, shape: AttentionShape) -> Non
                 arrived = code.fetch_add(arrivals, 1)
                 with code.when(arrived.compare("==", parts - 1)):
                     code.store_int(code.integer(0), arrivals)
-                    code.call(merge, state, partials, parts, rows)
-                    code.call(finish, state, output, output_stride, tokens)
+                    first_part = work(Work.KV_START) // shape.part - work(Work.PART)
+                    code.call(join, state, partials, first_part, parts, rows)
+                    code.call(finish, state, output, output_stride, tokens, *sinks)
 
     define(module, name, 1, body, exported=True)

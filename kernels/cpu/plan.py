@@ -9,12 +9,7 @@ from numpy.typing import NDArray
 
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.attention_options import AttentionOptions
-from nbengine.kernels.cpu.layout import CHUNK, Work
-
-DECODE_PART = CHUNK
-PREFILL_PART = 16 * CHUNK
-"""The most cached tokens that an item covers: fixed, so that a request's result does not depend on other
-requests."""
+from nbengine.kernels.cpu.layout import CHUNK, DECODE_PART, PREFILL_PART, Work
 
 Ints = NDArray[np.int32]
 

@@ -15,8 +15,8 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.cpu import backend as cpu_backend
 from nbengine.kernels.cpu.backend import CpuKernels
-from nbengine.kernels.cpu.layout import CHUNK, Work
-from nbengine.kernels.cpu.plan import DECODE_PART, PREFILL_PART, decode_work, prefill_work
+from nbengine.kernels.cpu.layout import CHUNK, DECODE_PART, PREFILL_PART, Work
+from nbengine.kernels.cpu.plan import decode_work, prefill_work
 from nbengine.kernels.torch.backend import TorchKernels
 
 INT8 = torch.int8
@@ -28,6 +28,7 @@ RULES: dict[str, dict[str, int]] = {
     "window of a block": {"window": 16},
     "window of several blocks": {"window": 50},
     "window of several parts": {"window": 140},
+    "window of 2050": {"window": 2050},
     "window beyond all": {"window": 10_000},
     "chunk of itself": {"chunk": 1},
     "chunk below a block": {"chunk": 6},
@@ -195,26 +196,49 @@ def test_any_batch_under_any_options_equals_the_reference(
     assert_close(batch.run(), batch.expected())
 
 
-@pytest.mark.parametrize("rule", ["window of several parts", "chunk of several parts"])
+CUTS = [(0, 100), (100, 101), (127, 128), (128, 129), (101, 330), (330, 410), (409, 410)]
+LONG_CUTS = [(PREFILL_PART - 1, PREFILL_PART), (PREFILL_PART, PREFILL_PART + 1), (2000, 2100), (2299, 2300)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "cuts"),
+    [
+        ("all", CUTS),
+        ("window of several parts", CUTS),
+        ("chunk of several parts", CUTS),
+        ("all", LONG_CUTS),
+        ("window of 2050", LONG_CUTS),
+    ],
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_results_depend_neither_on_threads_nor_on_company_nor_on_chunks(
-    make_batch, small, torch_threads, rule
+    make_batch, make_shape, torch_threads, kind, rule, cuts
 ):
-    """A prompt's tokens, all at once, in pieces and beside others, on one thread and on several."""
-    options = options_for(small, rule, cap=20.0, sinks=True)
-    whole = make_batch(CpuKernels(torch.float32), small, [(410, 410)])
-    whole.options = options
-    outputs = []
-    for threads in (1, 3):
-        torch_threads(threads)
-        outputs.append(whole.run())
-    assert torch.equal(*outputs)
-    for start, stop in ((0, 100), (100, 102), (102, 330), (330, 410)):
-        together = make_batch(CpuKernels(torch.float32), small, [(1, 90), (stop - start, stop)])
-        together.options = options
-        blocks = together.metadata.block_table[1, : -(-stop // 16)].long()
-        together.kv_cache[:, blocks] = whole.kv_cache[:, whole.metadata.block_table[0, : len(blocks)].long()]
-        together.query[1:] = whole.query[start:stop]
-        assert torch.equal(together.run()[1:], outputs[0][start:stop])
+    """A prompt's tokens, all at once, in pieces and one by one beside others, on one thread and on several: heads in
+    groups that fill a tile, that leave some of it, and that need several."""
+    make_kernels, dtype, cache_dtype = KINDS[kind]
+    length = cuts[-1][1]
+    for heads, kv_heads, head_dim in ((6, 2, 32), (1, 1, 40), (11, 1, 24)):
+        shape = make_shape(heads, kv_heads, head_dim, 16)
+        options = options_for(shape, rule, cap=20.0, sinks=True)
+        whole = make_batch(make_kernels(), shape, [(length, length)], dtype, cache_dtype=cache_dtype)
+        whole.options = options
+        outputs = []
+        for threads in (1, 3):
+            torch_threads(threads)
+            outputs.append(whole.run())
+        assert torch.equal(*outputs)
+        for start, stop in cuts:
+            lens = sorted([(1, 90), (stop - start, stop), (7, 50)])
+            together = make_batch(make_kernels(), shape, lens, dtype, cache_dtype=cache_dtype)
+            together.options = options
+            place = lens.index((stop - start, stop))
+            rows = slice(*together.metadata.query_start_loc[place : place + 2].tolist())
+            blocks = together.metadata.block_table[place, : -(-stop // 16)].long()
+            own = whole.metadata.block_table[0, : len(blocks)].long()
+            together.kv_cache[:, blocks] = whole.kv_cache[:, own]
+            together.query[rows] = whole.query[start:stop]
+            assert torch.equal(together.run()[rows], outputs[0][start:stop])
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, INT8], ids=str)

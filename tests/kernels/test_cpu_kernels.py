@@ -16,8 +16,8 @@ from nbengine.kernels import reference
 from nbengine.kernels.cpu import backend as cpu_backend
 from nbengine.kernels.cpu import jit as cpu_jit
 from nbengine.kernels.cpu.backend import CpuKernels
-from nbengine.kernels.cpu.layout import Work
-from nbengine.kernels.cpu.plan import DECODE_PART, PREFILL_PART, decode_work, prefill_work
+from nbengine.kernels.cpu.layout import DECODE_PART, PREFILL_PART, Work
+from nbengine.kernels.cpu.plan import decode_work, prefill_work
 
 MIXED = [(1, 700), (1, 3), (1, 129), (40, 333), (5, 5)]
 

@@ -118,7 +118,7 @@ class PreparedSteps:
 
 
 def _size_of(attn: AttentionMetadata) -> StepSize:
-    from nbengine.kernels.cpu.plan import DECODE_PART
+    from nbengine.kernels.cpu.layout import DECODE_PART
     from nbengine.models.prepared.buffers import StepSize
 
     items = attn.num_decodes * -(-attn.max_seq_len // DECODE_PART)

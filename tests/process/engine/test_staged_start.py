@@ -19,11 +19,12 @@ from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, fake_
 from nbengine.client.engines.launch import bury_child, host_exit, launch_engine
 from nbengine.config import ParallelConfig
 from nbengine.runtime.connection import connection_file
+from tests.support.thorough import amount
 
 NUM_CORES = 8
 PATIENCE = 10.0
 """Seconds for everything to be gone once the owner is, on a machine that does much else; alone it takes under two."""
-NUM_KILLS = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 4
+NUM_KILLS = amount(4, thorough=200)
 OWNER = """
 import signal, sys
 from process_support.engine_under_test import FAKE_EXECUTOR, fake_config

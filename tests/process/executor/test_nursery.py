@@ -28,9 +28,10 @@ from nbengine.ipc.control_messages import Progress
 from nbengine.runtime import nursery
 from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.runtime.logs import worker_log_path
+from tests.support.thorough import amount
 
 NOTICED = 10.0
-NUM_KILLS = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
+NUM_KILLS = amount(8, thorough=100)
 WORKER = """
 import os, random, secrets, signal, sys, time
 import numpy

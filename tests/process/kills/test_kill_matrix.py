@@ -31,8 +31,8 @@ from process_support.kill_matrix import (
 from nbengine.client.engines.processes import session_processes
 from nbengine.errors import EngineDeadError, EngineStartError, RequestLostError
 from nbengine.runtime.connection import ConnectionInfo, connection_file, list_connections
+from tests.support.thorough import THOROUGH
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 KILLS = kills(200 if THOROUGH else 10, seed=3)
 HANG = 20.0
 """Seconds after which what was to end is taken to hang, on however busy a machine."""

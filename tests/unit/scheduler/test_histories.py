@@ -6,7 +6,6 @@ paged memory whose contents would betray any wrong sharing, reuse or recomputati
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -16,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.pause import PauseState
+from tests.support.thorough import THOROUGH
 from tests.unit.scheduler.paged_model import EOS, VOCAB_SIZE
 from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.simulation import Simulation
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
 BASES = [[(7 * base + 3 * i + i * i) % VOCAB_SIZE for i in range(40)] for base in range(2)]
 """Prompts start with parts of these, so that they share prefixes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,9 +15,10 @@ from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.queue import RequestQueue
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.waiting import WaitingQueue
+from tests.support.thorough import amount
 from tests.unit.scheduler.short_histories import ABORTED, add, make_scheduler, step
 
-HISTORIES = 20_000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 300
+HISTORIES = amount(300, thorough=20_000)
 PARAMS = SamplingParams()
 
 
