@@ -1,5 +1,5 @@
-"""What the products with dense weights have in common: their arguments, the rows of x that are laid out for them,
-and how results are stored.
+"""The common parts of products with dense weights: arguments, the rows of x that are laid out, and how results are
+stored.
 
 Threads first draw groups of 16 rows of x, and bring them into the memory at `packed`; then, when all are there,
 they draw the products.
@@ -76,7 +76,8 @@ class DenseArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class DenseKind:
-    """What a product is compiled for: its instructions, and the types of the weight and of x, bias and result."""
+    """The instructions of a product, and the types of the weight and of x, bias and result: it is compiled for
+    them."""
 
     instructions: Instructions
     weight: Element
