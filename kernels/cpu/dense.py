@@ -66,7 +66,8 @@ class CpuDense(threading.local):
         Raises:
             NBEngineError: LLVM has no code generator for this processor.
         """
-        self._compiled(dtype, hidden_dtype)
+        if (dtype, hidden_dtype) not in self._kinds:
+            self._compiled(dtype, hidden_dtype)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None

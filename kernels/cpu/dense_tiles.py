@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from llvmlite import ir
 
@@ -63,15 +64,20 @@ def _multiply(kind: DenseKind, lay_out: ir.Function, write: ir.Function, code: C
                     target = tails + (number * TILE_BYTES) + row * TILE_ROW_BYTES
                     frame.copy_row(source, target, tail, kind.weight)
         code.store_int(start, position)
-        for count in (_PAIR, 1):
+        for count, is_first in product((_PAIR, 1), (True, False)):
 
-            def remains(count: int = count, stop: Int = stop) -> ir.Value:
-                return (stop - code.load_int(position)).compare(">", (count - 1) * TILE_ROWS)
+            def remains(
+                count: int = count, is_first: bool = is_first, start: Int = start, stop: Int = stop
+            ) -> ir.Value:
+                row = code.load_int(position)
+                found = (stop - row).compare(">", (count - 1) * TILE_ROWS)
+                return code.builder.and_(found, row.compare("==", start)) if is_first else found
 
             with code.loop_while(remains):
                 row = code.load_int(position)
                 it = _Product(frame, tiles, weights, tails, row, count)
-                it.multiply(prefetches=count == 1)
+                # The first rows bring the weight's next part to the cache, for all that follow.
+                it.multiply(prefetches=is_first)
                 it.write(write, firsts, height, stop)
                 code.store_int(row + count * TILE_ROWS, position)
     tiles.release()

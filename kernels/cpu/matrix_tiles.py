@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from functools import cache
 
 import numpy as np
@@ -31,7 +32,12 @@ def has_bfloat16_tiles() -> bool:
     """Return whether this process may use tiles of bfloat16: the processor has them, and Linux, which is asked,
     allows it."""
     features = host_processor().features
-    if not (features.get("amx-tile") and features.get("amx-bf16") and features.get("avx512f")):
+    if not (
+        sys.platform == "linux"
+        and features.get("amx-tile")
+        and features.get("amx-bf16")
+        and features.get("avx512f")
+    ):
         return False
     try:
         system_call = ctypes.CDLL(None, use_errno=True).syscall

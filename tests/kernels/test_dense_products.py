@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nbengine.errors import InvalidArgumentError
+from nbengine.errors import InvalidArgumentError, NBEngineError
 from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.dense import CpuDense
 from nbengine.kernels.cpu.dense_parts import Instructions
@@ -203,6 +203,17 @@ def test_one_row_at_a_time_where_places_in_a_tile_matter(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.nn.functional, "linear", uneven)
     assert tile_rows.__wrapped__(torch.bfloat16) == 1
+
+
+def test_torch_multiplies_in_tiles_where_nothing_can_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NBEngineError("no code generator")
+
+    monkeypatch.setattr(CpuDense, "warm_up", refuse)
+    assert isinstance(select_dense.__wrapped__(CPU, torch.bfloat16), TiledProducts)
+    assert "no code generator" in caplog.text
 
 
 def test_the_dispatch_leaves_float32_and_other_devices_to_torch() -> None:

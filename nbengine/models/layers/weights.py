@@ -114,7 +114,7 @@ class DenseWeight:
 
     tensor: Tensor
     products: DenseProducts | None = None
-    """What multiplies; None: torch."""
+    """The products with it; None: torch's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -247,7 +247,10 @@ class Place:
         """Allocate a matrix."""
         products = self.packed.products
         if form is None or products is None:
-            return DenseWeight(self.empty(rows, columns), select_dense(self.device, self.dtype))
+            dense = select_dense(self.device, self.dtype)
+            if dense is not None:
+                dense.warm_up(self.dtype, self.hidden_dtype)
+            return DenseWeight(self.empty(rows, columns), dense)
         shape = form.data_shape(rows, columns)
         return PackedWeight(self._empty(shape, torch.uint8), form, rows, products)
 
