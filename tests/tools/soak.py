@@ -36,7 +36,7 @@ DEFAULT = (
     "tests/notebook/test_process_tree.py",
     "tests/notebook/test_recover.py",
 )
-"""What kills, waits and finds things gone: two minutes on two free cores."""
+"""Tests of what kills, waits and finds things gone: two minutes on two free cores."""
 REPORTS = ROOT / "build" / "soak"
 NICE = 5
 BUSY = f"""

@@ -17,10 +17,10 @@ from nbengine.models.checkpoints.storage import cache_dir
 MODELS = ("smollm2-135m", "all-minilm-l6-v2")
 """Models that are not made, but fetched."""
 REAL = (*MODELS, "SmolLM2-135M-Instruct")
-"""How the names of entries begin that are made of them."""
+"""The beginnings of the names of what is made of them."""
 KINDS = ("models", "prepared", "weights")
 UNUSED_SECONDS = 7 * 24 * 3600.0
-"""An entry of a real model that was made or used so long ago is of a layout that is no more."""
+"""After this time without use, an entry of a real model is taken to be of a layout that was given up."""
 
 
 def make() -> Path:
