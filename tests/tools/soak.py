@@ -138,7 +138,7 @@ def summary(repeats: Sequence[Repeat]) -> str:
     """Say how the repeats went, and list what failed."""
     seconds = ", ".join(f"{repeat.seconds:.0f}" for repeat in repeats)
     num_tests = max((repeat.num_tests for repeat in repeats), default=0)
-    lines = [f"{len(repeats)} repeats of {num_tests} tests, in {seconds} s"]
+    lines = [f"{len(repeats)} repeat{'s' * (len(repeats) != 1)} of {num_tests} tests, in {seconds} s"]
     found = failures(repeats)
     for failure in found:
         lines += [f"failed {failure.times} of {len(repeats)}: {failure.test}", f"    {failure.error[:300]}"]
@@ -163,6 +163,8 @@ def main(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             interrupted = True
     print(summary(repeats))
+    if interrupted:
+        print("broken off before the last repeat had ended")
     return 1 if interrupted or failures(repeats) else 0
 
 
