@@ -161,7 +161,7 @@ def test_only_large_tensors_take_shared_memory_which_goes_with_the_client(start_
 
     def generate(llm: AsyncLLM, length: int) -> list[int]:
         collector = llm.submit({"prompt_embeds": embeds(length, 10)}, GREEDY)
-        while not (output := collector.get_blocking(timeout=10)).finished:
+        while not (output := collector.get_blocking(timeout=60)).finished:
             pass
         return output.outputs[0].token_ids
 
@@ -241,7 +241,7 @@ def test_a_client_that_is_killed_while_its_tensors_are_under_way_leaves_none(
     finally:
         core.resume()
     collector = llm.submit({"prompt_embeds": embeds(LARGE, 10)}, GREEDY)
-    while not (output := collector.get_blocking(timeout=10)).finished:
+    while not (output := collector.get_blocking(timeout=60)).finished:
         pass
     assert output.outputs[0].token_ids == counting(10)
     stop_engine(info)

@@ -22,7 +22,7 @@ from nbengine.sampling_params import RequestOutputKind
 
 StartEngine = Callable[..., AsyncLLM]
 
-DEADLINE = 6.0
+DEADLINE = 60.0
 OPTIONS: dict[str, Any] = {
     "model": "random-tiny-moe",
     "dtype": "float32",
