@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -138,3 +139,15 @@ def served(shared_server: Served) -> Iterator[Served]:
     yield shared_server
     shared_server.close_clients()
     shared_server.idle()
+
+
+@pytest.fixture
+def with_a_key(served: Served) -> Iterator[Served]:
+    """A second server of the engine, which asks for a key."""
+    settings = ServerSettings(port=0, api_keys=("a-secret-key",))
+    second = dataclasses.replace(
+        served, record=start_server(served.llm.connection, settings), settings=settings, clients=[]
+    )
+    yield second
+    second.close_clients()
+    stop_server(second.record, drain_timeout=0)

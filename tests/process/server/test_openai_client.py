@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -24,18 +23,6 @@ HELLO: Any = [{"role": "user", "content": "a"}]
 def letters(first: str, count: int) -> str:
     """The text that the fake executor writes behind a prompt that ends with `first`."""
     return "".join(chr(ord(first) + number) for number in range(1, count + 1))
-
-
-@pytest.fixture
-def with_a_key(served: Any) -> Iterator[Any]:
-    """A second server of the engine, which asks for a key."""
-    settings = ServerSettings(port=0, api_keys=("a-secret-key",))
-    second = dataclasses.replace(
-        served, record=start_server(served.llm.connection, settings), settings=settings, clients=[]
-    )
-    yield second
-    second.close_clients()
-    stop_server(second.record, drain_timeout=0)
 
 
 def test_ordinary_calls_are_answered(served: Any) -> None:

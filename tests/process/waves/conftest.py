@@ -15,7 +15,7 @@ from process_support.lock_step_executor import (
     LOCK_STEP_EXECUTOR,
     Meeting,
 )
-from process_support.raw_client import RawClient
+from process_support.raw_client import DEADLINE, RawClient
 
 from nbengine.config import CacheConfig, ParallelConfig
 
@@ -81,8 +81,11 @@ def shared_pair(
     """Two cores for all tests of a file, with one batch or two in flight."""
     meeting = str(tmp_path_factory.mktemp("pair") / "meeting")
     engine = LockStepEngine(2, meeting, EXECUTORS[request.param], {"step_seconds": 0.002})
-    yield engine
-    engine.close()
+    try:
+        engine.wait_ready(3 * DEADLINE)
+        yield engine
+    finally:
+        engine.close()
 
 
 @pytest.fixture
