@@ -4,6 +4,7 @@
 # make check  linters and types, then the tests        make gpu-check  on a machine with a CUDA GPU
 # make bench  every benchmark, one after another       make lock       write constraints.txt again
 # make bench-peers  beside llama.cpp, OpenVINO and transformers, which it installs
+# make soak-tests  what kills and waits, TIMES=3 beside LOAD=6 busy processes (TESTS=tests/unit: others)
 # make durations  how long the suites take, into CONTRIBUTING.md
 # make docs   the documentation as a site, into site/; a warning is an error
 # make wheels DIR=folder   what a machine without a package index installs from: make install WHEELS=folder
@@ -25,14 +26,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test test-unit test-process test-notebook thorough quick durations lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
+.PHONY: demo test test-unit test-process test-notebook thorough quick soak-tests durations lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
 
 install: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev $(VENV)/.installed-docs
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/run.py examples/01_quickstart.ipynb
+	$(BIN)/python -m tests.tools.scratch examples/run.py examples/01_quickstart.ipynb
 
 test: lint
 	@$(MAKE) --no-print-directory test-unit
@@ -56,6 +57,11 @@ thorough: $(VENV)/.installed-dev
 
 quick: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.tools.quick $(BASE)
+
+TIMES ?= 3
+LOAD ?= 6
+soak-tests: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.tools.soak --times $(TIMES) --load $(LOAD) --workers $(WORKERS) $(TESTS)
 
 # Each suite with the seconds that it takes by the clock, and with its report.
 durations: $(VENV)/.installed-dev

@@ -29,6 +29,7 @@ from nbengine.distributed.init import START_SECONDS, TorchWorld, init_parallel
 from nbengine.distributed.layout import RankLayout
 from nbengine.distributed.rendezvous import Party, Rendezvous
 from nbengine.distributed.torch_communicator import TorchCommunicator, TorchLink
+from tests.tools.scratch import shared_memory_prefix
 
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, MAX_ROWS = 576, 49152, 2048
@@ -125,7 +126,7 @@ def run_rank(rank: int, tp: int, pp: int, rounds: int, directory: str) -> None:
 def run_world(tp: int, pp: int, rounds: int) -> list[dict[str, Any]]:
     """Run all processes of a world and return what rank 0 has measured."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="nbengine-bench-", dir=place) as directory:
+    with tempfile.TemporaryDirectory(prefix=shared_memory_prefix(), dir=place) as directory:
         numbers = [str(number) for number in (tp, pp, rounds)]
         command = [sys.executable, __file__, "--rank"]
         processes = [

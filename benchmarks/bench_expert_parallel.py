@@ -36,6 +36,7 @@ from nbengine.distributed.communicator import DataParallelGroup
 from nbengine.distributed.data_parallel import join_data_parallel
 from nbengine.distributed.layout import RankLayout
 from nbengine.distributed.torch_data_parallel import TorchDataParallelGroup
+from tests.tools.scratch import shared_memory_prefix
 
 CPU = torch.device("cpu")
 CORES = 2
@@ -106,7 +107,7 @@ def row(tokens: int, hidden: int, idle: bool, gloo: list[float], memory: list[fl
 def measure_exchange(rounds: int) -> list[dict[str, Any]]:
     """Run both processes and return what engine core 0 has measured."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="nbengine-bench-", dir=place) as directory:
+    with tempfile.TemporaryDirectory(prefix=shared_memory_prefix(), dir=place) as directory:
         command = [sys.executable, __file__, "--core"]
         processes = [
             subprocess.Popen(

@@ -31,6 +31,7 @@ from nbengine.ipc.queues.message_queue import Handle, MessageQueue
 from nbengine.runtime.directories import SHARED_MEMORY
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from tests.tools.scratch import shared_memory_prefix
 
 NUM_REQUESTS = 32
 WARMUP = 200
@@ -54,7 +55,7 @@ class Directories:
 def directories() -> Iterator[Directories]:
     shared = str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     with (
-        tempfile.TemporaryDirectory(prefix="nbengine-bench-", dir=shared) as memory,
+        tempfile.TemporaryDirectory(prefix=shared_memory_prefix(), dir=shared) as memory,
         tempfile.TemporaryDirectory(prefix="nb-") as sockets,
     ):
         yield Directories(memory, sockets)

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from tests.tools import scratch
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Make an argument parser with the options that every benchmark has."""
+    """Make an argument parser with the options that every benchmark has.
+
+    From here on, all that the benchmark writes lies in a scratch folder, which goes with it.
+    """
+    keep_in_scratch()
     result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     result.add_argument("--json", type=Path, help="also write the figures here")
     result.add_argument("--rounds", type=int, default=5, help="counted rounds of each side")
     return result
+
+
+def keep_in_scratch() -> None:
+    """Have this process and those that it starts use a scratch folder until it ends (`tests/tools/scratch.py`)."""
+    folder = scratch.enter()
+    if folder is not None:
+        atexit.register(folder.leave)
 
 
 def machine() -> dict[str, Any]:

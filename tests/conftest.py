@@ -17,6 +17,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from tests.tools import scratch
 from tests.tools.durations import recorded_seconds
 
 SUPPORT = Path(__file__).parent / "support"
@@ -36,6 +37,8 @@ TokenChecker = Callable[[list[int], list[int]], None]
 TOGETHER = ("tests/process/ray/",)
 """A Ray cluster serves all its tests, and there is one at a time."""
 
+SCRATCH = pytest.StashKey[scratch.Scratch | None]()
+
 APART = ("tests/simulation/",)
 """Many worlds, none of which knows of another."""
 
@@ -54,15 +57,27 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """Undo what `only_new_garbage` does, for what is counted at the interpreter's end."""
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Undo what `only_new_garbage` does, for what is counted at the interpreter's end; remove the scratch folder."""
     gc.unfreeze()
+    folder = config.stash.get(SCRATCH, None)
+    if folder is not None:
+        for process in folder.leave():
+            print(f"left by the tests, and ended: {process}", file=sys.stderr)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let tests interrupt themselves in the workers of pytest-xdist, too, which ignore interrupts."""
+    """Let tests interrupt themselves in the workers of pytest-xdist, too, which ignore interrupts. All of a run's
+    processes share one scratch folder; only what is asked for by `--basetemp` is kept."""
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        return
+    folder = scratch.enter()
+    config.stash[SCRATCH] = folder
+    if folder is not None and config.option.basetemp is None:
+        config.option.basetemp = str(folder.path / "p")
 
 
 class FileScheduling(LoadFileScheduling):
@@ -101,7 +116,7 @@ def only_new_garbage() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def private_runtime_dir() -> Iterator[Path]:
     """Keep connection files, logs and sockets of the tests apart from the user's own engines."""
-    with tempfile.TemporaryDirectory(prefix="nbt-") as directory:
+    with tempfile.TemporaryDirectory(prefix="nbc-") as directory:
         previous = os.environ.get("NBENGINE_RUNTIME_DIR")
         os.environ["NBENGINE_RUNTIME_DIR"] = directory
         yield Path(directory)

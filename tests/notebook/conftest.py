@@ -27,7 +27,7 @@ StartKernel = Callable[[], Kernel]
 @pytest.fixture(scope="session")
 def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
     """Environment of the kernels: directories of their own, and the tests' executor on the path."""
-    with tempfile.TemporaryDirectory(prefix="nbk-", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="nbk-") as directory:
         own = {
             "IPYTHONDIR": f"{directory}/ipython",
             "JUPYTER_RUNTIME_DIR": f"{directory}/jupyter",

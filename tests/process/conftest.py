@@ -22,7 +22,7 @@ StartEngine = Callable[..., EngineUnderTest]
 def private_socket_dir() -> Iterator[Path]:
     """Directory in which the engines of this session make their run directories."""
     with (
-        tempfile.TemporaryDirectory(prefix="nbx-", dir="/tmp") as directory,
+        tempfile.TemporaryDirectory(prefix="nbx-") as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("XDG_RUNTIME_DIR", directory)

@@ -28,6 +28,7 @@ from tests.simulation.network import Network
 from tests.simulation.processes import Process, descriptor_numbers
 from tests.simulation.substitutes import installed
 from tests.simulation.users import User, UserPlan, draw_user
+from tests.tools.scratch import shared_memory_prefix
 
 PATIENCE = 150.0
 """Every user must have finished this many seconds after the last fault."""
@@ -138,7 +139,7 @@ class World:
         Raises:
             Violation: something happened that never may.
         """
-        self.directory = Path(tempfile.mkdtemp(prefix="nbs-", dir=_shared_memory()))
+        self.directory = Path(tempfile.mkdtemp(prefix=shared_memory_prefix(), dir=_shared_memory()))
         state.enter(self)
         try:
             self._run()

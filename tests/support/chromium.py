@@ -33,9 +33,11 @@ needs_chromium = pytest.mark.skipif(
 
 @contextmanager
 def browser(directory: Path) -> Iterator[Browser]:
-    """A browser that keeps its files in `directory`."""
+    """A browser that keeps its files in `directory`, its reports of crashes, too."""
     with sync_playwright() as playwright:
-        own = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
+        own = os.environ | dict.fromkeys(
+            ("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), str(directory)
+        )
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, env=own)
         try:
             yield started

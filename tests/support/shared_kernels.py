@@ -11,18 +11,16 @@ from nbengine.models.checkpoints.storage import cache_dir
 from nbengine.worker import worker
 from nbengine.worker.kernel_store import KernelStore
 
-STORE = KernelStore(cache_dir() / "kernels")
-"""The user's own, which engines use; found before a test has a cache directory of its own."""
-
 
 @pytest.fixture(scope="package", autouse=True)
 def kernels_are_compiled_once() -> Iterator[None]:
-    """Take compiled kernels from the user's cache directory, also where models lie in a test's own.
+    """Take compiled kernels from the cache directory of all tests, also where models lie in a test's own.
 
     A kernel is kept under a digest of all sources of kernels, so a kernel that is changed is compiled. That a worker
     keeps its kernels is tested in `tests/unit/worker/test_kernel_store.py`, and `tests/kernels` compiles always.
     """
+    store = KernelStore(cache_dir() / "kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jit, "_store", STORE)
+        patch.setattr(jit, "_store", store)
         patch.setattr(worker, "keep_kernels", lambda: None)
         yield

@@ -12,7 +12,7 @@ from typing import Any
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 Outputs = list[dict[str, Any]]
 
 

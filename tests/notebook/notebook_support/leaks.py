@@ -11,7 +11,7 @@ import psutil
 
 from nbengine.client.engines.directory import list_engines, stop_engine
 
-SETTLE_SECONDS = 8.0
+SETTLE_SECONDS = 30.0
 LASTING_FILES = ("nbengine-launch.lock",)
 SHM = Path("/dev/shm")
 

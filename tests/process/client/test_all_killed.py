@@ -66,4 +66,4 @@ def test_the_next_start_leaves_nothing_of_it_and_touches_nothing_that_lives(
     assert not connection_file("first").exists()
     clear_dead_engines()
     assert [(listing.info.name, listing.state) for listing in list_engines()] == [("second", "ready")]
-    assert second.call_utility_blocking("ping", timeout=5) == "pong"
+    assert second.call_utility_blocking("ping", timeout=60) == "pong"

@@ -65,4 +65,4 @@ def test_neither_a_step_of_the_clock_nor_a_client_with_another_clock_changes_any
         (listing,) = list_engines()
         assert (listing.state, listing.num_clients) == ("ready", 1)
         assert session_processes(llm.connection) == processes
-        assert llm.call_utility_blocking("ping", timeout=5) == "pong"
+        assert llm.call_utility_blocking("ping", timeout=60) == "pong"

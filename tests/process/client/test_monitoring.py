@@ -39,7 +39,7 @@ class Notes:
 
 def fetch(address: str) -> dict[tuple[str, str], float]:
     """Return the series by name and engine, those with other labels added up."""
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         body = answer.read().decode()
     found: dict[tuple[str, str], float] = {}
     for family in parse(body):
@@ -125,7 +125,7 @@ async def test_a_stop_string_counts_as_a_stop_in_the_engine(start_async: StartAs
     address = newest(llm.connection).metrics_address
 
     def ended() -> bool:
-        with urllib.request.urlopen(address, timeout=10) as answer:
+        with urllib.request.urlopen(address, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         return any(
             line.startswith("nbengine_request_success_total")

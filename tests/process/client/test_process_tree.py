@@ -58,7 +58,7 @@ def test_other_frontends_are_in_it_while_they_are_attached(start_async: StartAsy
     assert other.stdout.readline() == "attached\n"
     assert {process.pid for process in llm.process_tree().frontends} == {os.getpid(), other.pid}
     assert llm.process_tree().frontends[0].pid == os.getpid()
-    other.communicate("\n", timeout=30)
+    other.communicate("\n", timeout=100)
     wait_for(lambda: len(llm.process_tree().frontends) == 1, "the end of the other frontend's sockets")
 
 

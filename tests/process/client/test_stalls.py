@@ -103,7 +103,7 @@ async def test_whichever_process_is_stopped_a_word_comes_soon_nothing_else_waits
         (listing,) = quickly(list_engines)
         assert (listing.state, listing.num_clients) == ("ready", 2)
         quickly(AsyncLLM.attach, llm.name).detach()
-    other.communicate(timeout=10)
+    other.communicate(timeout=100)
     assert other.returncode == 0
     with held(llm.ready.pid) as since:
         wait_for(lambda: llm.death, "the end", TIMEOUT + 2 * SLACK)

@@ -96,7 +96,7 @@ def test_the_others_learn_which_engine_core_has_lost_its_worker(start_world):
     victim.kill()
     start = time.monotonic()
     answers = [rank.answer() for rank in others]
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 60.0
     # Not all wait for the one that died: those are told that another has left.
     assert {answer["error"] for answer in answers} <= {"PeerDiedError", "QueueClosedError"}
     named = [answer["message"] for answer in answers if answer["error"] == "PeerDiedError"]

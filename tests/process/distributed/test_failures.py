@@ -27,7 +27,7 @@ def test_the_others_notice_that_a_rank_was_killed_and_leave_nothing_behind(
         assert answer["error"] in (
             {"PeerDiedError", "QueueClosedError"} if over == "memory" else {"RuntimeError"}
         )
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 60.0
     assert [path.name for path in tmp_path.iterdir()] in ([], ["rendezvous"])
 
 

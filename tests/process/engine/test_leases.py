@@ -164,7 +164,7 @@ def test_an_engine_without_clients_ends_after_keep_alive(start_engine) -> None:
     client.tell(Detach())
     began = time.monotonic()
     engine.wait_gone()
-    assert 0.3 < time.monotonic() - began < 5
+    assert 0.3 < time.monotonic() - began < 60
     assert engine.host.returncode == 0
 
 

@@ -22,7 +22,7 @@ from nbengine.runtime.connection import connection_file
 from tests.support.thorough import amount
 
 NUM_CORES = 8
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds for everything to be gone once the owner is, on a machine that does much else; alone it takes under two."""
 NUM_KILLS = amount(4, thorough=200)
 OWNER = """

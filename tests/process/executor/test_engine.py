@@ -19,7 +19,7 @@ from nbengine.config import ParallelConfig, SchedulerConfig
 from nbengine.ipc.control_messages import EngineDead, Progress
 from nbengine.runtime.logs import worker_log_path
 
-NOTICED = 10.0
+NOTICED = 60.0
 """Seconds within which a client must know of the end of a worker."""
 
 

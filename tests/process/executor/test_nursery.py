@@ -30,7 +30,7 @@ from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.runtime.logs import worker_log_path
 from tests.support.thorough import amount
 
-NOTICED = 10.0
+NOTICED = 60.0
 NUM_KILLS = amount(8, thorough=100)
 WORKER = """
 import os, random, secrets, signal, sys, time

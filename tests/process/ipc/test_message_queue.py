@@ -19,7 +19,7 @@ from process_support import queue_end
 from process_support.stopping import stop
 
 STREAM = 10_000
-NOTICED = 3.0
+NOTICED = 60.0
 """Seconds within which a dead process has to be noticed."""
 
 

@@ -96,7 +96,7 @@ class EngineUnderTest:
     def _wait_for_addresses(self) -> None:
         """Wait until the host has said where on the network it listens."""
         path = engine_file(self.run_dir)
-        wait_for(lambda: read_connection(path).addresses, "where the host listens", 3 * DEADLINE)
+        wait_for(lambda: read_connection(path).addresses, "where the host listens", DEADLINE)
         self.info = read_connection(path)
 
     @classmethod

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import garbage
 
 SHM = Path("/dev/shm")
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 30.0
 LASTING_THREADS = ("nbengine-loop", "asyncio_")
 """Names of threads that serve the whole process and stay by design."""
 LASTING_FILES = ("nbengine-launch.lock",)

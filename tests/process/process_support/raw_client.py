@@ -40,7 +40,7 @@ from nbengine.metrics.stats import EngineStats
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import SamplingParams
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 class RawClient:

@@ -135,7 +135,7 @@ class RayCluster:
     def __init__(
         self, nodes: Sequence[Mapping[str, float]], places: Sequence[tuple[str, str]] | None = None
     ) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="nbr-", dir="/tmp"))
+        self.root = Path(tempfile.mkdtemp(prefix="nbr-"))
         self.nodes: list[RayNode] = []
         self.address = ""
         try:

@@ -15,7 +15,7 @@ from process_support.ray_cluster import START
 from nbengine.errors import EngineDeadError, EngineStartError
 from nbengine.runtime.executor_files import ExecutorFiles
 
-NOTICED = 5.0
+NOTICED = 60.0
 """Seconds within which the end of a worker must be known."""
 
 

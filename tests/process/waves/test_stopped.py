@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from conftest import LockStepEngine, StartLockStep
 
 NUM_REQUESTS = 60
-PATIENCE = 6 * DEADLINE
+PATIENCE = DEADLINE
 LONGEST_STOP = 0.03
 FOLLOWER = """
 import sys, zmq

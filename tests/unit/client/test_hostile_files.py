@@ -48,7 +48,7 @@ NAME = "hostile"
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Directories of its own for everything that an engine has."""
-    with tempfile.TemporaryDirectory(prefix="nbh-", dir="/tmp") as made:
+    with tempfile.TemporaryDirectory(prefix="nbh-") as made:
         root = Path(made)
         for name in ("run", "shm", "files"):
             (root / name).mkdir(mode=0o700)

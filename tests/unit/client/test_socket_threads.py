@@ -18,7 +18,7 @@ from nbengine.client.threads.shared_loop import SharedLoop
 from nbengine.client.threads.socket_thread import SocketThread
 from nbengine.ipc.shortage import Setbacks
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Pair:

@@ -141,7 +141,7 @@ def test_a_rank_that_waits_learns_that_another_has_left(tmp_path):
         time.sleep(0.05)
         leaving.close()
         with pytest.raises(QueueClosedError):
-            future.result(timeout=10)
+            future.result(timeout=60)
 
 
 def test_large_tensors_go_through_memory_of_limited_size(tmp_path):

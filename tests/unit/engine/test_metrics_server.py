@@ -39,7 +39,7 @@ def server(state: DPCoordinator) -> Iterator[MetricsServer]:
 def fetch(server: MetricsServer, path: str = "/metrics", **headers: str) -> tuple[str, str]:
     url = server.address.replace("/metrics", path)
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode(), answer.headers["Content-Type"]
 
 
@@ -87,10 +87,10 @@ def test_other_paths_and_methods_are_refused(server: MetricsServer) -> None:
         caught.value.close()
     request = urllib.request.Request(server.address, data=b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=60)
     assert caught.value.code == 501
     caught.value.close()
-    with urllib.request.urlopen(urllib.request.Request(server.address, method="HEAD"), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(server.address, method="HEAD"), timeout=60) as answer:
         assert int(answer.headers["Content-Length"]) > 1000
         assert answer.read() == b""
 

@@ -23,7 +23,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.serial import MsgpackDecoder
 
-TIMEOUT = 5.0
+TIMEOUT = 60.0
 
 
 class Rig:

@@ -118,9 +118,9 @@ def test_a_client_that_there_is_no_descriptor_for_is_attached_later(
     inputs.attach()
     assert received(inputs.client)[0] == engine_identity(0)
     assert scarce.failures == 0
-    assert isinstance(inputs.output_queue.get(timeout=1), AttachClient)
+    assert isinstance(inputs.output_queue.get(timeout=60), AttachClient)
     inputs.abort("r")
-    assert inputs.input_queue.get(timeout=5) == AbortRequests(1, ["r"])
+    assert inputs.input_queue.get(timeout=60) == AbortRequests(1, ["r"])
 
 
 def test_the_ends_that_a_client_has_found_itself_are_read_beside_the_others(inputs: Input) -> None:
@@ -128,10 +128,10 @@ def test_the_ends_that_a_client_has_found_itself_are_read_beside_the_others(inpu
     inputs.attach()
     received(inputs.client)
     inputs.abort("r", *MsgpackEncoder().encode(["r", "s"]))
-    assert inputs.input_queue.get(timeout=5) == AbortRequests(1, ["r"], ("r", "s"))
+    assert inputs.input_queue.get(timeout=60) == AbortRequests(1, ["r"], ("r", "s"))
     inputs.abort("r", b"no msgpack")
     inputs.abort("last")
-    assert inputs.input_queue.get(timeout=5) == AbortRequests(1, ["last"])
+    assert inputs.input_queue.get(timeout=60) == AbortRequests(1, ["last"])
 
 
 def test_a_client_that_leaves_before_it_was_attached_is_not_attached_any_more(
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_before_it_was_attached_is_not_attached_any_more(
     inputs.thread.start()
     inputs.attach()
     inputs.host.send(encode_control(DetachClient(1)))
-    assert isinstance(inputs.input_queue.get(timeout=5), DetachClient)
+    assert isinstance(inputs.input_queue.get(timeout=60), DetachClient)
     assert inputs.thread._to_attach == {}
     assert inputs.output_queue.empty()
 
@@ -175,7 +175,7 @@ def test_an_input_thread_with_a_bug_ends_the_core(inputs: Input, monkeypatch: py
     poller = inputs.thread._poller
     monkeypatch.setattr(poller, "poll", fail_once([RuntimeError("a bug")], poller.poll))
     inputs.thread.start()
-    failed = inputs.input_queue.get(timeout=5)
+    failed = inputs.input_queue.get(timeout=60)
     assert isinstance(failed, ThreadFailed)
     assert str(failed.error) == "a bug"
 

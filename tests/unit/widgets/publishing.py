@@ -28,7 +28,7 @@ from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.following.dashboard_state import DashboardState
 from nbengine.widgets.following.feed import EngineFeed
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 Follow = Callable[..., EngineFeed]
 """Has a listener, with an owner or without, follow the engine."""

@@ -20,7 +20,7 @@ from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.waves.recording import WaveRecording
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Publisher:

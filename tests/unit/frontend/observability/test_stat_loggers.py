@@ -174,7 +174,7 @@ def test_every_stat_logger_gets_every_message_and_one_that_fails_is_left_out(
         assert follower.newest == EngineStats()
         for step in (1, 2):
             source.messages.put(stats(step, step))
-        assert [notes.told.get(timeout=10).timestamp for _ in range(2)] == [1, 2]
+        assert [notes.told.get(timeout=60).timestamp for _ in range(2)] == [1, 2]
         assert follower.newest.timestamp == 2
         source.messages.put(None)
     assert not follower.is_running
