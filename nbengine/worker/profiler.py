@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch.autograd.profiler import profile as profile_of_cpu
+from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from nbengine.errors import UtilityError
@@ -37,6 +39,39 @@ class _Trace(msgspec.Struct):
     traceEvents: list[_Event]
 
 
+class _CpuProfile:
+    """The part of `torch.profiler.profile` that is needed here, for a worker without a GPU.
+
+    That one imports torch's compiler, to learn whether it uses CUDA graphs: some seconds in which nobody gets a token.
+    """
+
+    def __init__(self) -> None:
+        self._recording = profile_of_cpu(use_kineto=True)
+        self._step: record_function | None = None
+        self._num_steps = 0
+
+    def start(self) -> None:
+        self._recording.__enter__()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self._end_step()
+        self._num_steps += 1
+        self._step = record_function(f"ProfilerStep#{self._num_steps}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        self._end_step()
+        self._recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def export_chrome_trace(self, path: str) -> None:
+        self._recording.export_chrome_trace(path)  # type: ignore[no-untyped-call]
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+
 class WorkerProfiler:
     """A profiler that records from its construction on, for at most `max_steps` steps, so that a profile that
     nobody ends stays bounded in memory.
@@ -56,12 +91,11 @@ class WorkerProfiler:
             raise UtilityError(f"no profile can be written to {directory}: {error}") from error
         if not os.access(self._directory, os.W_OK):
             raise UtilityError(f"no profile can be written to {directory}: it is not writable")
-        activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         self._max_steps = max_steps
         self._num_steps = 0
-        self._profile = profile(activities=activities)
+        self._profile: profile | _CpuProfile = _CpuProfile()
+        if device.type == "cuda":
+            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
         self._profile.start()
         self._is_recording = True
 

@@ -40,6 +40,32 @@ def no_leftovers(private_runtime_dir: Path, private_socket_dir: Path) -> Iterato
     assert not found, "left behind: " + "; ".join(found)
 
 
+@pytest.fixture(scope="module")
+def no_leftovers_of_module(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[None]:
+    """Check the same of what the tests of a file share, which each of them finds there already."""
+    directories = [private_runtime_dir, private_socket_dir]
+    set_modules_aside()
+    before = take_snapshot(directories)
+    yield
+    found = leftovers(before, directories)
+    assert not found, "left behind: " + "; ".join(found)
+
+
+@pytest.fixture(scope="module")
+def start_shared_engine(no_leftovers_of_module: None) -> Iterator[StartEngine]:
+    """Start an engine with the fake executor for all tests of a file, which leave it as it is."""
+    engines: list[EngineUnderTest] = []
+
+    def start(knobs: dict | None = None, **config) -> EngineUnderTest:
+        engine = EngineUnderTest(fake_config(knobs, **config))
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
 @pytest.fixture
 def start_engine(no_leftovers: None) -> Iterator[StartEngine]:
     """Start an engine with the fake executor; it is ended after the test, whatever state it is in."""

@@ -1,6 +1,6 @@
 """Structured outputs in the engine core: the compiled constraints of requests, and the masks of a step.
 
-The library is llguidance (the extra `structured`); it and the tokenizer are loaded with the first request
+The library is llguidance (the extra `structured`); it, numpy and the tokenizer are loaded with the first request
 that needs them. The input thread compiles; the busy loop builds the masks while the model runs.
 """
 
@@ -16,9 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from nbengine.config import ModelConfig
 from nbengine.engine.core.grammar_check import WHITESPACE, GrammarChecker, GrammarSource, parser_limits
 from nbengine.engine.core.thinking import ThinkingGrammar, thinking_grammar
@@ -30,7 +27,9 @@ from nbengine.scheduler.grammar import Grammar
 from nbengine.scheduler.reasoning import Decode
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ multiple of its text."""
 PARALLEL_FROM = 16
 """Number of requests from which on several threads build the masks of a step: with fewer they only wait for
 each other."""
+_EVERY_TOKEN = 0xFFFF_FFFF
+"""A word of a row."""
 
 
 class GuidanceGrammar:
@@ -96,12 +97,12 @@ class GuidanceGrammar:
         holds_back = self._num_tokens < self._min_tokens
         if (self._plain and not self._added and not holds_back) or not self.matcher.is_accepting():
             return
-        word, bit = self._eos >> 5, np.uint32(1 << (self._eos & 31))
-        row[word] &= ~bit
+        word, bit = self._eos >> 5, 1 << (self._eos & 31)
+        row[word] &= _EVERY_TOKEN ^ bit
         if holds_back and row.any():
             return
         for token_id in self._added:
-            row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+            row[token_id >> 5] |= 1 << (token_id & 31)
         if self._plain or not row.any():
             row[word] |= bit
 
@@ -125,7 +126,9 @@ class StructuredOutputManager:
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._decode: Decode | None = None
-        self._bitmask = np.zeros((0, -(-vocab_size // 32)), np.uint32)
+        self._num_words = -(-vocab_size // 32)
+        """Of a row, with a bit a token."""
+        self._bitmask: NDArray[np.uint32] | None = None
 
     def compile(
         self, params: SamplingParams, marks: ReasoningTokens | None = None, written: Sequence[int] = ()
@@ -172,12 +175,14 @@ class StructuredOutputManager:
 
         The next call overwrites the buffer.
         """
+        import numpy as np
+
         # Every request that has a grammar got it from `compile`.
         ours = cast("Sequence[GuidanceGrammar | ThinkingGrammar]", grammars)
         count = len(ours)
-        if count > len(self._bitmask):
-            self._bitmask = np.zeros((max(count, self._max_num_seqs), self._bitmask.shape[1]), np.uint32)
         bitmask = self._bitmask
+        if bitmask is None or count > len(bitmask):
+            bitmask = self._bitmask = np.zeros((max(count, self._max_num_seqs), self._num_words), np.uint32)
         address, row_bytes = bitmask.ctypes.data, bitmask.strides[0]
         matchers = [
             (matcher, row) for row, grammar in enumerate(ours) if (matcher := grammar.matcher) is not None
@@ -213,17 +218,18 @@ class StructuredOutputManager:
         return found
 
     def _compiled(self, source: GrammarSource) -> LLMatcher:
+        import numpy as np
         from llguidance import LLMatcher
 
         grammar = self._checker.check(source)
         matcher = LLMatcher(self._loaded_tokenizer(), grammar, log_level=0, limits=parser_limits())
-        mask = np.zeros(self._bitmask.shape[1], np.uint32)
+        mask = np.zeros(self._num_words, np.uint32)
         # Copies of the matcher begin with the states of this first mask, and some limits are met only here.
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if error := _error_of(matcher):
             raise RequestError(error)
         eos = self._loaded_tokenizer().eos_token
-        mask[eos >> 5] &= ~np.uint32(1 << (eos & 31))
+        mask[eos >> 5] &= _EVERY_TOKEN ^ (1 << (eos & 31))
         if not mask.any():
             raise RequestError("only the empty text follows it")
         return matcher

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from nbengine.errors import RequestError
 from nbengine.ipc.reasoning import ReasoningTokens
 from nbengine.sampling_params import SamplingParams
@@ -15,11 +12,13 @@ from nbengine.scheduler.grammar import Grammar
 from nbengine.scheduler.reasoning import Decode, ReasoningPhase, ReasoningTracker
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher
+    from numpy.typing import NDArray
 
 MAX_MARK = 256
 """Most tokens or characters of a mark, which is looked for behind every token of reasoning."""
-_EVERY_TOKEN = np.uint32(0xFFFF_FFFF)
+_EVERY_TOKEN = 0xFFFF_FFFF
 
 
 class AnswerGrammar(Grammar, Protocol):
@@ -104,13 +103,13 @@ class ThinkingGrammar:
         if tracker.phase is ReasoningPhase.REASONING:
             row[:] = _EVERY_TOKEN
             for token_id in self._banned:
-                row[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+                row[token_id >> 5] &= _EVERY_TOKEN ^ (1 << (token_id & 31))
         elif self.matcher is None:
             row[:] = 0
         elif self._answer is not None:
             self._answer.finish_row(row)
         for token_id in tracker.next_tokens:
-            row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+            row[token_id >> 5] |= 1 << (token_id & 31)
 
     def _accept(self, token_id: int) -> bool:
         tracker, answer = self._tracker, self._answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH
+from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, wait_for
 
 from nbengine import LLM, AsyncLLM
 from nbengine.client.engines.directory import stop_engine
@@ -21,6 +22,7 @@ VOCAB_SIZE = 260
 
 StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
+StartShared = Callable[..., Any]
 
 
 def fake_options(**options: Any) -> dict[str, Any]:
@@ -34,6 +36,41 @@ def fake_options(**options: Any) -> dict[str, Any]:
 def fake_executor_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine's processes find the fake executor."""
     monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
+
+
+@pytest.fixture(scope="module")
+def start_shared(no_leftovers_of_module: None) -> Iterator[StartShared]:
+    """Start an `AsyncLLM` or an `LLM` for all tests of a file; it is shut down after the last one.
+
+    A test takes it by way of `left_idle`, which checks that it leaves the engine as it was.
+    """
+    started: list[AsyncLLM | LLM] = []
+
+    def start(kind: type[AsyncLLM | LLM], **options: Any) -> AsyncLLM | LLM:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
+            started.append(kind(**fake_options(**options)))
+        return started[-1]
+
+    yield start
+    for frontend in started:
+        frontend.shutdown()
+
+
+@contextlib.contextmanager
+def left_idle(frontend: AsyncLLM | LLM) -> Iterator[None]:
+    """Wait behind a test until the engine that it shares has nothing to do, is awake, and has all of its blocks."""
+    stats = frontend.stats_blocking if isinstance(frontend, AsyncLLM) else frontend.stats
+
+    def is_idle() -> bool:
+        return all(
+            not engine.num_running_reqs + engine.num_waiting_reqs + engine.is_paused + engine.is_sleeping
+            and engine.num_free_blocks == engine.num_blocks
+            for engine in stats().engines
+        )
+
+    yield
+    wait_for(is_idle, "the shared engine to be idle")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from nbengine.client.engines.directory import count_clients, stop_engine
 from nbengine.errors import InvalidArgumentError, NBEngineError, UtilityError
 from nbengine.ipc.control_messages import Progress
 from nbengine.sampling_params import RequestOutputKind
+from tests.process.client.conftest import left_idle
 
 StartAsync = Callable[..., AsyncLLM]
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -42,6 +43,19 @@ async def collect(llm: AsyncLLM, first: int, sampling_params: SamplingParams) ->
     return seen
 
 
+@pytest.fixture(scope="module")
+def shared(start_shared: Callable[..., AsyncLLM]) -> AsyncLLM:
+    """An engine that takes long enough for a step to be caught in the middle of a request."""
+    return start_shared(AsyncLLM, bound=False, knobs={"step_seconds": 0.02})
+
+
+@pytest.fixture
+def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
+    """The shared engine, for the tests that leave it as it is."""
+    with left_idle(shared):
+        yield shared
+
+
 async def idle(llm: AsyncLLM) -> None:
     for _ in range(500):
         if not (await llm.stats()).engines_running:
@@ -50,8 +64,7 @@ async def idle(llm: AsyncLLM) -> None:
     raise AssertionError("the engine is still busy")
 
 
-async def test_a_stream_brings_every_token_once_and_in_order(start_async: StartAsync) -> None:
-    llm = start_async(knobs={"step_seconds": 0.002})
+async def test_a_stream_brings_every_token_once_and_in_order(llm: AsyncLLM) -> None:
     assert await collect(llm, 10, params(output_kind=DELTA)) == list(range(11, 31))
     lengths = [len(o.outputs[0].token_ids) async for o in llm.generate(tokens(10), params())]
     assert lengths[-1] == 20
@@ -59,15 +72,13 @@ async def test_a_stream_brings_every_token_once_and_in_order(start_async: StartA
     assert lengths[0] < 20
 
 
-async def test_many_requests_share_the_engine(start_async: StartAsync) -> None:
-    llm = start_async()
+async def test_many_requests_share_the_engine(llm: AsyncLLM) -> None:
     firsts = list(range(1, 61))
     results = await asyncio.gather(*(collect(llm, first, params(output_kind=DELTA)) for first in firsts))
     assert results == [list(range(first + 1, first + 21)) for first in firsts]
 
 
-def test_threads_and_loops_of_any_kind_can_use_it_at_once(start_async: StartAsync) -> None:
-    llm = start_async()
+def test_threads_and_loops_of_any_kind_can_use_it_at_once(llm: AsyncLLM) -> None:
     results: dict[str, list[int]] = {}
 
     def blocking() -> None:
@@ -96,8 +107,7 @@ def test_threads_and_loops_of_any_kind_can_use_it_at_once(start_async: StartAsyn
     }
 
 
-async def test_closing_a_stream_aborts_its_request_at_the_engine(start_async: StartAsync) -> None:
-    llm = start_async(knobs={"step_seconds": 0.02})
+async def test_closing_a_stream_aborts_its_request_at_the_engine(llm: AsyncLLM) -> None:
     stream = llm.generate(tokens(5), params(400))
     await anext(stream)
     assert (await llm.stats()).engines_running
@@ -107,8 +117,7 @@ async def test_closing_a_stream_aborts_its_request_at_the_engine(start_async: St
     assert engine.num_free_blocks == engine.num_blocks
 
 
-async def test_cancelling_the_reading_task_aborts_its_request(start_async: StartAsync) -> None:
-    llm = start_async(knobs={"step_seconds": 0.02})
+async def test_cancelling_the_reading_task_aborts_its_request(llm: AsyncLLM) -> None:
     task = asyncio.create_task(collect(llm, 5, params(400)))
     while not (await llm.stats()).engines_running:
         await asyncio.sleep(0.01)
@@ -118,8 +127,7 @@ async def test_cancelling_the_reading_task_aborts_its_request(start_async: Start
     await idle(llm)
 
 
-async def test_an_abort_keeps_what_there_is(start_async: StartAsync) -> None:
-    llm = start_async(knobs={"step_seconds": 0.01})
+async def test_an_abort_keeps_what_there_is(llm: AsyncLLM) -> None:
     outputs = []
     async for output in llm.generate(tokens(5), params(400), "mine"):
         outputs.append(output)
@@ -132,8 +140,7 @@ async def test_an_abort_keeps_what_there_is(start_async: StartAsync) -> None:
     await idle(llm)
 
 
-async def test_a_stop_string_ends_the_request_at_the_engine(start_async: StartAsync) -> None:
-    llm = start_async(knobs={"step_seconds": 0.01})
+async def test_a_stop_string_ends_the_request_at_the_engine(llm: AsyncLLM) -> None:
     first = llm.get_tokenizer().encode("a")[0]
     async for output in llm.generate(tokens(first), params(200, stop=["de"])):
         last = output
@@ -141,8 +148,7 @@ async def test_a_stop_string_ends_the_request_at_the_engine(start_async: StartAs
     await idle(llm)
 
 
-async def test_errors_come_where_the_request_was_made(start_async: StartAsync) -> None:
-    llm = start_async()
+async def test_errors_come_where_the_request_was_made(llm: AsyncLLM) -> None:
     with pytest.raises(InvalidArgumentError, match="prompt"):
         llm.submit("", params())
     with pytest.raises(UtilityError, match="no utility method"):
@@ -209,23 +215,23 @@ async def _finish(llm: AsyncLLM, prompt: list[int]) -> None:
 
 
 async def test_attaching_again_under_a_sessions_name_ends_what_it_had_asked_for(
-    start_async: StartAsync,
+    llm: AsyncLLM,
 ) -> None:
-    llm = start_async(name="shared", bound=False, session="notebook", knobs={"step_seconds": 0.01})
-    stream = llm.generate(tokens(5), params(400))
+    first = AsyncLLM.attach(llm.name, session="notebook")
+    stream = first.generate(tokens(5), params(400))
     await anext(stream)
-    successor = AsyncLLM.attach("shared", session="notebook")
+    successor = AsyncLLM.attach(llm.name, session="notebook")
     with pytest.raises(NBEngineError, match="attached again"):
         async for _ in stream:
             pass
     assert await collect(successor, 10, params(3, output_kind=DELTA)) == [11, 12, 13]
     await idle(successor)
     successor.detach()
+    first.detach()
 
 
-async def test_two_clients_of_one_engine_do_not_disturb_each_other(start_async: StartAsync) -> None:
-    llm = start_async(name="two", bound=False)
-    other = AsyncLLM.attach("two")
+async def test_two_clients_of_one_engine_do_not_disturb_each_other(llm: AsyncLLM) -> None:
+    other = AsyncLLM.attach(llm.name)
     mine, theirs = await asyncio.gather(
         collect(llm, 10, params(output_kind=DELTA)), collect(other, 50, params(output_kind=DELTA))
     )

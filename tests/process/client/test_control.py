@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from nbengine.frontend.control import Control
 from nbengine.frontend.outputs.output_collector import RequestOutputCollector
 from nbengine.runtime.connection import connection_file
 from nbengine.sampling_params import RequestOutputKind
+from tests.process.client.conftest import left_idle
+from tests.support.thorough import amount
 
 StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
@@ -33,13 +36,35 @@ EXPECTED = [(5 + n) % 260 for n in range(1, 301)]
 SLOW = {"step_seconds": 0.002}
 
 
+@pytest.fixture(scope="module")
+def shared_async(start_shared: Callable[..., AsyncLLM]) -> AsyncLLM:
+    return start_shared(AsyncLLM, bound=False, knobs=SLOW)
+
+
+@pytest.fixture(scope="module")
+def shared_llm(start_shared: Callable[..., LLM]) -> LLM:
+    return start_shared(LLM)
+
+
+@pytest.fixture
+def llm(shared_async: AsyncLLM) -> Iterator[AsyncLLM]:
+    """An engine that is shared by the tests that leave it as it is."""
+    with left_idle(shared_async):
+        yield shared_async
+
+
 @pytest.fixture(params=["LLM", "LLM in this process", "LLMEngine", "AsyncLLM"])
-def control(request: pytest.FixtureRequest, start_llm: StartLLM, start_async: StartAsync) -> Control:
+def control(
+    request: pytest.FixtureRequest, llm: AsyncLLM, shared_llm: LLM, start_llm: StartLLM
+) -> Iterator[Control]:
     """The blocking utilities of each frontend, and so of each client."""
     if request.param == "AsyncLLM":
-        return start_async().control
-    llm = start_llm(multiprocess=request.param != "LLM in this process")
-    return llm.llm_engine if request.param == "LLMEngine" else llm
+        yield llm.control
+    elif request.param == "LLM in this process":
+        yield start_llm(multiprocess=False)
+    else:
+        with left_idle(shared_llm):
+            yield shared_llm.llm_engine if request.param == "LLMEngine" else shared_llm
 
 
 def test_every_utility_works_through_every_client(control: Control, tmp_path: Path) -> None:
@@ -71,8 +96,7 @@ def test_every_utility_works_through_every_client(control: Control, tmp_path: Pa
             call()
 
 
-async def test_every_utility_can_be_awaited(start_async: StartAsync, tmp_path: Path) -> None:
-    llm = start_async()
+async def test_every_utility_can_be_awaited(llm: AsyncLLM, tmp_path: Path) -> None:
     assert await llm.get_supported_tasks() == ("generate",)
     assert await llm.reset_prefix_cache() is True
     await llm.pause_generation("wait")
@@ -131,11 +155,8 @@ async def soon(awaitable: Awaitable[Any]) -> Any:
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 @pytest.mark.parametrize("how", ["pause", "sleep"])
-async def test_streams_are_kept_or_ended_and_later_requests_wait(
-    start_async: StartAsync, how: str, mode: str
-) -> None:
-    llm = start_async(name="held", bound=False, knobs=SLOW)
-    other = AsyncLLM.attach("held")
+async def test_streams_are_kept_or_ended_and_later_requests_wait(llm: AsyncLLM, how: str, mode: str) -> None:
+    other = AsyncLLM.attach(llm.name)
     try:
         running = Reader(other)
         await soon(running.beginning.wait())
@@ -162,9 +183,8 @@ async def test_streams_are_kept_or_ended_and_later_requests_wait(
 
 
 async def test_it_does_not_sleep_over_requests_unless_told_what_to_do_with_them(
-    start_async: StartAsync,
+    llm: AsyncLLM,
 ) -> None:
-    llm = start_async(knobs=SLOW)
     running = Reader(llm)
     await soon(running.beginning.wait())
     with pytest.raises(UtilityError, match="1 unfinished requests are not paused"):
@@ -203,8 +223,13 @@ async def test_killed_asleep_it_is_gone_and_who_waits_is_told(start_async: Start
     assert_nothing_left(llm)
 
 
-@pytest.mark.parametrize("drain", [False, True])
-@pytest.mark.parametrize("how", ["pause", "sleep"])
+@pytest.mark.parametrize(
+    ("how", "drain"),
+    amount(
+        [("pause", False), ("sleep", True)],
+        thorough=list(itertools.product(["pause", "sleep"], [False, True])),
+    ),
+)
 async def test_a_held_engine_ends_when_asked_to_and_so_do_its_requests(
     start_async: StartAsync, how: str, drain: bool
 ) -> None:

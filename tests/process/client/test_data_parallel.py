@@ -9,7 +9,7 @@ import random
 import signal
 import statistics
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 import pytest
 from process_support.engine_under_test import wait_for
@@ -17,12 +17,38 @@ from process_support.engine_under_test import wait_for
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, UtilityError
 from nbengine.sampling_params import RequestOutputKind
+from tests.process.client.conftest import left_idle
+from tests.support.thorough import amount
 
 StartAsync = Callable[..., AsyncLLM]
-StartLLM = Callable[..., LLM]
 
 DELTA = RequestOutputKind.DELTA
 FOREVER = 400
+NUM_STREAMS = amount(300, thorough=600)
+
+
+@pytest.fixture(scope="module")
+def shared_async(start_shared: Callable[..., AsyncLLM]) -> AsyncLLM:
+    return start_shared(AsyncLLM, data_parallel_size=2, knobs={"step_seconds": 0.01})
+
+
+@pytest.fixture(scope="module")
+def shared_llm(start_shared: Callable[..., LLM]) -> LLM:
+    return start_shared(LLM, data_parallel_size=2, knobs={"step_seconds": 0.01})
+
+
+@pytest.fixture
+def llm(shared_async: AsyncLLM) -> Iterator[AsyncLLM]:
+    """Two engine cores that are shared by the tests that leave them as they are."""
+    with left_idle(shared_async):
+        yield shared_async
+
+
+@pytest.fixture
+def offline(shared_llm: LLM) -> Iterator[LLM]:
+    """Two engine cores of a blocking frontend, shared likewise."""
+    with left_idle(shared_llm):
+        yield shared_llm
 
 
 def params(max_tokens: int = 20, **options: object) -> SamplingParams:
@@ -68,9 +94,8 @@ async def until_load(llm: AsyncLLM, expected: list[int]) -> None:
 
 
 async def test_an_explicit_rank_is_obeyed_and_a_wrong_one_is_refused_before_anything_is_sent(
-    start_async: StartAsync,
+    llm: AsyncLLM,
 ) -> None:
-    llm = start_async(data_parallel_size=2)
     for rank in (1, 0, 1, 1):
         before = (await llm.stats()).engines
         assert await collect(llm, 7, rank=rank) == counted_from(7)
@@ -86,9 +111,8 @@ async def test_an_explicit_rank_is_obeyed_and_a_wrong_one_is_refused_before_anyt
 
 
 async def test_an_abort_reaches_the_rank_that_has_the_request_and_only_that_one(
-    start_async: StartAsync,
+    llm: AsyncLLM,
 ) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.005})
     streams = [await begin(llm, rank) for rank in (0, 0, 1, 1)]
     assert await load(llm) == [2, 2]
     await streams[2].aclose()
@@ -101,15 +125,13 @@ async def test_an_abort_reaches_the_rank_that_has_the_request_and_only_that_one(
     await until_load(llm, [0, 0])
 
 
-async def test_requests_that_come_at_once_are_spread_evenly(start_async: StartAsync) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.005})
+async def test_requests_that_come_at_once_are_spread_evenly(llm: AsyncLLM) -> None:
     streams = await asyncio.gather(*(begin(llm) for _ in range(10)))
     assert await load(llm) == [5, 5]
     await asyncio.gather(*(stream.aclose() for stream in streams))
 
 
-async def test_two_clients_share_the_ranks_by_the_statistics(start_async: StartAsync) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.005})
+async def test_two_clients_share_the_ranks_by_the_statistics(llm: AsyncLLM) -> None:
     other = AsyncLLM.attach(llm.name)
     try:
         mine = [await begin(llm, 0) for _ in range(4)]
@@ -123,8 +145,7 @@ async def test_two_clients_share_the_ranks_by_the_statistics(start_async: StartA
         other.detach()
 
 
-async def test_a_client_bound_to_a_rank_sends_everything_there(start_async: StartAsync) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.005})
+async def test_a_client_bound_to_a_rank_sends_everything_there(llm: AsyncLLM) -> None:
     bound = AsyncLLM.attach(llm.name, data_parallel_rank=1)
     try:
         streams = await asyncio.gather(*(begin(bound) for _ in range(5)))
@@ -138,8 +159,8 @@ async def test_a_client_bound_to_a_rank_sends_everything_there(start_async: Star
         AsyncLLM.attach(llm.name, data_parallel_rank=2)
 
 
-def test_llm_over_two_ranks_answers_in_prompt_order(start_llm: StartLLM) -> None:
-    llm = start_llm(data_parallel_size=2, knobs={"step_seconds": 0.002})
+def test_llm_over_two_ranks_answers_in_prompt_order(offline: LLM) -> None:
+    llm = offline
     lengths = list(itertools.islice(itertools.cycle((30, 3, 1, 17)), 40))
     prompts = [{"prompt_token_ids": [first]} for first in range(40)]
     outputs = llm.generate(prompts, [params(length) for length in lengths], use_tqdm=False)
@@ -150,8 +171,8 @@ def test_llm_over_two_ranks_answers_in_prompt_order(start_llm: StartLLM) -> None
     assert all(engine.step_counter > 0 for engine in engines)
 
 
-def test_an_interrupt_aborts_the_requests_at_every_rank(start_llm: StartLLM) -> None:
-    llm = start_llm(data_parallel_size=2, knobs={"step_seconds": 0.02})
+def test_an_interrupt_aborts_the_requests_at_every_rank(offline: LLM) -> None:
+    llm = offline
 
     def busy() -> list[bool]:
         return [engine.num_running_reqs > 0 for engine in llm.stats().engines]
@@ -170,8 +191,8 @@ def test_an_interrupt_aborts_the_requests_at_every_rank(start_llm: StartLLM) -> 
     assert output.outputs[0].token_ids == counted_from(7)
 
 
-def test_utilities_concern_all_ranks(start_llm: StartLLM) -> None:
-    llm = start_llm(data_parallel_size=2)
+def test_utilities_concern_all_ranks(offline: LLM) -> None:
+    llm = offline
     engine = llm.llm_engine
     for _ in range(2):
         engine.add_request("r", tokens(5), params(FOREVER))
@@ -195,8 +216,7 @@ def test_utilities_concern_all_ranks(start_llm: StartLLM) -> None:
     assert engine.get_supported_tasks() == ("generate",)
 
 
-async def test_a_sleep_that_one_rank_refuses_leaves_all_awake(start_async: StartAsync) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.005})
+async def test_a_sleep_that_one_rank_refuses_leaves_all_awake(llm: AsyncLLM) -> None:
     stream = await begin(llm, 1)
     with pytest.raises(UtilityError, match=r"engine core 1: .*unfinished"):
         await llm.sleep()
@@ -212,7 +232,7 @@ async def test_the_busiest_of_four_ranks_has_at_most_a_third_more_work_than_the_
         data_parallel_size=4, knobs={"step_seconds": 0.005}, max_num_seqs=16, num_gpu_blocks_override=512
     )
     chance = random.Random(5)
-    lengths = [100 if chance.random() < 0.2 else 20 for _ in range(600)]
+    lengths = [100 if chance.random() < 0.2 else 20 for _ in range(NUM_STREAMS)]
     left = {}
     names = iter(range(len(lengths)))
 

@@ -4,7 +4,7 @@ first."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from process_support.engine_under_test import wait_for
 from process_support.lock_step_executor import LOCK_STEP_EXECUTOR
 
 from nbengine import LLM, AsyncLLM, SamplingParams
+from tests.process.client.conftest import left_idle
 
 StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
@@ -30,21 +31,34 @@ async def tokens_of(llm: AsyncLLM, first: int, rank: int | None = None) -> list[
     return [output async for output in stream][-1].outputs[0].token_ids
 
 
-@pytest.fixture
-def lock_step(tmp_path: Path) -> dict[str, object]:
-    """Engine arguments of two ranks in lock step."""
+def lock_step_in(directory: Path) -> dict[str, object]:
+    """Engine arguments of two ranks in lock step, which meet in a directory."""
     return {
         "model": "random-tiny-moe",
         "data_parallel_size": 2,
         "distributed_executor_backend": LOCK_STEP_EXECUTOR,
-        "knobs": {"meeting": str(tmp_path / "meeting")},
+        "knobs": {"meeting": str(directory / "meeting")},
     }
 
 
-async def test_requests_in_every_state_of_the_waves_are_answered(
-    start_async: StartAsync, lock_step: dict[str, object]
-) -> None:
-    llm = start_async(**lock_step)
+@pytest.fixture
+def lock_step(tmp_path: Path) -> dict[str, object]:
+    return lock_step_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(start_shared: Callable[..., AsyncLLM], tmp_path_factory: pytest.TempPathFactory) -> AsyncLLM:
+    return start_shared(AsyncLLM, **lock_step_in(tmp_path_factory.mktemp("shared")))
+
+
+@pytest.fixture
+def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
+    """Two ranks in lock step, for the tests that leave them as they are."""
+    with left_idle(shared):
+        yield shared
+
+
+async def test_requests_in_every_state_of_the_waves_are_answered(llm: AsyncLLM) -> None:
     feed = llm.engine_core.cores._feed
     assert feed is not None
     waves = []
@@ -60,8 +74,7 @@ async def test_requests_in_every_state_of_the_waves_are_answered(
     assert all(engine.num_dummy_steps > 0 for engine in stats.engines)
 
 
-async def test_two_clients_wake_the_ranks_up(start_async: StartAsync, lock_step: dict[str, object]) -> None:
-    llm = start_async(**lock_step)
+async def test_two_clients_wake_the_ranks_up(llm: AsyncLLM) -> None:
     other = AsyncLLM.attach(llm.name, data_parallel_rank=1)
     try:
         for _ in range(5):

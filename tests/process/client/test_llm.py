@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -18,6 +18,7 @@ from process_support.engine_under_test import wait_for
 from nbengine import LLM, SamplingParams
 from nbengine.errors import EngineDeadError, RequestError, UtilityError
 from nbengine.ipc.messages import EngineCoreRequest
+from tests.process.client.conftest import left_idle
 
 StartLLM = Callable[..., LLM]
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -27,6 +28,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
 
 def counting(first: int, count: int = 5) -> list[int]:
     return list(range(first, first + count))
+
+
+@pytest.fixture(scope="module")
+def shared(start_shared: Callable[..., LLM]) -> LLM:
+    """An engine that takes long enough for a step to be caught in the middle of a request."""
+    return start_shared(LLM, knobs={"step_seconds": 0.02})
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """The shared engine, for the tests that leave it as it is."""
+    with left_idle(shared):
+        yield shared
 
 
 def test_a_batch_is_generated_and_the_engine_is_idle_and_then_gone(start_llm: StartLLM) -> None:
@@ -43,8 +57,7 @@ def test_a_batch_is_generated_and_the_engine_is_idle_and_then_gone(start_llm: St
         llm.generate("x", GREEDY)
 
 
-def test_text_is_what_the_tokenizer_makes_of_the_tokens(start_llm: StartLLM) -> None:
-    llm = start_llm()
+def test_text_is_what_the_tokenizer_makes_of_the_tokens(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     (output,) = llm.generate("hello", GREEDY, use_tqdm=False)
     last = tokenizer.encode("hello")[-1]
@@ -52,23 +65,21 @@ def test_text_is_what_the_tokenizer_makes_of_the_tokens(start_llm: StartLLM) -> 
     assert output.outputs[0].text == tokenizer.decode(counting(last + 1))
 
 
-async def test_it_works_inside_a_running_event_loop(start_llm: StartLLM) -> None:
-    llm = start_llm()
+async def test_it_works_inside_a_running_event_loop(llm: LLM) -> None:
     assert llm.generate("hello", GREEDY, use_tqdm=False)[0].finished
 
 
-def test_two_engines_run_side_by_side(start_llm: StartLLM) -> None:
-    first, second = start_llm(), start_llm()
-    names = {llm.llm_engine.engine_core.info.name for llm in (first, second)}  # type: ignore[attr-defined]
+def test_two_engines_run_side_by_side(llm: LLM, start_llm: StartLLM) -> None:
+    first, second = llm, start_llm()
+    names = {each.llm_engine.engine_core.info.name for each in (first, second)}  # type: ignore[attr-defined]
     assert len(names) == 2
-    for llm in (first, second, first):
-        assert llm.generate({"prompt_token_ids": [5]}, GREEDY, use_tqdm=False)[0].outputs[
+    for each in (first, second, first):
+        assert each.generate({"prompt_token_ids": [5]}, GREEDY, use_tqdm=False)[0].outputs[
             0
         ].token_ids == counting(6)
 
 
-def test_threads_that_generate_at_once_get_their_own_outputs(start_llm: StartLLM) -> None:
-    llm = start_llm()
+def test_threads_that_generate_at_once_get_their_own_outputs(llm: LLM) -> None:
     results: dict[int, list[int]] = {}
 
     def generate(first: int) -> None:
@@ -83,8 +94,7 @@ def test_threads_that_generate_at_once_get_their_own_outputs(start_llm: StartLLM
     assert results == {first: counting(first + 1) for first in (20, 40, 60, 80)}
 
 
-def test_an_interrupt_aborts_the_requests_and_the_llm_stays_usable(start_llm: StartLLM) -> None:
-    llm = start_llm(knobs={"step_seconds": 0.05})
+def test_an_interrupt_aborts_the_requests_and_the_llm_stays_usable(llm: LLM) -> None:
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
 
     def interrupt_when_running() -> None:
@@ -103,8 +113,7 @@ def test_an_interrupt_aborts_the_requests_and_the_llm_stays_usable(start_llm: St
     assert output.outputs[0].token_ids == counting(8)
 
 
-def test_stop_strings_end_a_request_at_the_engine_too(start_llm: StartLLM) -> None:
-    llm = start_llm(knobs={"step_seconds": 0.01})
+def test_stop_strings_end_a_request_at_the_engine_too(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     first = tokenizer.encode("a")[0]
     params = SamplingParams(max_tokens=200, stop=["de"], ignore_eos=True)
@@ -114,8 +123,8 @@ def test_stop_strings_end_a_request_at_the_engine_too(start_llm: StartLLM) -> No
     wait_for(lambda: not llm.stats().engines_running, "the end of the stopped request")
 
 
-def test_utility_calls_return_or_raise_what_the_engine_says(start_llm: StartLLM) -> None:
-    engine = start_llm().llm_engine
+def test_utility_calls_return_or_raise_what_the_engine_says(llm: LLM) -> None:
+    engine = llm.llm_engine
     assert engine.call_utility("ping", timeout=60) == "pong"
     assert engine.get_supported_tasks() == ("generate",)
     with pytest.raises(UtilityError, match="no utility method 'nonsense'"):
@@ -124,8 +133,8 @@ def test_utility_calls_return_or_raise_what_the_engine_says(start_llm: StartLLM)
         engine.call_utility("ping", object(), timeout=5)
 
 
-def test_a_request_that_the_engine_refuses_fails_alone(start_llm: StartLLM) -> None:
-    engine = start_llm().llm_engine
+def test_a_request_that_the_engine_refuses_fails_alone(llm: LLM) -> None:
+    engine = llm.llm_engine
     good = engine.add_request("good", {"prompt_token_ids": [5]}, GREEDY)
     # Past the frontend's own checks.
     bad = EngineCoreRequest("bad", [10_000], GREEDY.clone(), external_req_id="bad")
@@ -144,9 +153,9 @@ def test_a_request_that_the_engine_refuses_fails_alone(start_llm: StartLLM) -> N
     assert "request bad: prompt_token_ids has the token id 10000" in errors[0]
 
 
-def test_the_prefix_cache_is_used_and_can_be_reset(start_llm: StartLLM) -> None:
-    llm = start_llm()
+def test_the_prefix_cache_is_used_and_can_be_reset(llm: LLM) -> None:
     prompt = {"prompt_token_ids": list(range(1, 60))}
+    assert llm.reset_prefix_cache() is True
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 48
     assert llm.generate({**prompt, "cache_salt": "other"}, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0

@@ -23,8 +23,8 @@ from nbengine.errors import (
 )
 from nbengine.frontend.outputs.output_collector import RequestOutputCollector
 from nbengine.models.checkpoints.files import resolve_model
+from tests.support.thorough import amount
 
-StartLLM = Callable[..., LLM]
 Start = Callable[..., object]
 
 MAX_MODEL_LEN = 512
@@ -85,10 +85,11 @@ def ways_to_ask(llm: LLM, other: AsyncLLM) -> list[Callable[[Any, SamplingParams
     return [lambda prompt, params: llm.generate(prompt, params, use_tqdm=False), other.submit]
 
 
-@pytest.fixture
-def llm(start_llm: StartLLM) -> LLM:
-    """An engine that takes 3 ms a step."""
-    return start_llm(
+@pytest.fixture(scope="module")
+def llm(start_shared: Callable[..., LLM]) -> LLM:
+    """An engine that takes 3 ms a step; it is shared, since what is refused must not harm it."""
+    return start_shared(
+        LLM,
         max_model_len=MAX_MODEL_LEN,
         knobs={"step_seconds": 0.003, "vocab_size": 258},
     )
@@ -220,10 +221,15 @@ def test_a_broken_gguf_is_named_with_the_fault(start: Start, gguf_head: bytes, t
         assert fault in str(error)
 
 
+def in_this_process(model: str, **options: Any) -> LLM:
+    """Start an engine in this process: what it finds wrong, it finds there, too."""
+    return LLM(model, multiprocess=False, **options)
+
+
 @pytest.mark.parametrize(
     ("start", "damage"),
     [
-        (LLM, lambda content: content[: len(content) // 2]),
+        (amount(in_this_process, thorough=LLM), lambda content: content[: len(content) // 2]),
         (AsyncLLM, lambda content: b"\xff" * len(content)),
     ],
     ids=["truncated", "corrupt"],
@@ -265,8 +271,16 @@ def test_a_broken_tokenizer_is_named(broken: Path) -> None:
             {"num_gpu_blocks_override": 2, "max_model_len": 2048},
             "lower max_model_len to at most 32, or raise num_gpu_blocks_override to at least 128",
         ),
-        (LLM, {"kv_cache_memory_bytes": 100}, "no room for the KV cache: 100 B is available"),
-        (AsyncLLM, {"kv_cache_memory_bytes": 1 << 50}, "the KV cache does not fit on cpu"),
+        (
+            amount(in_this_process, thorough=LLM),
+            {"kv_cache_memory_bytes": 100},
+            "no room for the KV cache: 100 B is available",
+        ),
+        (
+            amount(in_this_process, thorough=AsyncLLM),
+            {"kv_cache_memory_bytes": 1 << 50},
+            "the KV cache does not fit on cpu",
+        ),
     ],
     ids=["weights", "blocks", "one block", "cache"],
 )

@@ -12,6 +12,7 @@ import pytest
 
 from nbengine import LLM, AsyncLLM, PoolingParams, SamplingParams
 from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, RequestError
+from tests.process.client.conftest import left_idle
 
 StartAsync = Callable[..., AsyncLLM]
 TINY: dict[str, Any] = {"model": "random-tiny", "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32}
@@ -23,11 +24,18 @@ PROMPTS = [
 GENERATE = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture
-def llm(no_leftovers: None) -> Iterator[AsyncLLM]:
+@pytest.fixture(scope="module")
+def shared(no_leftovers_of_module: None) -> Iterator[AsyncLLM]:
     made = AsyncLLM(name="pooling", bound=False, **TINY)
     yield made
     made.shutdown()
+
+
+@pytest.fixture
+def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
+    """A real model's engine that the tests share."""
+    with left_idle(shared):
+        yield shared
 
 
 async def generated(llm: AsyncLLM, prompt: str) -> list[int]:
@@ -131,9 +139,12 @@ def test_what_is_aborted_at_the_interpreters_exit_after_the_end_of_the_loop_says
     process = script(EXIT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "done\n", "")
+    llm.call_utility_blocking("resume_generation")
 
 
-async def test_after_the_shutdown_a_pooling_request_fails_at_once(llm: AsyncLLM) -> None:
+async def test_after_the_shutdown_a_pooling_request_fails_at_once(start_async: StartAsync) -> None:
+    llm = start_async()
+    llm.input_processor.pooling.supported_tasks = ("generate", "embed")
     llm.shutdown()
     with pytest.raises(EngineDeadError):
         await llm.embed("x")

@@ -24,6 +24,8 @@ TWO_BY_TWO = {
     "distributed_executor_backend": FAKE_WORKERS_EXECUTOR,
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
+    # Told so, the workers need not look for a device, which takes the import of torch.
+    "async_scheduling": False,
 }
 ATTACH = """
 from nbengine import AsyncLLM

@@ -16,18 +16,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, EngineUnderTest, wait_for
+from process_support.engine_under_test import wait_for
 from process_support.raw_client import RawClient
 from process_support.stopping import stop
 
 from nbengine import LLM, AsyncLLM, InvalidArgumentError, SamplingParams
-from nbengine.client.engines.directory import stop_engine
 from nbengine.ipc.liveness import ProcessIdentity
 from nbengine.ipc.messages import EngineCoreRequest, EngineCoreRequestType, FinishReason
 from nbengine.ipc.serial import EXT_TENSOR, MsgpackEncoder
 from nbengine.ipc.shm_tensors import OOB_SIZE_THRESHOLD, ShmTensorSender
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.runtime.directories import MARKER
+from tests.process.client.conftest import left_idle
 
 StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
@@ -56,18 +56,23 @@ def arenas(info: ConnectionInfo) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def shared_llm(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[LLM]:
+def engine_of_all(start_shared: Callable[..., LLM]) -> LLM:
+    return start_shared(LLM, knobs=KNOBS)
+
+
+@pytest.fixture
+def shared_llm(engine_of_all: LLM) -> Iterator[LLM]:
     """One engine for the tests that leave it as it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", SUPPORT_PATH)
-        llm = LLM(
-            "random-tiny",
-            distributed_executor_backend=FAKE_EXECUTOR,
-            hf_overrides={"vocab_size": 260, **KNOBS},
-            num_gpu_blocks_override=64,
-        )
+    with left_idle(engine_of_all):
+        yield engine_of_all
+
+
+@pytest.fixture
+def guest(shared_llm: LLM) -> Iterator[AsyncLLM]:
+    """A streaming client of the shared engine."""
+    llm = AsyncLLM.attach(shared_llm.llm_engine.engine_core.info.name)  # type: ignore[attr-defined]
     yield llm
-    llm.shutdown()
+    llm.detach()
 
 
 @pytest.mark.parametrize("multiprocess", [True, False])
@@ -114,11 +119,9 @@ def test_the_step_engine_takes_them_and_wrong_ones_raise_to_the_caller(shared_ll
     ]
 
 
-async def test_many_are_streamed_at_once(start_async: StartAsync) -> None:
-    llm = start_async(knobs=KNOBS, num_gpu_blocks_override=256)
-
+async def test_many_are_streamed_at_once(guest: AsyncLLM) -> None:
     async def last_of(length: int, last: int) -> list[int]:
-        async for output in llm.generate({"prompt_embeds": embeds(length, last)}, GREEDY):
+        async for output in guest.generate({"prompt_embeds": embeds(length, last)}, GREEDY):
             tokens = output.outputs[0].token_ids
         return tokens
 
@@ -210,12 +213,12 @@ def test_without_its_directory_tensors_go_through_the_socket(start_llm: StartLLM
 
 
 def test_a_client_that_is_killed_while_its_tensors_are_under_way_leaves_none(
-    start_async: StartAsync, script: Script
+    guest: AsyncLLM, script: Script
 ) -> None:
-    llm = start_async(knobs={**KNOBS, "step_seconds": 0.01}, bound=False)
-    info = llm.connection
-    assert llm.ready is not None
-    core = psutil.Process(llm.ready.pid)
+    info = guest.connection
+    assert guest.ready is not None
+    core = psutil.Process(guest.ready.pid)
+    there = arenas(info)
     process = script(
         "import numpy as np\n"
         "from nbengine import AsyncLLM, SamplingParams\n"
@@ -235,17 +238,15 @@ def test_a_client_that_is_killed_while_its_tensors_are_under_way_leaves_none(
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "submitted\n"
-        wait_for(lambda: arenas(info), "the arena of the client")
+        wait_for(lambda: len(arenas(info)) == len(there) + 1, "the arena of the client")
         process.kill()
-        wait_for(lambda: not arenas(info), "the end of the killed client's arena")
+        wait_for(lambda: arenas(info) == there, "the end of the killed client's arena")
     finally:
         core.resume()
-    collector = llm.submit({"prompt_embeds": embeds(LARGE, 10)}, GREEDY)
+    collector = guest.submit({"prompt_embeds": embeds(LARGE, 10)}, GREEDY)
     while not (output := collector.get_blocking(timeout=60)).finished:
         pass
     assert output.outputs[0].token_ids == counting(10)
-    stop_engine(info)
-    assert not Path(info.tensor_dir).exists()
 
 
 def test_an_engine_whose_processes_are_all_killed_leaves_no_tensors(start_llm: StartLLM) -> None:
@@ -261,10 +262,11 @@ def test_an_engine_whose_processes_are_all_killed_leaves_no_tensors(start_llm: S
 
 
 @pytest.fixture
-def raw(start_engine: Callable[..., EngineUnderTest]) -> RawClient:
-    engine = start_engine(KNOBS)
-    engine.wait_ready()
-    return engine.client().attach()
+def raw(shared_llm: LLM) -> Iterator[RawClient]:
+    """A client of the shared engine, which such handles must not harm either."""
+    client = RawClient(shared_llm.llm_engine.engine_core.info).attach()  # type: ignore[attr-defined]
+    yield client
+    client.leave()
 
 
 def add_with_handle(client: RawClient, request_id: str, handle: dict[str, Any], **header: Any) -> None:

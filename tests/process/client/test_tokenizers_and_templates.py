@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,18 @@ def test_a_converted_tokenizer_serves_texts_chats_and_grammars(
         assert llm.get_default_sampling_params().top_k == 5
 
 
-async def test_an_attached_client_has_the_engines_template_and_defaults(no_leftovers: None) -> None:
+async def test_an_attached_client_has_the_engines_template_and_defaults(
+    start_async: Callable[..., AsyncLLM],
+) -> None:
     options = {"chat_template": "{{ 'the engine: ' + messages[0].content }}", "generation_config": "none"}
-    engine = AsyncLLM("random-tiny", num_gpu_blocks_override=64, **options)
+    engine = start_async(**options)
+    other = AsyncLLM.attach(engine.name)
     try:
-        other = AsyncLLM.attach(engine.name)
-        try:
-            for llm in (engine, other):
-                assert llm.render_chat(HELLO)["prompt"] == "the engine: hi"
-                assert llm.default_sampling_params() == {}
-        finally:
-            other.shutdown()
+        for llm in (engine, other):
+            assert llm.render_chat(HELLO)["prompt"] == "the engine: hi"
+            assert llm.default_sampling_params() == {}
     finally:
-        engine.shutdown()
+        other.shutdown()
 
 
 def test_a_template_that_is_none_stops_a_start_before_anything_runs(no_leftovers: None) -> None:

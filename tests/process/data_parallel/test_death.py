@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from engine_processes import processes_of
-from process_support.engine_under_test import wait_for
+from process_support.engine_under_test import SUPPORT_PATH, wait_for
+from process_support.lock_step_executor import LOCK_STEP_EXECUTOR
 
 from nbengine import AsyncLLM, SamplingParams
 from nbengine.client.engines.processes import session_processes
@@ -19,6 +21,7 @@ from nbengine.errors import EngineDeadError, EngineStartError
 from nbengine.ipc.control_messages import Progress
 from nbengine.runtime.connection import connection_file
 from nbengine.sampling_params import RequestOutputKind
+from tests.support.thorough import amount
 
 StartEngine = Callable[..., AsyncLLM]
 
@@ -73,24 +76,33 @@ def check_end(engine: AsyncLLM, error: object, cause: str, killed_at: float) -> 
     wait_for(lambda: not connection_file(info.name).exists(), "the end of the connection file")
 
 
-@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
-async def test_an_engine_core_that_is_killed_is_named_as_the_cause(start: StartEngine, busy: bool) -> None:
+async def test_an_engine_core_that_is_killed_is_named_as_the_cause(start: StartEngine) -> None:
     engine = start()
     started = [asyncio.Event() for _ in range(4)]
     # With requests for the other engine core alone, whose worker waits for the one that is killed.
-    streams = [asyncio.create_task(run_until_the_end(engine, 0, event)) for event in started if busy]
-    if busy:
-        await asyncio.gather(*(event.wait() for event in started))
+    streams = [asyncio.create_task(run_until_the_end(engine, 0, event)) for event in started]
+    await asyncio.gather(*(event.wait() for event in started))
     killed_at = time.monotonic()
     core_processes(engine)[1].kill()
     for error in await asyncio.gather(*streams, return_exceptions=True):
         check_end(engine, error, "engine core 1 (", killed_at)
-    if not busy:
-        wait_for(lambda: engine.engine_core.standing.is_dead, "the news of the end", DEADLINE)
-        with pytest.raises(EngineDeadError) as caught:
-            async for _ in engine.generate("hello", GREEDY):
-                pass
-        check_end(engine, caught.value, "engine core 1 (", killed_at)
+
+
+@pytest.mark.parametrize("executor", amount([LOCK_STEP_EXECUTOR], thorough=[LOCK_STEP_EXECUTOR, None]))
+async def test_an_idle_engine_core_that_is_killed_is_named_as_the_cause(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str | None
+) -> None:
+    """While nobody computes, no model takes part in it."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
+    knobs = {} if executor is None else {"hf_overrides": {"meeting": str(tmp_path / "meeting")}}
+    engine = start(distributed_executor_backend=executor, **knobs)
+    killed_at = time.monotonic()
+    core_processes(engine)[1].kill()
+    wait_for(lambda: engine.engine_core.standing.is_dead, "the news of the end", DEADLINE)
+    with pytest.raises(EngineDeadError) as caught:
+        async for _ in engine.generate("hello", GREEDY):
+            pass
+    check_end(engine, caught.value, "engine core 1 (", killed_at)
 
 
 async def test_a_worker_that_is_killed_is_named_as_the_cause(start: StartEngine) -> None:

@@ -7,7 +7,10 @@ import time
 import pytest
 from process_support.engine_under_test import wait_for
 
+from tests.support.thorough import amount
+
 SIZES = [(2, 1), (3, 1), (4, 1), (1, 3), (2, 2)]
+NUM_CALLS = amount(60, thorough=150)
 
 
 def check_results(world, tp):
@@ -18,7 +21,7 @@ def check_results(world, tp):
 
 @pytest.mark.parametrize(("tp", "pp"), SIZES)
 def test_random_calls_give_the_reference_in_the_same_bits_on_all_ranks(start_world, tmp_path, tp, pp):
-    world = start_world(tp, pp, seed=10 * tp + pp, num_calls=150)
+    world = start_world(tp, pp, seed=10 * tp + pp, num_calls=NUM_CALLS)
     for answer in world.each():
         assert set(answer["joined"]) <= {"ShmCommunicator", "SingleRank", "ShmLink", "SingleGroup"}, answer
     assert world.listening_addresses() == set()

@@ -10,8 +10,10 @@ import pytest
 
 from nbengine.errors import NBEngineError
 from nbengine.ipc.transport import own_address
+from tests.support.thorough import amount
 
 FOREVER = 10**9
+NUM_CALLS = amount(50, thorough=100)
 SIZES = [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)]
 
 
@@ -22,7 +24,7 @@ def check_results(world):
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), SIZES)
 def test_rows_of_any_number_arrive_and_are_summed_as_in_the_reference(start_world, tmp_path, dp, tp, pp):
-    world = start_world(tp, pp, dp=dp, seed=dp + 10 * tp + 100 * pp, num_calls=100)
+    world = start_world(tp, pp, dp=dp, seed=dp + 10 * tp + 100 * pp, num_calls=NUM_CALLS)
     for answer in world.each():
         assert "DataParallelEnd" in answer["joined"], answer
     check_results(world)

@@ -139,7 +139,9 @@ def test_a_rank_that_fails_says_why_and_comes_back(start_ranks) -> None:
 
 def test_the_workers_of_a_killed_rank_are_gone_before_it_is_back(start_ranks) -> None:
     """Even those that do not notice the end of their core."""
-    engine = start_ranks(2, executor=FAKE_WORKERS_EXECUTOR, tp=2)
+    # Told so, they need not look for a device, which takes the import of torch.
+    scheduler = SchedulerConfig(async_scheduling=False)
+    engine = start_ranks(2, executor=FAKE_WORKERS_EXECUTOR, tp=2, scheduler=scheduler)
     client = join(engine, 2)
     logs = [find_worker_log(engine.log_path, rank) for rank in range(4)]
     assert len(set(logs)) == 4

@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import zmq
-from process_support.engine_under_test import EngineUnderTest, fake_config
+from process_support.engine_under_test import EngineUnderTest
 from process_support.fake_executor import VOCAB_SIZE
 from process_support.raw_client import RawClient
 
+from nbengine.ipc.control_messages import Attached
 from nbengine.ipc.messages import (
     EngineCoreRequest,
     EngineCoreRequestType,
     FinishReason,
     encode_announcement,
 )
+from tests.support.thorough import amount
+
+NUM_REQUESTS = amount(2000, thorough=10_000)
 
 
 @pytest.fixture(scope="module")
-def shared_engine(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[EngineUnderTest]:
-    engine = EngineUnderTest(fake_config())
+def shared_engine(start_shared_engine) -> EngineUnderTest:
+    engine = start_shared_engine()
     engine.wait_ready()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def shared_slow_engine(start_shared_engine) -> EngineUnderTest:
+    engine = start_shared_engine({"step_seconds": 0.01})
+    engine.wait_ready()
+    return engine
+
+
+def with_clients(engine: EngineUnderTest) -> Iterator[EngineUnderTest]:
+    """An engine, the clients of which leave after the test."""
     yield engine
-    engine.close()
+    while engine.clients:
+        engine.clients.pop().leave()
+
+
+@pytest.fixture
+def engine(shared_engine: EngineUnderTest) -> Iterator[EngineUnderTest]:
+    """An engine that many tests share."""
+    yield from with_clients(shared_engine)
+
+
+@pytest.fixture
+def slow(shared_slow_engine: EngineUnderTest) -> Iterator[EngineUnderTest]:
+    """One that takes 10 ms a step."""
+    yield from with_clients(shared_slow_engine)
 
 
 @pytest.fixture
@@ -50,8 +78,7 @@ def test_stop_token_ends_a_request(client: RawClient) -> None:
     assert client.finish_reason("r") is FinishReason.STOP
 
 
-def test_each_client_gets_its_own_outputs_and_nothing_else(start_engine) -> None:
-    engine = start_engine()
+def test_each_client_gets_its_own_outputs_and_nothing_else(engine: EngineUnderTest) -> None:
     first, second = engine.client().attach(), engine.client().attach()
     assert first.client_index != second.client_index
     for number in range(20):
@@ -64,8 +91,7 @@ def test_each_client_gets_its_own_outputs_and_nothing_else(start_engine) -> None
     assert second.tokens("b3") == list(range(104, 112))
 
 
-def test_a_request_belongs_to_the_socket_it_came_from(start_engine) -> None:
-    engine = start_engine()
+def test_a_request_belongs_to_the_socket_it_came_from(engine: EngineUnderTest) -> None:
     honest, liar = engine.client().attach(), engine.client().attach()
     request = EngineCoreRequest("r", [1], None, client_index=honest.client_index)
     liar.send(EngineCoreRequestType.ADD, request)
@@ -75,19 +101,20 @@ def test_a_request_belongs_to_the_socket_it_came_from(start_engine) -> None:
     assert "r" not in honest.outputs
 
 
-def test_thousands_of_requests_all_arrive_and_all_end(start_engine) -> None:
-    engine = start_engine()
+def test_thousands_of_requests_all_arrive_and_all_end(engine: EngineUnderTest) -> None:
     client = engine.client().attach()
-    ids = [f"r{n}" for n in range(3000)]
+    ids = [f"r{n}" for n in range(NUM_REQUESTS)]
     for number, request_id in enumerate(ids):
         client.add(request_id, [number % VOCAB_SIZE], max_tokens=2)
-    client.wait_finished(*ids, deadline=30)
-    assert all(client.tokens(f"r{n}") == [(n + 1) % VOCAB_SIZE, (n + 2) % VOCAB_SIZE] for n in range(3000))
+    client.wait_finished(*ids, deadline=120)
+    assert all(
+        client.tokens(f"r{n}") == [(n + 1) % VOCAB_SIZE, (n + 2) % VOCAB_SIZE] for n in range(NUM_REQUESTS)
+    )
     assert client.call("stats")[1][1:3] == [0, 0]
 
 
-def test_an_aborted_request_gets_no_more_tokens_and_frees_its_blocks(start_engine) -> None:
-    client = start_engine({"step_seconds": 0.01}).client().attach()
+def test_an_aborted_request_gets_no_more_tokens_and_frees_its_blocks(slow: EngineUnderTest) -> None:
+    client = slow.client().attach()
     client.add("long", [1], max_tokens=400)
     client.add("other", [1], max_tokens=30)
     client.read_until(lambda: len(client.tokens("long")) >= 3)
@@ -112,9 +139,8 @@ def test_an_abort_that_arrives_during_a_step_takes_effect_in_that_step(start_eng
     assert len(client.tokens("r")) == 1
 
 
-def test_a_client_cannot_abort_the_requests_of_another(start_engine) -> None:
-    engine = start_engine({"step_seconds": 0.005})
-    owner, stranger = engine.client().attach(), engine.client().attach()
+def test_a_client_cannot_abort_the_requests_of_another(slow: EngineUnderTest) -> None:
+    owner, stranger = slow.client().attach(), slow.client().attach()
     owner.add("r", [1], max_tokens=20)
     owner.read_until(lambda: owner.tokens("r"))
     stranger.abort("r")
@@ -143,9 +169,8 @@ def test_a_bad_request_fails_alone_and_says_why(client: RawClient, prompt, param
     assert client.finish_reason("good") is FinishReason.LENGTH
 
 
-def test_a_request_id_in_use_is_refused(start_engine) -> None:
-    engine = start_engine({"step_seconds": 0.01})
-    first, second = engine.client().attach(), engine.client().attach()
+def test_a_request_id_in_use_is_refused(slow: EngineUnderTest) -> None:
+    first, second = slow.client().attach(), slow.client().attach()
     first.add("r", [1], max_tokens=30)
     first.read_until(lambda: first.tokens("r"))
     second.add("r", [1])
@@ -209,8 +234,8 @@ def test_utility_calls_answer_their_caller(client: RawClient) -> None:
     assert client.call("ping", call_id=5) == (None, "pong")
 
 
-def test_a_prefix_cache_in_use_is_not_reset(start_engine) -> None:
-    client = start_engine({"step_seconds": 0.01}).client().attach()
+def test_a_prefix_cache_in_use_is_not_reset(slow: EngineUnderTest) -> None:
+    client = slow.client().attach()
     client.add("r", [1] * 40, max_tokens=30)
     client.read_until(lambda: client.tokens("r"))
     assert client.call("reset_prefix_cache") == (None, False)
@@ -255,8 +280,9 @@ def test_a_client_whose_output_socket_takes_nothing_does_not_stop_the_others(sta
     assert idle.engines[0].num_free_blocks == 64
 
 
-def test_the_ranks_identity_and_its_incarnation_introduce_the_core(start_engine) -> None:
-    client = start_engine().client()
+def test_the_ranks_identity_and_its_incarnation_introduce_the_core(engine: EngineUnderTest) -> None:
+    client = engine.client()
     client.tell(client.attach_message())
+    index = client.hear(Attached).client_index
     assert client.input.poll(10_000)
-    assert client.input.recv_multipart() == [client.identity(0), encode_announcement(1, 0)]
+    assert client.input.recv_multipart() == [client.identity(0), encode_announcement(index, 0)]

@@ -34,7 +34,6 @@ NOTICED = 60.0
 NUM_KILLS = amount(8, thorough=100)
 WORKER = """
 import os, random, secrets, signal, sys, time
-import numpy
 from process_support.fake_worker import FakeWorker
 
 pid = os.getpid()

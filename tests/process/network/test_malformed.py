@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,10 +11,11 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from process_support.engine_under_test import EngineUnderTest
+from process_support.engine_under_test import FAKE_EXECUTOR, EngineUnderTest
 from process_support.raw_client import RawClient
 
 from nbengine.client.sync_mp import SyncMPClient
+from nbengine.config import ParallelConfig
 from nbengine.ipc.control_messages import (
     Attach,
     ClientLost,
@@ -46,8 +47,9 @@ from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import SamplingParams
+from tests.support.thorough import amount
 
-NUM_EXAMPLES = 100
+NUM_EXAMPLES = amount(50, thorough=100)
 STRANGE_RANK = 300
 """Of a peer that claims to be an engine core which is not there."""
 
@@ -153,12 +155,27 @@ TO_CLIENT = [
 ]
 
 
-@pytest.fixture(params=["one machine", "network"])
-def engine(
-    request: pytest.FixtureRequest, start_engine: StartEngine, start_networked: StartEngine
-) -> EngineUnderTest:
+@pytest.fixture(scope="module", params=["one machine", "network"])
+def engine(request: pytest.FixtureRequest, start_shared_engine: StartEngine) -> EngineUnderTest:
+    """One for all tests, since each of them shows that the engine outlives what they send."""
     # Mutated requests for shutdown or scaling would end it rightly; so would stats of a rank that is there.
-    return (start_engine if request.param == "one machine" else start_networked)(lease=60.0)
+    engine = start_shared_engine(
+        parallel=ParallelConfig(
+            distributed_executor_backend=FAKE_EXECUTOR,
+            data_parallel_address=None if request.param == "one machine" else "127.0.0.1",
+        ),
+        lease=60.0,
+    )
+    engine.wait_ready()
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def clients_leave(engine: EngineUnderTest) -> Iterator[None]:
+    """Close the clients of each test."""
+    yield
+    while engine.clients:
+        engine.clients.pop().leave()
 
 
 class Peer:
@@ -177,7 +194,6 @@ class Peer:
 
 @pytest.fixture
 def peer(engine: EngineUnderTest) -> Any:
-    engine.wait_ready()
     peer = Peer(engine.info)
     yield peer
     peer.close()
@@ -208,7 +224,6 @@ def test_the_host_outlives_what_clients_and_cores_send(engine: EngineUnderTest, 
     dealer.send(encode_control(Heartbeat()))
     assert dealer.poll(20_000)
     assert_goes_on(engine, client, "r")
-    client.leave()
     for socket in (dealer, core, nobody):
         socket.close(linger=0)
 

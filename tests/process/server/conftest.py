@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -51,6 +53,11 @@ class Served:
         self.clients.append(client)
         return client
 
+    def close_clients(self) -> None:
+        """Close the connections that were made so far."""
+        while self.clients:
+            self.clients.pop().close()
+
     def has_ended(self) -> bool:
         """Tell whether the server's process has ended."""
         return not is_alive(self.record.process)
@@ -75,10 +82,9 @@ class Served:
 Serve = Callable[..., Served]
 
 
-@pytest.fixture
-def serve(no_leftovers: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Start an engine and a server for it; both are ended after the test."""
-    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
+@contextlib.contextmanager
+def serving() -> Iterator[Serve]:
+    """Start engines and a server for each; all of them are ended behind the block."""
     started: list[Served] = []
 
     def start(
@@ -104,9 +110,44 @@ def serve(no_leftovers: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve
         started.append(Served(llm, record, chosen))
         return started[-1]
 
-    yield start
-    for served in started:
-        for client in served.clients:
-            client.close()
-        stop_server(served.record, drain_timeout=0)
-        served.llm.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
+        yield start
+        for served in started:
+            served.close_clients()
+            stop_server(served.record, drain_timeout=0)
+            served.llm.shutdown()
+
+
+@pytest.fixture
+def serve(no_leftovers: None) -> Iterator[Serve]:
+    """Start an engine and a server for it; both are ended after the test."""
+    with serving() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_server(no_leftovers_of_module: None) -> Iterator[Served]:
+    """An engine and its server for all tests of a file."""
+    with serving() as start:
+        yield start()
+
+
+@pytest.fixture
+def served(shared_server: Served) -> Iterator[Served]:
+    """The shared engine and its server, for the tests that leave both as they are."""
+    yield shared_server
+    shared_server.close_clients()
+    shared_server.idle()
+
+
+@pytest.fixture
+def with_a_key(served: Served) -> Iterator[Served]:
+    """A second server of the engine, which asks for a key."""
+    settings = ServerSettings(port=0, api_keys=("a-secret-key",))
+    second = dataclasses.replace(
+        served, record=start_server(served.llm.connection, settings), settings=settings, clients=[]
+    )
+    yield second
+    second.close_clients()
+    stop_server(second.record, drain_timeout=0)

@@ -25,8 +25,7 @@ def letters(first: str, count: int) -> str:
     return "".join(chr(ord(first) + number) for number in range(1, count + 1))
 
 
-def test_ordinary_calls_are_answered(serve: Serve) -> None:
-    served = serve()
+def test_ordinary_calls_are_answered(served: Any) -> None:
     client = served.client()
     assert [model.id for model in client.models.list()] == ["random-tiny"]
     assert client.models.retrieve("random-tiny").id == "random-tiny"
@@ -41,8 +40,8 @@ def test_ordinary_calls_are_answered(serve: Serve) -> None:
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("bcd", "stop")
 
 
-def test_a_stream_has_the_whole_answer_and_its_usage(serve: Serve) -> None:
-    client = serve().client()
+def test_a_stream_has_the_whole_answer_and_its_usage(served: Any) -> None:
+    client = served.client()
     stream = client.chat.completions.create(
         model="random-tiny",
         messages=HELLO,
@@ -63,15 +62,14 @@ def test_a_stream_has_the_whole_answer_and_its_usage(serve: Serve) -> None:
     assert usage.completion_tokens == 40
 
 
-async def test_the_async_client_streams(serve: Serve) -> None:
-    served = serve()
+async def test_the_async_client_streams(served: Any) -> None:
     async with served.async_client() as client:
         stream = await client.completions.create(model="random-tiny", prompt="a", max_tokens=9, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == letters("a", 9)
 
 
-def test_refusals_are_the_clients_own_exceptions(serve: Serve) -> None:
-    served = serve(settings={"api_keys": ("a-secret-key",)})
+def test_refusals_are_the_clients_own_exceptions(with_a_key: Any) -> None:
+    served = with_a_key
     with pytest.raises(openai.AuthenticationError):
         served.client(api_key="wrong-key-here").models.list()
     client = served.client(api_key="a-secret-key")
@@ -85,8 +83,7 @@ def test_refusals_are_the_clients_own_exceptions(serve: Serve) -> None:
     assert wrong.value.param == "temperature"
 
 
-def test_texts_and_tokens_are_each_others(serve: Serve) -> None:
-    served = serve()
+def test_texts_and_tokens_are_each_others(served: Any) -> None:
     post = served.http().post
     made = post("/tokenize", json={"prompt": "häuser", "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len("häuser".encode())
@@ -109,8 +106,7 @@ def test_requests_go_to_all_ranks(serve: Serve) -> None:
         client.completions.create(model="random-tiny", prompt="a", extra_body={"data_parallel_rank": 2})
 
 
-def test_a_sleeping_engine_is_not_ready(serve: Serve) -> None:
-    served = serve()
+def test_a_sleeping_engine_is_not_ready(served: Any) -> None:
     client = served.http()
     served.llm.call_utility_blocking("sleep", 1, None, False)
     wait_for(lambda: client.get("/ready").status_code == 503, "the server to refuse requests")
@@ -168,8 +164,7 @@ def test_an_engines_death_ends_streams_with_an_error_and_the_server(serve: Serve
     wait_for(served.has_ended, "the server to end with its engine")
 
 
-def test_a_server_that_cannot_listen_says_why(serve: Serve) -> None:
-    served = serve()
+def test_a_server_that_cannot_listen_says_why(served: Any) -> None:
     port = int(served.record.url.rpartition(":")[2])
     with pytest.raises(EngineStartError, match="another program listens"):
         start_server(served.llm.connection, ServerSettings(port=port))

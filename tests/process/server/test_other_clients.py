@@ -12,8 +12,7 @@ Serve = Callable[..., Any]
 HI: Any = [{"role": "user", "content": "a"}]
 
 
-def test_responses_are_streamed_and_go_on_from_each_other(serve: Serve) -> None:
-    served = serve()
+def test_responses_are_streamed_and_go_on_from_each_other(served: Any) -> None:
     client = served.client()
     fields: Any = {"model": "random-tiny", "max_output_tokens": 5}
     with client.responses.stream(**fields, input="a") as stream:
@@ -25,9 +24,8 @@ def test_responses_are_streamed_and_go_on_from_each_other(serve: Serve) -> None:
     assert (more.usage.input_tokens, more.usage.output_tokens) == (6, 5)
 
 
-def test_anthropics_client_streams_with_its_own_key(serve: Serve) -> None:
-    served = serve(settings={"api_keys": ("a-secret-key",)})
-    url = served.record.url
+def test_anthropics_client_streams_with_its_own_key(with_a_key: Any) -> None:
+    url = with_a_key.record.url
     with pytest.raises(AuthenticationError):
         Anthropic(base_url=url, api_key="wrong-key-here", max_retries=0).messages.create(
             model="random-tiny", max_tokens=5, messages=HI

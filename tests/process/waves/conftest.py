@@ -15,7 +15,7 @@ from process_support.lock_step_executor import (
     LOCK_STEP_EXECUTOR,
     Meeting,
 )
-from process_support.raw_client import RawClient
+from process_support.raw_client import DEADLINE, RawClient
 
 from nbengine.config import CacheConfig, ParallelConfig
 
@@ -72,6 +72,28 @@ def start_with(no_leftovers: None, tmp_path: Path) -> Iterator[StartLockStep]:
 def start(request: pytest.FixtureRequest, start_with: StartLockStep) -> StartLockStep:
     """Start an engine of some cores, with one batch or two in flight."""
     return functools.partial(start_with, EXECUTORS[request.param])
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def shared_pair(
+    request: pytest.FixtureRequest, no_leftovers_of_module: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LockStepEngine]:
+    """Two cores for all tests of a file, with one batch or two in flight."""
+    meeting = str(tmp_path_factory.mktemp("pair") / "meeting")
+    engine = LockStepEngine(2, meeting, EXECUTORS[request.param], {"step_seconds": 0.002})
+    try:
+        engine.wait_ready(3 * DEADLINE)
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def pair(shared_pair: LockStepEngine) -> Iterator[LockStepEngine]:
+    """Two cores, for the tests that leave them awake and at rest; their clients leave after each test."""
+    yield shared_pair
+    while shared_pair.clients:
+        shared_pair.clients.pop().leave()
 
 
 @pytest.fixture

@@ -74,14 +74,14 @@ def test_a_core_on_its_own_does_no_dummy_batch(start: StartLockStep) -> None:
     assert client.core_stats(0).num_dummy_steps == 0
 
 
-def test_aborted_and_refused_requests_leave_nobody_behind(start: StartLockStep) -> None:
-    engine = start(2)
-    client = WaveClient(engine.attached())
+def test_aborted_and_refused_requests_leave_nobody_behind(pair: LockStepEngine) -> None:
+    engine, client = pair, WaveClient(pair.attached())
+    before = expect_rest(engine, client)
     # The coordinator is told of a request that its core refuses, or never gets.
     client.request("refused", 1, stop_token_ids=[99_999])
     client.client.wait_finished("refused")
     assert client.client.finish_reason("refused") is FinishReason.ERROR
-    client.wait_stats(lambda stats: stats.current_wave > 0)
+    client.wait_stats(lambda stats: stats.current_wave > before)
     wave = expect_rest(engine, client)
     client.first_request(0, 0)
     client.wait_stats(lambda stats: stats.current_wave > wave)
@@ -95,9 +95,10 @@ def test_aborted_and_refused_requests_leave_nobody_behind(start: StartLockStep) 
     assert client.client.tokens("last") == ended(5)
 
 
-def test_what_is_no_message_is_dropped_by_the_coordinator(start_simple: StartLockStep) -> None:
-    engine = start_simple(2)
-    client = WaveClient(engine.attached())
+@pytest.mark.parametrize("shared_pair", ["one-batch"], indirect=True)
+def test_what_is_no_message_is_dropped_by_the_coordinator(pair: LockStepEngine) -> None:
+    engine, client = pair, WaveClient(pair.attached())
+    expect_rest(engine, client)
     for payload in ((), (0,), (0, 0, 0), ("0", 0), (7, 0), (-1, 0), (0, -1), (0, 2**63)):
         client.first_request(*payload)
     for frames in (
@@ -115,9 +116,9 @@ def test_what_is_no_message_is_dropped_by_the_coordinator(start_simple: StartLoc
     assert "dropped a message to the coordinator" in engine.log()
 
 
-def test_a_pause_that_keeps_requests_lets_all_rest_until_the_resumption(start: StartLockStep) -> None:
-    engine = start(2)
-    client = WaveClient(engine.attached())
+def test_a_pause_that_keeps_requests_lets_all_rest_until_the_resumption(pair: LockStepEngine) -> None:
+    engine, client = pair, WaveClient(pair.attached())
+    expect_rest(engine, client)
     for rank in range(2):
         client.request(f"r{rank}", rank, max_tokens=800)
     client.client.read_until(lambda: len(client.client.outputs) == 2)
@@ -136,10 +137,10 @@ def test_a_pause_that_keeps_requests_lets_all_rest_until_the_resumption(start: S
 
 
 def test_no_core_computes_for_one_that_sleeps_and_waking_one_by_one_strands_nothing(
-    start: StartLockStep,
+    pair: LockStepEngine,
 ) -> None:
-    engine = start(2)
-    client = WaveClient(engine.attached())
+    engine, client = pair, WaveClient(pair.attached())
+    expect_rest(engine, client)
     for rank in range(2):
         client.request(f"r{rank}", rank, max_tokens=800)
     client.client.read_until(lambda: len(client.client.outputs) == 2)
@@ -160,9 +161,10 @@ def test_no_core_computes_for_one_that_sleeps_and_waking_one_by_one_strands_noth
     expect_rest(engine, client)
 
 
-def test_one_core_that_is_told_to_sleep_waits_for_the_others_requests(start_simple: StartLockStep) -> None:
-    engine = start_simple(2, {"step_seconds": 0.002})
-    client = WaveClient(engine.attached())
+@pytest.mark.parametrize("shared_pair", ["one-batch"], indirect=True)
+def test_one_core_that_is_told_to_sleep_waits_for_the_others_requests(pair: LockStepEngine) -> None:
+    engine, client = pair, WaveClient(pair.attached())
+    expect_rest(engine, client)
     client.request("r", 1, max_tokens=100)
     client.client.read_until(lambda: "r" in client.client.outputs)
     client.client.start_call("sleep", 2, call_id=1, rank=0)
@@ -174,6 +176,7 @@ def test_one_core_that_is_told_to_sleep_waits_for_the_others_requests(start_simp
     assert client.client.call("ping", rank=1) == (None, "pong")
     assert client.client.call("wake_up", rank=0) == (None, None)
     client.client.wait_finished("held")
+    expect_rest(engine, client)
 
 
 def test_a_drain_is_over_for_all_when_it_is_for_the_last(start: StartLockStep) -> None:

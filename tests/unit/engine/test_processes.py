@@ -135,6 +135,17 @@ def test_the_host_and_the_wire_load_nothing_that_they_do_not_use() -> None:
     assert json.loads(done.stdout) == []
 
 
+def test_an_engine_core_loads_no_arrays_before_its_executor_or_a_request_needs_them() -> None:
+    code = (
+        "import sys, json\n"
+        "import nbengine.engine.__main__, nbengine.engine.core.main, nbengine.engine.core.dp_core_proc\n"
+        "import nbengine.executor.multiproc, nbengine.executor.worker_proc\n"
+        "print(json.dumps(sorted({'torch', 'numpy', 'transformers', 'asyncio'} & set(sys.modules))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert json.loads(done.stdout) == []
+
+
 def backend(name: str | None) -> EngineConfig:
     return EngineConfig(parallel=ParallelConfig(distributed_executor_backend=name))
 

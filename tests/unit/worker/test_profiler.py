@@ -6,6 +6,8 @@ import errno
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,7 +76,20 @@ def test_recording_ends_by_itself(tmp_path: Path) -> None:
     with gzip.open(path) as file:
         names = [e.get("name") for e in json.load(file)["traceEvents"]]
     assert names.count("aten::neg") == 3
+    assert {f"ProfilerStep#{number}" for number in (1, 2, 3)} <= set(names)
     assert rows(report.summary)["aten::neg"][0] == 3
+
+
+def test_a_profile_of_a_cpu_does_not_load_the_compiler(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "from nbengine.worker.profiler import WorkerProfiler\n"
+        f"profiler = WorkerProfiler({str(tmp_path)!r}, 1, torch.device('cpu'))\n"
+        "profiler.begin_step()\n"
+        "profiler.stop()\n"
+        "sys.exit('torch._inductor' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_files_of_several_workers_are_told_apart(tmp_path: Path) -> None:
