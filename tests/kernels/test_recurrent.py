@@ -20,6 +20,7 @@ from tests.kernels.recurrent_batches import (
     check_delta_rule,
     delta_inputs,
 )
+from tests.support.thorough import amount
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 STEPS = {
@@ -80,7 +81,7 @@ def requests_of_a_step(draw):
     return requests
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=amount(25, thorough=500))
 @given(
     requests=requests_of_a_step(),
     key_heads=st.integers(1, 3),

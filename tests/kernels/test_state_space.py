@@ -15,6 +15,7 @@ from nbengine.kernels.cpu.recurrent import CpuRecurrent
 from nbengine.kernels.torch.recurrent import TorchRecurrent
 from tests.kernels.recurrent_batches import Request, Space, Step, check_state_space, space_inputs
 from tests.kernels.test_recurrent import DTYPES, STEPS, requests_of_a_step
+from tests.support.thorough import amount
 
 SIZES = [
     Space(),
@@ -51,7 +52,7 @@ def test_the_state_space_of_every_type_equals_the_reference(make_kernels, reques
     check_state_space(Step.of(make_kernels(dtype), STEPS[requests]), Space(), dtype=dtype)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=amount(20, thorough=800))
 @given(
     requests=requests_of_a_step(),
     groups=st.integers(1, 3),

@@ -26,6 +26,7 @@ from nbengine.models.configs.quantization_config import ZeroPoints, stored_quant
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import WeightSlot
 from nbengine.models.loading import load_model, packed_formats
+from tests.support.thorough import amount
 from tests.unit.models.quantized_checkpoints import (
     DENSE_VARIANTS,
     VARIANTS,
@@ -141,7 +142,7 @@ def test_the_tensors_of_a_matrix_may_lie_in_several_files(tmp_path: Path, random
         assert torch.equal(values_of(slot), checkpoint[name]), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, thorough=1200), deadline=None)
 @given(
     name=st.sampled_from(sorted(ALL)),
     row_words=st.integers(1, 9),
