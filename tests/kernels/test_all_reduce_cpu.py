@@ -16,6 +16,7 @@ from nbengine.kernels.cpu.all_reduce import compile_all_gather, compile_all_redu
 from nbengine.kernels.cpu.backend import ELEMENTS
 from nbengine.kernels.cpu.exchange import SLOTS, ExchangeArguments
 from nbengine.kernels.cpu.flags import FLAG_BYTES, FlagArguments, Patience, compile_flags
+from tests.support.thorough import combinations
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PATIENCES = {"looking": (1000, 0), "yielding": (0, 50), "sleeping": (0, 0)}
@@ -84,9 +85,9 @@ def in_rank_order(parts):
     return total.to(parts[0].dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", ["one_phase", "two_phases"])
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"), combinations(["one_phase", "two_phases"], [2, 3, 4], DTYPES)
+)
 def test_every_rank_gets_the_sum_in_rank_order_rounded_once(name, size, dtype):
     ranks = Ranks(size)
     counts = [1, 15, 16, 63, 64, 65, 1000, 1024, 1025, 2048, 2049, 7777]

@@ -27,7 +27,7 @@ from nbengine.kernels.cpu.jit import Processor, host_processor
 from nbengine.kernels.dispatch import select_block_packer
 from nbengine.kernels.quantized import FORMATS, Levels, pack
 from nbengine.models.checkpoints.gguf_levels import levels_of
-from tests.support.thorough import amount
+from tests.support.thorough import amount, combinations
 
 GARBAGE = 0xA5
 GAP = 7
@@ -171,8 +171,7 @@ LACKING = {"AVX2": ("avx512", "avxvnni"), "SSE": ("avx", "fma", "bmi", "f16c")}
 """The features, by the beginnings of their names, without which blocks are packed, too."""
 
 
-@pytest.mark.parametrize("kind", LACKING)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("kind", "name"), combinations(LACKING, FORMATS, together=1))
 def test_other_instructions_give_the_same_bits(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = host_processor()
     if not host.features.get("avx512f"):

@@ -35,6 +35,7 @@ from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import ALL_DENSE, PackedFormats, WeightSlot
 from nbengine.runtime.progress import Reporter
 from nbengine.worker.memory.offload import WeightsOffload
+from tests.support.thorough import combinations
 
 CPU = torch.device("cpu")
 WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 3)]
@@ -113,14 +114,15 @@ def random_checkpoint(
     }
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), WORLDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), combinations(WORLDS, [torch.float32, torch.bfloat16], together=1)
+)
 def test_parts_of_safetensors_make_the_checkpoint(
-    tp_size: int, pp_size: int, dtype: torch.dtype, tmp_path: Path
+    sizes: tuple[int, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     checkpoint = random_checkpoint(dtype)
     save_file(checkpoint, tmp_path / "model.safetensors")
-    models = [read(tmp_path / "model.safetensors", state) for state in states(tp_size, pp_size)]
+    models = [read(tmp_path / "model.safetensors", state) for state in states(*sizes)]
     assert_parts_make(checkpoint, models)
 
 
@@ -171,18 +173,14 @@ def test_parts_of_every_gguf_type_make_the_checkpoint(kind: Kind, tmp_path: Path
     assert_parts_make(checkpoint, [read(path, state) for state in states(4, 2)])
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), WORLDS)
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
-def test_parts_of_gguf_files_make_the_checkpoint(
-    tp_size: int, pp_size: int, arch: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("sizes", "arch"), combinations(WORLDS, ["llama", "qwen2"], together=1))
+def test_parts_of_gguf_files_make_the_checkpoint(sizes: tuple[int, int], arch: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     checkpoint = write_blocks(path, arch, Kind.Q4_0)
-    assert_parts_make(checkpoint, [read(path, state) for state in states(tp_size, pp_size)])
+    assert_parts_make(checkpoint, [read(path, state) for state in states(*sizes)])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize(("arch", "name"), combinations(["llama", "qwen2"], FORMATS, together=1))
 def test_parts_of_matrices_that_stay_quantised_make_the_checkpoint(
     arch: str, name: str, tmp_path: Path
 ) -> None:
@@ -200,25 +198,31 @@ def test_parts_of_matrices_that_stay_quantised_make_the_checkpoint(
                     assert slot.form is FORMATS[name], of
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3000, 20_000])
-@pytest.mark.parametrize("has_packer", [True, False])
+@pytest.mark.parametrize(
+    ("piece_bytes", "has_packer", "kind", "is_packed", "sizes"),
+    combinations(
+        [1, 3000, 20_000], [True, False], [Kind.Q5_1, Kind.Q4_K], [True, False], [(1, 1), (2, 1)], together=3
+    ),
+)
 def test_weights_are_the_same_in_pieces_of_any_size(
-    has_packer: bool, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    piece_bytes: int,
+    has_packer: bool,
+    kind: Kind,
+    is_packed: bool,
+    sizes: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Heads of 24 rows begin and end within tiles, and the vocabulary's last tile is not full.
     config = dataclasses.replace(CONFIG, head_dim=24, num_heads=32, num_kv_heads=4, num_layers=1)
     path = tmp_path / "model.gguf"
-    for kind in (Kind.Q5_1, Kind.Q4_K):
-        checkpoint = write_blocks(path, "llama", kind, config)
-        formats = PackedFormats(GGUFWeights(path, config).formats, CpuProducts())
-        with monkeypatch.context() as patch:
-            patch.setattr(gguf_loader, "_PIECE_BYTES", piece_bytes)
-            if not has_packer:
-                patch.setattr(gguf_loader, "select_block_packer", lambda device: None)
-            for packed in (ALL_DENSE, formats):
-                for sizes in [(1, 1), (2, 1)]:
-                    models = [read(path, state, config, packed=packed) for state in states(*sizes)]
-                    assert_parts_make(checkpoint, models)
+    checkpoint = write_blocks(path, "llama", kind, config)
+    formats = PackedFormats(GGUFWeights(path, config).formats, CpuProducts())
+    monkeypatch.setattr(gguf_loader, "_PIECE_BYTES", piece_bytes)
+    if not has_packer:
+        monkeypatch.setattr(gguf_loader, "select_block_packer", lambda device: None)
+    packed = formats if is_packed else ALL_DENSE
+    assert_parts_make(checkpoint, [read(path, state, config, packed=packed) for state in states(*sizes)])
 
 
 def test_a_file_is_read_from_front_to_back_and_no_more_than_a_piece_at_a_time(
