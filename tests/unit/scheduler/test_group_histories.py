@@ -28,7 +28,7 @@ from tests.unit.scheduler.test_histories import (
     limits_strategy,
 )
 
-pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
+pytestmark = pytest.mark.timeout(amount(600, thorough=3600))
 
 
 class GroupHistories(SchedulerHistories):

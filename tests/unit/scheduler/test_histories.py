@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.pause import PauseState
-from tests.support.thorough import THOROUGH, amount
+from tests.support.thorough import amount
 from tests.unit.scheduler.paged_model import EOS, VOCAB_SIZE
 from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.simulation import Simulation
 
-pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
+pytestmark = pytest.mark.timeout(amount(600, thorough=3600))
 BASES = [[(7 * base + 3 * i + i * i) % VOCAB_SIZE for i in range(40)] for base in range(2)]
 """Prompts start with parts of these, so that they share prefixes."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from nbengine.scheduler.pause import PauseState
-from tests.support.thorough import THOROUGH, amount
+from tests.support.thorough import amount
 from tests.unit.scheduler.mixtures import MIXTURES, with_rules
 from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.test_histories import (
@@ -24,7 +24,7 @@ from tests.unit.scheduler.test_histories import (
 )
 from tests.unit.scheduler.traced import TracedSimulation
 
-pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
+pytestmark = pytest.mark.timeout(amount(600, thorough=3600))
 
 
 class TraceHistories(SchedulerHistories):
