@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -143,40 +144,55 @@ def unpermuted(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, 
     return out
 
 
-def write_blocks(path: Path, arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> dict[str, Tensor]:
-    """A GGUF file with random blocks of one type in its matrices; gives their values by the reference."""
+def random_blocks(kind: Kind, config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...], Kind, Any]]:
+    """Each weight's name and shape, and random blocks of one type in its matrices."""
+    whole = DecoderForCausalLM(config, dtype=torch.float32, device=torch.device("meta"))
     random = np.random.default_rng(kind)
+    for name, slot in whole.weight_slots().items():
+        shape = tuple(slot.full_shape)
+        own_kind = kind if len(shape) == 2 else Kind.F32
+        yield name, shape, own_kind, raw_blocks(shape, own_kind, random)
+
+
+def write_blocks(path: Path, arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> None:
+    """Write a GGUF file with `random_blocks`."""
     writer = gguf.GGUFWriter(str(path), arch)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_layers)
-    checkpoint = {}
-    for name, values in random_checkpoint(config=config).items():
+    for name, _, own_kind, blocks in random_blocks(kind, config):
         base, suffix = name.rsplit(".", 1)
-        own_kind = kind if values.ndim == 2 else Kind.F32
-        blocks = raw_blocks(tuple(values.shape), own_kind, random)
         writer.add_tensor(f"{names.get_name(base)}.{suffix}", blocks, raw_dtype=own_kind)
-        reference = gguf.dequantize(blocks.reshape(-1, blocks.shape[-1]), own_kind).reshape(values.shape)
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-        if arch == "llama" and heads is not None:
-            reference = unpermuted(reference, heads)
-        checkpoint[name] = torch.from_numpy(reference.copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@lru_cache(maxsize=4)
+def values_of_blocks(arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> dict[str, Tensor]:
+    """The values of what `write_blocks` writes, by the reference; nobody changes them."""
+    checkpoint = {}
+    for name, shape, own_kind, blocks in random_blocks(kind, config):
+        reference = gguf.dequantize(blocks.reshape(-1, blocks.shape[-1]), own_kind).reshape(shape)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+        if arch == "llama" and heads is not None:
+            reference = unpermuted(reference, heads)
+        checkpoint[name] = torch.from_numpy(reference.copy())
     return checkpoint
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, *_type_traits], ids=lambda kind: kind.name)
 def test_parts_of_every_gguf_type_make_the_checkpoint(kind: Kind, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    checkpoint = write_blocks(path, "llama", kind)
+    write_blocks(path, "llama", kind)
+    checkpoint = values_of_blocks("llama", kind)
     assert_parts_make(checkpoint, [read(path, state) for state in states(4, 2)])
 
 
 @pytest.mark.parametrize(("sizes", "arch"), combinations(WORLDS, ["llama", "qwen2"], together=1))
 def test_parts_of_gguf_files_make_the_checkpoint(sizes: tuple[int, int], arch: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    checkpoint = write_blocks(path, arch, Kind.Q4_0)
+    write_blocks(path, arch, Kind.Q4_0)
+    checkpoint = values_of_blocks(arch, Kind.Q4_0)
     assert_parts_make(checkpoint, [read(path, state) for state in states(*sizes)])
 
 
@@ -185,7 +201,8 @@ def test_parts_of_matrices_that_stay_quantised_make_the_checkpoint(
     arch: str, name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
-    checkpoint = write_blocks(path, arch, Kind[name.upper()])
+    write_blocks(path, arch, Kind[name.upper()])
+    checkpoint = values_of_blocks(arch, Kind[name.upper()])
     packed = PackedFormats(GGUFWeights(path, CONFIG).formats, CpuProducts())
     for sizes in [(1, 1), (4, 2)]:
         models = [read(path, state, packed=packed) for state in states(*sizes)]
@@ -216,7 +233,8 @@ def test_weights_are_the_same_in_pieces_of_any_size(
     # Heads of 24 rows begin and end within tiles, and the vocabulary's last tile is not full.
     config = dataclasses.replace(CONFIG, head_dim=24, num_heads=32, num_kv_heads=4, num_layers=1)
     path = tmp_path / "model.gguf"
-    checkpoint = write_blocks(path, "llama", kind, config)
+    write_blocks(path, "llama", kind, config)
+    checkpoint = values_of_blocks("llama", kind, config)
     formats = PackedFormats(GGUFWeights(path, config).formats, CpuProducts())
     monkeypatch.setattr(gguf_loader, "_PIECE_BYTES", piece_bytes)
     if not has_packer:
