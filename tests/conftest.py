@@ -17,6 +17,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from tests.support.thorough import amount
 from tests.tools import scratch
 from tests.tools.durations import recorded_seconds
 
@@ -43,7 +44,7 @@ APART = ("tests/simulation/",)
 """Many worlds, none of which knows of another."""
 
 # Speed is asked for in benchmarks: a machine that does other things must not fail a test.
-settings.register_profile("nbengine", deadline=None)
+settings.register_profile("nbengine", deadline=None, max_examples=amount(50, thorough=2000))
 settings.load_profile("nbengine")
 
 

@@ -18,6 +18,7 @@ from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.layout import CHUNK, DECODE_PART, PREFILL_PART, Work
 from nbengine.kernels.cpu.plan import decode_work, prefill_work
 from nbengine.kernels.torch.backend import TorchKernels
+from tests.support.thorough import amount
 
 INT8 = torch.int8
 LENS = [(1, 1), (1, 16), (1, 33), (1, 300), (4, 4), (7, 100), (53, 61), (50, 259)]
@@ -133,15 +134,29 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("extras", [{}, {"cap": 3.0, "sinks": True}], ids=["rule", "rule, cap and sinks"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", KINDS)
+EXTRAS: dict[str, dict[str, float | bool]] = {"rule": {}, "rule, cap and sinks": {"cap": 3.0, "sinks": True}}
+SPANS = {rule: ["window", "chunk"].index(next(iter(span))) + 1 if span else 0 for rule, span in RULES.items()}
+"""Rules with the same number share their compiled functions."""
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Every kind with every rule, and both with all extras: of two sets of extras a kind and a span have one."""
+    return [
+        (kind, rule, extras)
+        for number, kind in enumerate(KINDS)
+        for rule, span in SPANS.items()
+        for place, extras in enumerate(EXTRAS)
+        if amount((number + span + place) % len(EXTRAS) == 0, thorough=True)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "rule", "extras"), cases())
 def test_attention_equals_the_reference_and_reads_nothing_that_is_out_of_sight(
     forget_unseen, make_batch, small, assert_close, kind, rule, extras
 ):
     make_kernels, dtype, cache_dtype = KINDS[kind]
     batch = make_batch(make_kernels(), small, LENS, dtype, cache_dtype=cache_dtype)
-    batch.options = options_for(small, rule, **extras)
+    batch.options = options_for(small, rule, **EXTRAS[extras])
     forget_unseen(batch)
     assert_close(batch.run(), batch.expected())
 
@@ -161,8 +176,11 @@ def test_a_window_may_begin_anywhere_in_blocks_of_any_size(
     forget_unseen, make_batch, make_shape, assert_close, rule, block_size
 ):
     shape = make_shape(3, 1, 40, block_size)
-    for kernels, cache_dtype in ((CpuKernels(torch.float32), None), (CpuKernels(INT8), INT8)):
-        batch = make_batch(kernels, shape, LENS, cache_dtype=cache_dtype)
+    # Each kind meets each size, and windows and chunks.
+    number = (1, 8, 64).index(block_size) + SPANS[rule]
+    for kind in amount([("float32", "int8")[number % 2]], thorough=["float32", "int8"]):
+        make_kernels, _, cache_dtype = KINDS[kind]
+        batch = make_batch(make_kernels(), shape, LENS, cache_dtype=cache_dtype)
         batch.options = options_for(shape, rule)
         forget_unseen(batch)
         assert_close(batch.run(), batch.expected())
@@ -171,7 +189,7 @@ def test_a_window_may_begin_anywhere_in_blocks_of_any_size(
 requests = st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, n + 500)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, thorough=1200), deadline=None)
 @given(
     lens=st.lists(requests, min_size=1, max_size=5),
     rule=st.one_of(
@@ -200,45 +218,55 @@ CUTS = [(0, 100), (100, 101), (127, 128), (128, 129), (101, 330), (330, 410), (4
 LONG_CUTS = [(PREFILL_PART - 1, PREFILL_PART), (PREFILL_PART, PREFILL_PART + 1), (2000, 2100), (2299, 2300)]
 
 
-@pytest.mark.parametrize(
-    ("rule", "cuts"),
-    [
-        ("all", CUTS),
-        ("window of several parts", CUTS),
-        ("chunk of several parts", CUTS),
-        ("all", LONG_CUTS),
-        ("window of 2050", LONG_CUTS),
-    ],
-)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+CUT_RULES = [
+    ("all", CUTS),
+    ("window of several parts", CUTS),
+    ("chunk of several parts", CUTS),
+    ("all", LONG_CUTS),
+    ("window of 2050", LONG_CUTS),
+]
+HEADS = {"full tiles": (6, 2, 32), "part of a tile": (1, 1, 40), "several tiles": (11, 1, 24)}
+"""Heads in groups that fill a tile, that leave some of it, and that need several."""
+
+
+def cuts_of_heads() -> list[tuple[str, str, list[tuple[int, int]], str]]:
+    """Every kind with every rule and its cuts, and both with all heads."""
+    return [
+        (kind, rule, cuts, heads)
+        for number, kind in enumerate(("float32", "bfloat16", "int8"))
+        for place, (rule, cuts) in enumerate(CUT_RULES)
+        for which, heads in enumerate(HEADS)
+        if amount((number + place + which) % len(HEADS) == 0, thorough=True)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "rule", "cuts", "heads"), cuts_of_heads())
 def test_results_depend_neither_on_threads_nor_on_company_nor_on_chunks(
-    make_batch, make_shape, torch_threads, kind, rule, cuts
+    make_batch, make_shape, torch_threads, kind, rule, cuts, heads
 ):
-    """A prompt's tokens, all at once, in pieces and one by one beside others, on one thread and on several: heads in
-    groups that fill a tile, that leave some of it, and that need several."""
+    """A prompt's tokens, all at once, in pieces and one by one beside others, on one thread and on several."""
     make_kernels, dtype, cache_dtype = KINDS[kind]
     length = cuts[-1][1]
-    for heads, kv_heads, head_dim in ((6, 2, 32), (1, 1, 40), (11, 1, 24)):
-        shape = make_shape(heads, kv_heads, head_dim, 16)
-        options = options_for(shape, rule, cap=20.0, sinks=True)
-        whole = make_batch(make_kernels(), shape, [(length, length)], dtype, cache_dtype=cache_dtype)
-        whole.options = options
-        outputs = []
-        for threads in (1, 3):
-            torch_threads(threads)
-            outputs.append(whole.run())
-        assert torch.equal(*outputs)
-        for start, stop in cuts:
-            lens = sorted([(1, 90), (stop - start, stop), (7, 50)])
-            together = make_batch(make_kernels(), shape, lens, dtype, cache_dtype=cache_dtype)
-            together.options = options
-            place = lens.index((stop - start, stop))
-            rows = slice(*together.metadata.query_start_loc[place : place + 2].tolist())
-            blocks = together.metadata.block_table[place, : -(-stop // 16)].long()
-            own = whole.metadata.block_table[0, : len(blocks)].long()
-            together.kv_cache[:, blocks] = whole.kv_cache[:, own]
-            together.query[rows] = whole.query[start:stop]
-            assert torch.equal(together.run()[rows], outputs[0][start:stop])
+    shape = make_shape(*HEADS[heads], 16)
+    options = options_for(shape, rule, cap=20.0, sinks=True)
+    whole = make_batch(make_kernels(), shape, [(length, length)], dtype, cache_dtype=cache_dtype)
+    whole.options = options
+    outputs = []
+    for threads in (1, 3):
+        torch_threads(threads)
+        outputs.append(whole.run())
+    assert torch.equal(*outputs)
+    for start, stop in cuts:
+        lens = sorted([(1, 90), (stop - start, stop), (7, 50)])
+        together = make_batch(make_kernels(), shape, lens, dtype, cache_dtype=cache_dtype)
+        together.options = options
+        place = lens.index((stop - start, stop))
+        rows = slice(*together.metadata.query_start_loc[place : place + 2].tolist())
+        blocks = together.metadata.block_table[place, : -(-stop // 16)].long()
+        own = whole.metadata.block_table[0, : len(blocks)].long()
+        together.kv_cache[:, blocks] = whole.kv_cache[:, own]
+        together.query[rows] = whole.query[start:stop]
+        assert torch.equal(together.run()[rows], outputs[0][start:stop])
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, INT8], ids=str)

@@ -27,6 +27,7 @@ from nbengine.kernels.cpu.jit import Processor, host_processor
 from nbengine.kernels.dispatch import select_block_packer
 from nbengine.kernels.quantized import FORMATS, Levels, pack
 from nbengine.models.checkpoints.gguf_levels import levels_of
+from tests.support.thorough import amount, combinations
 
 GARBAGE = 0xA5
 GAP = 7
@@ -79,7 +80,7 @@ def test_a_blocks_size_is_that_of_the_file_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=amount(30, thorough=1200))
 @given(
     rows=st.integers(1, 70),
     cells=st.integers(1, 5),
@@ -96,7 +97,7 @@ def test_packed_blocks_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=20)
+@settings(max_examples=amount(20, thorough=400))
 @given(data=st.data(), filling=st.integers(0, 255), byte=st.integers(0, 255))
 def test_a_byte_that_differs_from_all_others_gets_to_its_place(
     name: str, data: st.DataObject, filling: int, byte: int
@@ -170,8 +171,7 @@ LACKING = {"AVX2": ("avx512", "avxvnni"), "SSE": ("avx", "fma", "bmi", "f16c")}
 """The features, by the beginnings of their names, without which blocks are packed, too."""
 
 
-@pytest.mark.parametrize("kind", LACKING)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("kind", "name"), combinations(LACKING, FORMATS, together=1))
 def test_other_instructions_give_the_same_bits(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = host_processor()
     if not host.features.get("avx512f"):

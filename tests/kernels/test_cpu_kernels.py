@@ -18,6 +18,7 @@ from nbengine.kernels.cpu import jit as cpu_jit
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.layout import DECODE_PART, PREFILL_PART, Work
 from nbengine.kernels.cpu.plan import decode_work, prefill_work
+from tests.support.thorough import amount
 
 MIXED = [(1, 700), (1, 3), (1, 129), (40, 333), (5, 5)]
 
@@ -36,7 +37,7 @@ def torch_threads():
     torch.set_num_threads(before)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(20, thorough=800), deadline=None)
 @given(lens=st.lists(requests, min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_any_batch_equals_the_reference(make_batch, make_shape, assert_close, lens, seed):
     lens.sort(key=lambda pair: pair[0] > 1)

@@ -15,13 +15,14 @@ from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.cpu.decode_plan import DecodePlanArguments, compile_decode_plan
 from nbengine.kernels.cpu.layout import AttentionArguments, Features, Work
 from nbengine.kernels.cpu.plan import DECODE_PART, decode_work
+from tests.support.thorough import amount
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 
 KV_HEADS, LAYERS = 3, 2
 
 
-@settings(max_examples=200)
+@settings(max_examples=amount(80, thorough=4000))
 @given(
     lengths=st.lists(
         st.one_of(st.integers(1, 2000), st.sampled_from([1, DECODE_PART, DECODE_PART + 1])),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nbengine.kernels.cpu.largest import PARTS, LargestArguments, compile_largest
+from tests.support.thorough import amount
 
 
 def largest(rows: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -35,7 +36,7 @@ def largest(rows: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.fl
     return ids, values
 
 
-@settings(max_examples=300)
+@settings(max_examples=amount(120, thorough=6000))
 @given(
     count=st.integers(1, 4),
     width=st.sampled_from([1, 2, 15, 16, 17, 100, 127, 128, 129, 1000, 4099]),

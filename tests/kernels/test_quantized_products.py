@@ -19,6 +19,7 @@ from nbengine.kernels.cpu.products import compile_multiply
 from nbengine.kernels.cpu.quantized import CpuProducts, share_size
 from nbengine.kernels.quantized import dense, pack
 from tests.kernels.quantized_weights import ALL_FORMATS, FORMAT_NAMES, random_parts, rounded
+from tests.support.thorough import amount
 
 ERROR = 1e-6
 """A sum in float32 may be off by this part of what the sizes of its terms add up to."""
@@ -49,7 +50,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-@settings(max_examples=40)
+@settings(max_examples=amount(20, thorough=800))
 @given(
     num_rows=st.integers(1, 20),
     out_features=st.integers(1, 70),

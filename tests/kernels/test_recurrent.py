@@ -20,6 +20,7 @@ from tests.kernels.recurrent_batches import (
     check_delta_rule,
     delta_inputs,
 )
+from tests.support.thorough import amount, combinations
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 STEPS = {
@@ -44,27 +45,33 @@ def make_kernels(request):
     return CpuRecurrent if request.param == "cpu" else lambda dtype: TorchRecurrent()
 
 
-@pytest.mark.parametrize("requests", STEPS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+BACKENDS = ["cpu", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("make_kernels", "requests", "heads"), combinations(BACKENDS, STEPS, HEADS), indirect=["make_kernels"]
+)
 def test_the_delta_rule_equals_the_reference_and_touches_no_other_slot(make_kernels, requests, heads):
     check_delta_rule(Step.of(make_kernels(torch.float32), STEPS[requests]), heads)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES), ids=DTYPES.get)
-@pytest.mark.parametrize("requests", STEPS)
+@pytest.mark.parametrize(
+    ("make_kernels", "requests", "dtype"), combinations(BACKENDS, STEPS, DTYPES), indirect=["make_kernels"]
+)
 def test_the_delta_rule_of_every_type_equals_the_reference(make_kernels, requests, dtype):
     check_delta_rule(Step.of(make_kernels(dtype), STEPS[requests]), Heads(), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES), ids=DTYPES.get)
-@pytest.mark.parametrize("requests", STEPS)
-@pytest.mark.parametrize(("channels", "kernel"), [(64, 4), (83, 4), (7, 3), (600, 2), (32, 7)])
+@pytest.mark.parametrize(
+    ("make_kernels", "requests", "sizes", "silu", "dtype"),
+    combinations(BACKENDS, STEPS, [(64, 4), (83, 4), (7, 3), (600, 2), (32, 7)], [True, False], DTYPES),
+    indirect=["make_kernels"],
+)
 def test_the_convolution_equals_the_reference_and_touches_no_other_slot(
-    make_kernels, requests, channels, kernel, dtype
+    make_kernels, requests, sizes, silu, dtype
 ):
-    for silu, has_bias in ((True, False), (False, True)):
-        step = Step.of(make_kernels(dtype), STEPS[requests])
-        check_convolution(step, channels, kernel, silu=silu, has_bias=has_bias, dtype=dtype)
+    step = Step.of(make_kernels(dtype), STEPS[requests])
+    check_convolution(step, *sizes, silu=silu, has_bias=not silu, dtype=dtype)
 
 
 @st.composite
@@ -80,7 +87,7 @@ def requests_of_a_step(draw):
     return requests
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=amount(10, thorough=500))
 @given(
     requests=requests_of_a_step(),
     key_heads=st.integers(1, 3),

@@ -15,7 +15,9 @@ from nbengine.kernels.cpu.recurrent import CpuRecurrent
 from nbengine.kernels.torch.recurrent import TorchRecurrent
 from tests.kernels.recurrent_batches import Request, Space, Step, check_state_space, space_inputs
 from tests.kernels.test_recurrent import DTYPES, STEPS, requests_of_a_step
+from tests.support.thorough import amount, combinations
 
+BACKENDS = ["cpu", "torch"]
 SIZES = [
     Space(),
     Space(1, 4, 128, 64),
@@ -39,19 +41,21 @@ def make_kernels(request):
     return CpuRecurrent if request.param == "cpu" else lambda dtype: TorchRecurrent()
 
 
-@pytest.mark.parametrize("requests", STEPS)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("make_kernels", "requests", "sizes"), combinations(BACKENDS, STEPS, SIZES), indirect=["make_kernels"]
+)
 def test_the_state_space_equals_the_reference_and_touches_no_other_slot(make_kernels, requests, sizes):
     check_state_space(Step.of(make_kernels(torch.float32), STEPS[requests]), sizes)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES), ids=DTYPES.get)
-@pytest.mark.parametrize("requests", STEPS)
+@pytest.mark.parametrize(
+    ("make_kernels", "requests", "dtype"), combinations(BACKENDS, STEPS, DTYPES), indirect=["make_kernels"]
+)
 def test_the_state_space_of_every_type_equals_the_reference(make_kernels, requests, dtype):
     check_state_space(Step.of(make_kernels(dtype), STEPS[requests]), Space(), dtype=dtype)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=amount(10, thorough=800))
 @given(
     requests=requests_of_a_step(),
     groups=st.integers(1, 3),
@@ -136,10 +140,10 @@ def test_what_the_compiled_state_space_cannot_read_is_refused_by_name(name):
         kernels.state_space(**arguments, metadata=step.metadata)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
-@pytest.mark.parametrize("peer", [granite, mamba2], ids=["granite", "mamba2"])
-@pytest.mark.parametrize("start", ["zeros", "own"])
-@pytest.mark.parametrize("tokens", [1, 7, 64, 150])
+@pytest.mark.parametrize(
+    ("backend", "peer", "start", "tokens"),
+    combinations(["reference", "cpu", "torch"], [granite, mamba2], ["zeros", "own"], [1, 7, 64, 150]),
+)
 def test_the_state_space_is_that_of_transformers_chunked_and_recurrent(backend, peer, start, tokens):
     kernels = {"reference": Reference(), "cpu": CpuRecurrent(torch.float32), "torch": TorchRecurrent()}[
         backend

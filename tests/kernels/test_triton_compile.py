@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.thorough import combinations
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.compiler import GPUTarget
@@ -74,31 +76,38 @@ WINDOW_AND_CAP = (WINDOW, True, False)
 CHUNKS = (CHUNK, False, False)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+ARCHITECTURES = [80, 90]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "decode", "split", "features"),
-    [
-        (BFLOAT16, 64, 3, True, True, PLAIN),
-        (BFLOAT16, 64, 3, True, False, PLAIN),
-        (BFLOAT16, 64, 3, False, False, PLAIN),
-        (BFLOAT16, 80, 1, False, False, PLAIN),
-        (BFLOAT16, 128, 8, True, True, PLAIN),
-        (BFLOAT16, 128, 8, False, False, PLAIN),
-        (BFLOAT16, 192, 4, True, True, PLAIN),
-        (BFLOAT16, 192, 4, False, False, PLAIN),
-        (BFLOAT16, 256, 4, False, False, PLAIN),
-        (FLOAT32, 64, 3, True, True, PLAIN),
-        (FLOAT32, 128, 4, False, False, PLAIN),
-        (BFLOAT16, 64, 8, True, True, WINDOW_AND_SINKS),
-        (BFLOAT16, 64, 8, False, False, WINDOW_AND_SINKS),
-        (BFLOAT16, 256, 2, True, True, WINDOW_AND_CAP),
-        (BFLOAT16, 256, 2, False, False, WINDOW_AND_CAP),
-        (BFLOAT16, 128, 5, False, False, CHUNKS),
-        (FLOAT32, 64, 3, False, False, WINDOW_AND_CAP),
-        (FLOAT32, 128, 4, False, False, WINDOW_AND_SINKS),
-    ],
+    ("arch", "case"),
+    combinations(
+        ARCHITECTURES,
+        [
+            (BFLOAT16, 64, 3, True, True, PLAIN),
+            (BFLOAT16, 64, 3, True, False, PLAIN),
+            (BFLOAT16, 64, 3, False, False, PLAIN),
+            (BFLOAT16, 80, 1, False, False, PLAIN),
+            (BFLOAT16, 128, 8, True, True, PLAIN),
+            (BFLOAT16, 128, 8, False, False, PLAIN),
+            (BFLOAT16, 192, 4, True, True, PLAIN),
+            (BFLOAT16, 192, 4, False, False, PLAIN),
+            (BFLOAT16, 256, 4, False, False, PLAIN),
+            (FLOAT32, 64, 3, True, True, PLAIN),
+            (FLOAT32, 128, 4, False, False, PLAIN),
+            (BFLOAT16, 64, 8, True, True, WINDOW_AND_SINKS),
+            (BFLOAT16, 64, 8, False, False, WINDOW_AND_SINKS),
+            (BFLOAT16, 256, 2, True, True, WINDOW_AND_CAP),
+            (BFLOAT16, 256, 2, False, False, WINDOW_AND_CAP),
+            (BFLOAT16, 128, 5, False, False, CHUNKS),
+            (FLOAT32, 64, 3, False, False, WINDOW_AND_CAP),
+            (FLOAT32, 128, 4, False, False, WINDOW_AND_SINKS),
+        ],
+        together=1,
+    ),
 )
-def test_attention_fits_without_spilling(compile_for, arch, dtype, head_dim, group, decode, split, features):
+def test_attention_fits_without_spilling(compile_for, arch, case):
+    dtype, head_dim, group, decode, split, features = case
     span, has_soft_cap, has_sinks = features
     tiling = attention.choose_tiling(head_dim, group, dtype, decode=decode, has_soft_cap=has_soft_cap)
     data = dict.fromkeys(("output", "query", "key_cache", "value_cache"), POINTER[dtype])
@@ -131,10 +140,10 @@ def test_attention_fits_without_spilling(compile_for, arch, dtype, head_dim, gro
     assert resources.shared <= SHARED_MEMORY[arch]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize(
+    ("arch", "decode", "heads", "dtype"),
+    combinations([80, 90], [True, False], [16, 128], [BFLOAT16, FLOAT32]),
+)
 def test_latent_attention_fits_without_spilling(compile_for, arch, decode, heads, dtype):
     rank, rope = 512, 64
     tiling = latent.choose_tiling(rank, heads, dtype, decode=decode)
@@ -207,12 +216,16 @@ def test_merge_and_write_fit_without_spilling(compile_for, arch):
     assert (merge.spilled, write.spilled) == (0, 0)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("dtype", "assignments"),
-    [(BFLOAT16, 8), (BFLOAT16, 4096), (BFLOAT16, 65536), (FLOAT32, 8), (FLOAT32, 65536)],
+    ("arch", "case"),
+    combinations(
+        ARCHITECTURES,
+        [(BFLOAT16, 8), (BFLOAT16, 4096), (BFLOAT16, 65536), (FLOAT32, 8), (FLOAT32, 65536)],
+        together=1,
+    ),
 )
-def test_experts_fit_without_spilling(compile_for, arch, dtype, assignments):
+def test_experts_fit_without_spilling(compile_for, arch, case):
+    dtype, assignments = case
     tiling = experts_triton.choose_tiling(assignments, 128, dtype)
     sizes = {"HIDDEN": 2048, "INNER": 768, "NUM_EXPERTS": 128, "BINS": 128}
     tiles = {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth}
@@ -245,12 +258,12 @@ RECURRENT_INDICES = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "key_dim", "value_dim"), [(BFLOAT16, 128, 128), (FLOAT32, 128, 128), (BFLOAT16, 256, 256)]
+    ("arch", "decode", "sizes"),
+    combinations([80, 90], [True, False], [(BFLOAT16, 128, 128), (FLOAT32, 128, 128), (BFLOAT16, 256, 256)]),
 )
-def test_the_delta_rule_fits_without_spilling(compile_for, arch, decode, dtype, key_dim, value_dim):
+def test_the_delta_rule_fits_without_spilling(compile_for, arch, decode, sizes):
+    dtype, key_dim, value_dim = sizes
     tiling = delta_rule_triton.choose_tiling(key_dim, value_dim, dtype, decode=decode)
     data = dict.fromkeys(("output", "query", "key", "value"), POINTER[dtype])
     numbers = {**dict.fromkeys(("decay", "beta", "states"), "*fp32"), "scale": "fp32"}
@@ -278,12 +291,12 @@ def test_the_delta_rule_fits_without_spilling(compile_for, arch, decode, dtype, 
     assert resources.shared <= SHARED_MEMORY[arch]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "state_size", "head_dim"), [(BFLOAT16, 128, 64), (FLOAT32, 128, 64), (BFLOAT16, 256, 128)]
+    ("arch", "decode", "sizes"),
+    combinations([80, 90], [True, False], [(BFLOAT16, 128, 64), (FLOAT32, 128, 64), (BFLOAT16, 256, 128)]),
 )
-def test_the_state_space_fits_without_spilling(compile_for, arch, decode, dtype, state_size, head_dim):
+def test_the_state_space_fits_without_spilling(compile_for, arch, decode, sizes):
+    dtype, state_size, head_dim = sizes
     tiling = delta_rule_triton.choose_tiling(state_size, head_dim, dtype, decode=decode)
     data = dict.fromkeys(("output", "x", "b", "c"), POINTER[dtype])
     numbers = dict.fromkeys(("dt", "rate", "skip", "states"), "*fp32")

@@ -32,6 +32,7 @@ from tests.kernels.recurrent_batches import (
     check_delta_rule,
     check_state_space,
 )
+from tests.support.thorough import combinations
 
 LENS = {
     "decode": [(1, n) for n in (1, 15, 16, 17, 129, 270)],
@@ -90,9 +91,8 @@ def multiply_bfloat16_values(monkeypatch):
 
 def cases():
     """Every shape in float32, every type with the default model's shape, splits on and off in decode."""
-    for shape in SHAPES:
-        for lens in LENS:
-            yield shape, lens, torch.float32, MANY_PROCESSORS
+    for shape, lens in combinations(SHAPES, LENS, together=1):
+        yield shape, lens, torch.float32, MANY_PROCESSORS
     yield SHAPES[0], "decode", torch.float32, ONE_PROCESSOR
     for dtype in (torch.bfloat16, torch.float16):
         yield SHAPES[0], "mixed", dtype, MANY_PROCESSORS
@@ -123,30 +123,34 @@ RULES: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("extras", [{}, {"soft_cap": 3.0}, {"sinks": torch.linspace(-3, 4, 6)}], ids=str)
-@pytest.mark.parametrize("rule", RULES)
+EXTRAS = {"rule": {}, "cap": {"soft_cap": 3.0}, "sinks": {"sinks": torch.linspace(-3, 4, 6)}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "processors", "extras"), combinations(RULES, [ONE_PROCESSOR, MANY_PROCESSORS], EXTRAS)
+)
 def test_attention_under_options_equals_the_reference_and_reads_nothing_out_of_sight(
-    make_batch, make_shape, forget_unseen, assert_close, rule, extras
+    make_batch, make_shape, forget_unseen, assert_close, rule, processors, extras
 ):
     lens = [(1, 1), (1, 33), (1, 430), (23, 70)]
-    for processors in (ONE_PROCESSOR, MANY_PROCESSORS):
-        batch = make_batch(InterpretedKernels(processors), make_shape(6, 2, 40, 16), lens)
-        batch.options = AttentionOptions(0.2, **RULES[rule], **extras)
-        forget_unseen(batch)
-        assert_close(batch.run(), batch.expected())
+    batch = make_batch(InterpretedKernels(processors), make_shape(6, 2, 40, 16), lens)
+    batch.options = AttentionOptions(0.2, **RULES[rule], **EXTRAS[extras])
+    forget_unseen(batch)
+    assert_close(batch.run(), batch.expected())
 
 
-@pytest.mark.parametrize("head_dim", [80, 192])
-def test_heads_of_every_size_have_all_options(make_batch, make_shape, forget_unseen, assert_close, head_dim):
-    for dtype in (torch.float32, torch.bfloat16):
-        batch = make_batch(
-            InterpretedKernels(MANY_PROCESSORS), make_shape(4, 2, head_dim, 16), [(1, 200), (9, 70)], dtype
-        )
-        batch.options = AttentionOptions(
-            0.1, window=50, soft_cap=5.0, sinks=torch.linspace(-1, 1, 4).to(dtype)
-        )
-        forget_unseen(batch)
-        assert_close(batch.run(), batch.expected(), exact_weights=False)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), combinations([80, 192], [torch.float32, torch.bfloat16], together=1)
+)
+def test_heads_of_every_size_have_all_options(
+    make_batch, make_shape, forget_unseen, assert_close, head_dim, dtype
+):
+    batch = make_batch(
+        InterpretedKernels(MANY_PROCESSORS), make_shape(4, 2, head_dim, 16), [(1, 200), (9, 70)], dtype
+    )
+    batch.options = AttentionOptions(0.1, window=50, soft_cap=5.0, sinks=torch.linspace(-1, 1, 4).to(dtype))
+    forget_unseen(batch)
+    assert_close(batch.run(), batch.expected(), exact_weights=False)
 
 
 def test_a_sink_of_minus_infinity_takes_no_weight(make_batch, make_shape, assert_close):
@@ -191,12 +195,13 @@ LATENT_SHAPES = [(5, 24, 8, 16), (20, 33, 7, 64)]
 """Heads, rank, dimensions that turn, and tokens a block."""
 
 
-@pytest.mark.parametrize("lens", LATENT_LENS)
-@pytest.mark.parametrize("shape", LATENT_SHAPES)
-def test_latent_attention_equals_the_reference_and_reads_no_poison(assert_close, shape, lens):
-    for processors in (ONE_PROCESSOR, MANY_PROCESSORS):
-        batch = LatentBatch.of(InterpretedKernels(processors), shape, LATENT_LENS[lens])
-        assert_close(batch.run(), batch.expected())
+@pytest.mark.parametrize(
+    ("lens", "shape", "processors"),
+    combinations(LATENT_LENS, LATENT_SHAPES, [ONE_PROCESSOR, MANY_PROCESSORS]),
+)
+def test_latent_attention_equals_the_reference_and_reads_no_poison(assert_close, lens, shape, processors):
+    batch = LatentBatch.of(InterpretedKernels(processors), shape, LATENT_LENS[lens])
+    assert_close(batch.run(), batch.expected())
 
 
 def test_latent_attention_of_bfloat16_equals_the_reference(assert_close):
@@ -250,8 +255,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("requests", STEPS)
-@pytest.mark.parametrize("heads", [Heads(1, 2, 32, 48), Heads(1, 1, 20, 37)], ids=str)
+@pytest.mark.parametrize(
+    ("requests", "heads"), combinations(STEPS, [Heads(1, 2, 32, 48), Heads(1, 1, 20, 37)], together=1)
+)
 def test_the_delta_rule_equals_the_reference_and_touches_no_other_slot(requests, heads):
     check_delta_rule(Step.of(TritonRecurrent(), STEPS[requests]), heads)
 
@@ -261,16 +267,18 @@ def test_the_delta_rule_of_bfloat16_equals_the_reference(requests):
     check_delta_rule(Step.of(TritonRecurrent(), STEPS[requests]), Heads(1, 2, 16, 16), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("requests", STEPS)
-@pytest.mark.parametrize(("channels", "kernel"), [(140, 4), (7, 2)])
-def test_the_convolution_equals_the_reference_and_touches_no_other_slot(requests, channels, kernel):
-    for silu, has_bias in ((True, False), (False, True)):
-        step = Step.of(TritonRecurrent(), STEPS[requests])
-        check_convolution(step, channels, kernel, silu=silu, has_bias=has_bias)
+@pytest.mark.parametrize(
+    ("requests", "sizes", "silu"), combinations(STEPS, [(140, 4), (7, 2)], [True, False])
+)
+def test_the_convolution_equals_the_reference_and_touches_no_other_slot(requests, sizes, silu):
+    step = Step.of(TritonRecurrent(), STEPS[requests])
+    check_convolution(step, *sizes, silu=silu, has_bias=not silu)
 
 
-@pytest.mark.parametrize("requests", [*STEPS, "several chunks"])
-@pytest.mark.parametrize("sizes", [Space(1, 2, 32, 48), Space(2, 2, 20, 37)], ids=str)
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    combinations([*STEPS, "several chunks"], [Space(1, 2, 32, 48), Space(2, 2, 20, 37)], together=1),
+)
 def test_the_state_space_equals_the_reference_and_touches_no_other_slot(requests, sizes):
     several = [Request(1), Request(150, "own", (80,)), Request(70, "zeros")]
     check_state_space(Step.of(TritonRecurrent(), STEPS.get(requests, several)), sizes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -16,3 +19,35 @@ def amount(quick: T, *, thorough: T) -> T:
     The quick one proves the property; the thorough one proves it with more numbers.
     """
     return thorough if THOROUGH else quick
+
+
+def combinations(*lists: Iterable[Any], together: int = 2) -> list[tuple[Any, ...]]:
+    """Return combinations of one value of each list, for `pytest.mark.parametrize`: all of them in `make thorough`,
+    otherwise so few that any values of `together` lists still meet in one of them."""
+    values = [list(each) for each in lists]
+    chosen = list(itertools.product(*(range(len(each)) for each in values)))
+    if not THOROUGH:
+        chosen = _covering(chosen, list(itertools.combinations(range(len(values)), together)))
+    return [tuple(each[place] for each, place in zip(values, places, strict=True)) for places in chosen]
+
+
+def _covering(all_of_them: list[tuple[int, ...]], groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Choose combinations, each time one that has the most which the ones before have not, of values that were chosen
+    the least."""
+
+    def meetings(places: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {(group, tuple(places[axis] for axis in group)) for group in groups}
+
+    def uses(places: tuple[int, ...]) -> int:
+        return sum(used[pair] for pair in itertools.combinations(enumerate(places), 2))
+
+    of = {places: meetings(places) for places in all_of_them}
+    missing = set().union(*of.values())
+    used: Counter[Any] = Counter()
+    chosen = []
+    while missing:
+        best = max(of, key=lambda places: (len(of[places] & missing), -uses(places)))
+        chosen.append(best)
+        missing -= of[best]
+        used.update(itertools.combinations(enumerate(best), 2))
+    return sorted(chosen)

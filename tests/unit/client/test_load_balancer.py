@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nbengine.client.routing.load_balancer import CROWDING_ALLOWANCE, CROWDING_FACTOR, LoadBalancer
 from nbengine.metrics.stats import EngineStats, SchedulerStats
+from tests.support.thorough import amount
 
 
 def report(counts: dict[int, tuple[int, int]]) -> EngineStats:
@@ -240,7 +241,9 @@ class Sent:
 
 
 TestBalancing = Balancing.TestCase
-TestBalancing.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestBalancing.settings = settings(
+    max_examples=amount(40, thorough=2000), stateful_step_count=30, deadline=None
+)
 
 
 def test_skewed_lengths_are_balanced_by_what_is_outstanding() -> None:

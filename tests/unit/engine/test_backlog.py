@@ -20,6 +20,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.metrics.requests import RequestStats
 from nbengine.metrics.stats import SchedulerStats
+from tests.support.thorough import amount
 
 REASON = "too slow"
 
@@ -119,7 +120,7 @@ def drain(backlog: Backlog) -> list[object]:
 
 
 @given(histories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(80, thorough=4000), deadline=None)
 def test_every_request_tells_the_same_story_in_fewer_messages(items: list[object]) -> None:
     expected = heard(items)
     backlog = Backlog()
@@ -134,7 +135,7 @@ def test_every_request_tells_the_same_story_in_fewer_messages(items: list[object
 
 
 @given(histories(), histories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(80, thorough=4000), deadline=None)
 def test_after_giving_up_no_request_goes_on_with_a_gap(before: list[object], after: list[object]) -> None:
     backlog = Backlog()
     fill(backlog, before)

@@ -22,6 +22,7 @@ from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.pause import PauseState
 from nbengine.scheduler.request import Request
 from tests.process.process_support.fake_executor import FakeExecutor
+from tests.support.thorough import amount
 from tests.unit.engine.queued_executor import (
     EagerExecutor,
     PipelineExecutor,
@@ -397,4 +398,6 @@ class ControlHistories(RuleBasedStateMachine):
 
 
 TestControlHistories = ControlHistories.TestCase
-TestControlHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestControlHistories.settings = settings(
+    max_examples=amount(60, thorough=3000), stateful_step_count=40, deadline=None
+)

@@ -36,6 +36,7 @@ from nbengine.ipc.control_messages import (
     Shutdown,
     ShutdownEngine,
 )
+from tests.support.thorough import amount
 from tests.unit.engine.host_rig import (
     LOCK_STEP,
     Host,
@@ -336,6 +337,10 @@ class LockStepHistories(Histories):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(
+    max_examples=amount(60, thorough=3000), stateful_step_count=40, deadline=None
+)
 TestLockStepHistories = LockStepHistories.TestCase
-TestLockStepHistories.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLockStepHistories.settings = settings(
+    max_examples=amount(40, thorough=2000), stateful_step_count=40, deadline=None
+)

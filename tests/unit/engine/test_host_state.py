@@ -40,6 +40,7 @@ from nbengine.ipc.control_messages import (
     ShutdownEngine,
 )
 from nbengine.ipc.protocol import PROTOCOL
+from tests.support.thorough import amount
 from tests.unit.engine.host_rig import (
     HANDSHAKE,
     LOCK_STEP,
@@ -397,4 +398,6 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(
+    max_examples=amount(40, thorough=1600), stateful_step_count=40, deadline=None
+)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from nbengine.engine.host.leases import LIVENESS_INTERVAL, EndedLease, LeaseTable
 from nbengine.ipc.control_messages import Attach
 from nbengine.ipc.liveness import ProcessIdentity, ProcessState
+from tests.support.thorough import amount
 
 DURATION = 10.0
 
@@ -192,7 +193,7 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=60, deadline=None)
+TestLeases.settings = settings(max_examples=amount(30, thorough=1200), deadline=None)
 
 
 def test_a_client_on_another_machine_has_no_process_to_look_at() -> None:

@@ -18,10 +18,11 @@ from nbengine.engine.core.waves import (
     greatest_wave,
 )
 from nbengine.engine.host.coordinator import DPCoordinator, WaveStart
+from tests.support.thorough import amount
 from tests.unit.engine.simulated_core import Violation
 from tests.unit.engine.wave_network import Network
 
-NUM_SCHEDULES = 10_000
+NUM_SCHEDULES = amount(2000, thorough=100_000)
 SEEDS_OF_A_FAULT = 4000
 WORK, IDLE, ASLEEP = Standing(has_work=True), Standing(), Standing(is_asleep=True)
 

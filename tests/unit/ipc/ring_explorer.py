@@ -24,6 +24,7 @@ import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 WRITER = 0
@@ -219,6 +220,7 @@ class Explorer:
         self.programs = [p.reader() if p.end else p.writer() for p in programs]
         cells = {cell: None for p in self.programs for step in p.steps for cell in step.cell}
         self.cells = {cell: index for index, cell in enumerate(cells)}
+        self._ahead: dict[tuple[int, End], End] = {}
 
     def start(self) -> tuple[tuple[int, ...], tuple[End, ...]]:
         content = (0,) * len(self.cells)
@@ -270,7 +272,7 @@ class Explorer:
                 first = all(cell != earlier for earlier, _ in end.stores[:number])
                 if number == 0 or (self.memory is Memory.PSO and first):
                     flushed = end._replace(stores=end.stores[:number] + end.stores[number + 1 :])
-                    label = index, Step(f"store {value} reaches {cell}", "flush")
+                    label = index, _reaching(value, cell)
                     yield label, self._with(_set(content, cell, value), ends, index, flushed)
             if not end.asleep:
                 step = self.programs[index].steps[end.place]
@@ -301,7 +303,13 @@ class Explorer:
         return self._with(content, ends, index, after)
 
     def _run_ahead(self, index: int, end: End) -> End:
-        """Do what only this end can see."""
+        """Do what only this end can see; it is the same whatever the others do."""
+        ahead = self._ahead.get((index, end))
+        if ahead is None:
+            ahead = self._ahead[index, end] = self._go_on(index, end)
+        return ahead
+
+    def _go_on(self, index: int, end: End) -> End:
         program = self.programs[index]
         while not end.asleep:
             step = program.steps[end.place]
@@ -342,6 +350,11 @@ class Explorer:
             state, (index, step) = came_from[state]
             path.append(f"  end {index}: {step.name}")
         return path[::-1]
+
+
+@cache
+def _reaching(value: int, cell: int) -> Step:
+    return Step(f"store {value} reaches {cell}", "flush")
 
 
 def _set(content: tuple[int, ...], cell: int, value: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nbengine.errors import NBEngineError
 from nbengine.kv_cache.block_pool import BlockPool
+from tests.support.thorough import amount
 from tests.unit.scheduler.reference_pool import ReferencePool
 
 
@@ -93,7 +94,9 @@ class PoolHistories(RuleBasedStateMachine):
 
 
 TestPoolHistories = PoolHistories.TestCase
-TestPoolHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolHistories.settings = settings(
+    max_examples=amount(60, thorough=3000), stateful_step_count=40, deadline=None
+)
 
 
 def cached_pool() -> tuple[BlockPool, list[int]]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nbengine.ipc.messages import FinishReason
 from nbengine.metrics.histograms import SECONDS, TOKENS, Seconds, Tokens
 from nbengine.metrics.requests import FINISHED_REASONS, RequestStats, added_up
+from tests.support.thorough import amount
 
 VALUES = st.lists(st.floats(0, 4000) | st.sampled_from(SECONDS), max_size=30)
 
@@ -52,7 +53,7 @@ def test_a_later_state_less_an_earlier_one_is_what_came_between(
     assert earlier.plus(between).cumulated() == made.cumulated()
 
 
-@settings(max_examples=50)
+@settings(max_examples=amount(25, thorough=1000))
 @given(st.lists(st.floats(0, 1800), min_size=1, max_size=30), st.floats(0, 1))
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     found = histogram(values).quantile(share)

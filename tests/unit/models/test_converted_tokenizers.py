@@ -4,21 +4,25 @@ tiktoken's own rules, written down here without either library."""
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 import itertools
 import json
 import random
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, convert_slow_tokenizer
 from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
 
 from nbengine.config import ModelConfig
 from nbengine.errors import ModelLoadError
 from nbengine.frontend.text.tokenizer import load_tokenizer, with_tokenizer
-from nbengine.models.checkpoints import tokenizer_prepare
+from nbengine.models.checkpoints import tokenizer_convert, tokenizer_prepare
 from nbengine.models.checkpoints.files import resolve_model
 from nbengine.models.checkpoints.tokenizer_prepare import prepared_tokenizer
 from nbengine.runtime.progress import Reporter
@@ -61,6 +65,27 @@ def write_model(
 
 def converted(directory: Path, **settings: Any) -> PreTrainedTokenizerFast:
     return load_tokenizer(with_tokenizer(ModelConfig(directory=str(directory), **settings)))
+
+
+@pytest.fixture
+def without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert here, where transformers is imported already; that a process of its own does it is tested below."""
+
+    def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        places = (
+            (convert_slow_tokenizer, "SentencePieceExtractor"),
+            (convert_slow_tokenizer.SpmConverter, "build_tokenizer_from_spm_proto"),
+            (convert_slow_tokenizer.TikTokenConverter, "load_tiktoken_bpe"),
+        )
+        message = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(message):
+            for owner, name in places:
+                # A conversion changes it for its process.
+                patch.setattr(owner, name, vars(owner).get(name))
+            status = tokenizer_convert.main(command[3:])
+        return subprocess.CompletedProcess(command, status, "", message.getvalue())
+
+    monkeypatch.setattr(tokenizer_prepare, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 def merged(text: str) -> list[str]:
@@ -117,6 +142,7 @@ def expected(text: str, kind: int) -> list[str]:
     [(BPE, LLAMA), (BPE, UNNAMED), (UNIGRAM, UNNAMED)],
     ids=["Llama's class", "BPE without a class", "Unigram without a class"],
 )
+@pytest.mark.usefixtures("without_a_process")
 def test_a_sentencepiece_model_encodes_and_decodes_as_its_own_rules_say(
     kind: int, classes: tuple[dict[str, Any], dict[str, Any]], private_cache: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +189,7 @@ def test_a_converted_tokenizer_is_kept_until_its_files_change(
     assert list(directory.glob("tokenizer.json")) == []
 
 
+@pytest.mark.usefixtures("without_a_process")
 def test_a_file_of_tiktokens_becomes_a_byte_level_tokenizer(private_cache: Path, tmp_path: Path) -> None:
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the", b"ox", b" fox"]
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
@@ -174,6 +201,7 @@ def test_a_file_of_tiktokens_becomes_a_byte_level_tokenizer(private_cache: Path,
     assert tokenizer.decode(ids) == "the ox, the fox 🙂"
 
 
+@pytest.mark.usefixtures("without_a_process")
 def test_slow_takes_the_vocabulary_and_fast_takes_the_file(private_cache: Path, tmp_path: Path) -> None:
     directory = write_model(tmp_path / "m", BPE, UNNAMED)
     fast = Path(resolve_model(ModelConfig("random-tiny")).directory)
@@ -221,6 +249,7 @@ def test_what_cannot_be_converted_is_named_with_its_directory_and_what_would_do(
     assert not list((private_cache / "prepared").glob("broken-*"))
 
 
+@pytest.mark.usefixtures("without_a_process")
 def test_the_templates_beside_a_vocabulary_come_along(private_cache: Path, tmp_path: Path) -> None:
     directory = write_model(tmp_path / "m", BPE, LLAMA)
     (directory / "chat_template.jinja").write_text("default")

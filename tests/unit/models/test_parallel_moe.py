@@ -20,6 +20,7 @@ from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.basic import WeightSlot
 from nbengine.models.loading import weights_bytes_of
 from nbengine.models.redivision import Redivision
+from tests.support.thorough import combinations
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
@@ -76,9 +77,7 @@ WORLDS = {
 }
 CASES = [
     pytest.param(name, sizes, expert_parallel, id=f"{name} {world}{' EP' if expert_parallel else ''}")
-    for name in VARIANTS
-    for world, sizes in WORLDS.items()
-    for expert_parallel in (False, True)
+    for name, (world, sizes), expert_parallel in combinations(VARIANTS, WORLDS.items(), (False, True))
 ]
 Chunks = dict[str, list[int]]
 
@@ -268,14 +267,18 @@ def redivide(
     return models[: tp * pp * after], world
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 4), (4, 2), (2, 3)])
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("variant", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("sizes", "change", "variant", "expert_parallel"),
+    combinations(
+        [(1, 1), (2, 1), (1, 2)],
+        [(1, 2), (2, 1), (1, 4), (4, 2), (2, 3)],
+        ["qwen3", "gpt-oss"],
+        [False, True],
+    ),
+)
 def test_weights_go_from_those_who_have_them_to_those_who_need_them(
     sizes: tuple[int, int],
-    before: int,
-    after: int,
+    change: tuple[int, int],
     expert_parallel: bool,
     variant: str,
     tmp_path: Path,
@@ -284,9 +287,9 @@ def test_weights_go_from_those_who_have_them_to_those_who_need_them(
 ) -> None:
     hf_config = saved(random_model, tmp_path, variant)
     whole = {name: slot.tensor for name, slot in load(tmp_path).weight_slots().items()}
-    models, world = redivide(tmp_path, load, sizes, expert_parallel, before, after)
+    models, world = redivide(tmp_path, load, sizes, expert_parallel, *change)
     for model, state in zip(models, world.states, strict=False):
-        assert model.layout == replace(state.layout, dp_size=after)
+        assert model.layout == replace(state.layout, dp_size=change[1])
         assert model.weights_bytes == weights_bytes_of(hf_config, torch.float32, model.layout)
         for name, slot in model.weight_slots().items():
             assert torch.equal(slot.tensor, part(slot, whole[name])), name

@@ -19,6 +19,7 @@ from nbengine.kernels.recurrent_metadata import Checkpoints, build_recurrent_met
 from nbengine.kernels.torch.recurrent import TorchRecurrent
 from nbengine.models.families.decoder import DecoderForCausalLM
 from tests.support.recurrent_cases import CASES, QWEN, QWEN_EXPERTS, saved
+from tests.support.thorough import combinations
 from tests.unit.models.conftest import BLOCK_SIZE, Runner
 
 CPU = torch.device("cpu")
@@ -123,9 +124,9 @@ def chunked(runner: Any, tokens: list[int], size: int, others: dict[str, list[in
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("kernels", [None, TorchRecurrent()], ids=["cpu", "torch"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tied", "kernels"), combinations(CASES, [False, True], [None, TorchRecurrent()])
+)
 def test_tokens_are_those_of_transformers_however_a_request_is_cut(
     name: str, tied: bool, kernels: Any, tmp_path: Path, load: Any, random_model: Any
 ) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +36,7 @@ from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import ALL_DENSE, PackedFormats, WeightSlot
 from nbengine.runtime.progress import Reporter
 from nbengine.worker.memory.offload import WeightsOffload
+from tests.support.thorough import combinations
 
 CPU = torch.device("cpu")
 WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 3)]
@@ -113,14 +115,15 @@ def random_checkpoint(
     }
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), WORLDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), combinations(WORLDS, [torch.float32, torch.bfloat16], together=1)
+)
 def test_parts_of_safetensors_make_the_checkpoint(
-    tp_size: int, pp_size: int, dtype: torch.dtype, tmp_path: Path
+    sizes: tuple[int, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     checkpoint = random_checkpoint(dtype)
     save_file(checkpoint, tmp_path / "model.safetensors")
-    models = [read(tmp_path / "model.safetensors", state) for state in states(tp_size, pp_size)]
+    models = [read(tmp_path / "model.safetensors", state) for state in states(*sizes)]
     assert_parts_make(checkpoint, models)
 
 
@@ -141,53 +144,65 @@ def unpermuted(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, 
     return out
 
 
-def write_blocks(path: Path, arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> dict[str, Tensor]:
-    """A GGUF file with random blocks of one type in its matrices; gives their values by the reference."""
+def random_blocks(kind: Kind, config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...], Kind, Any]]:
+    """Each weight's name and shape, and random blocks of one type in its matrices."""
+    whole = DecoderForCausalLM(config, dtype=torch.float32, device=torch.device("meta"))
     random = np.random.default_rng(kind)
+    for name, slot in whole.weight_slots().items():
+        shape = tuple(slot.full_shape)
+        own_kind = kind if len(shape) == 2 else Kind.F32
+        yield name, shape, own_kind, raw_blocks(shape, own_kind, random)
+
+
+def write_blocks(path: Path, arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> None:
+    """Write a GGUF file with `random_blocks`."""
     writer = gguf.GGUFWriter(str(path), arch)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_layers)
-    checkpoint = {}
-    for name, values in random_checkpoint(config=config).items():
+    for name, _, own_kind, blocks in random_blocks(kind, config):
         base, suffix = name.rsplit(".", 1)
-        own_kind = kind if values.ndim == 2 else Kind.F32
-        blocks = raw_blocks(tuple(values.shape), own_kind, random)
         writer.add_tensor(f"{names.get_name(base)}.{suffix}", blocks, raw_dtype=own_kind)
-        reference = gguf.dequantize(blocks.reshape(-1, blocks.shape[-1]), own_kind).reshape(values.shape)
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-        if arch == "llama" and heads is not None:
-            reference = unpermuted(reference, heads)
-        checkpoint[name] = torch.from_numpy(reference.copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@lru_cache(maxsize=4)
+def values_of_blocks(arch: str, kind: Kind, config: DecoderConfig = CONFIG) -> dict[str, Tensor]:
+    """The values of what `write_blocks` writes, by the reference; nobody changes them."""
+    checkpoint = {}
+    for name, shape, own_kind, blocks in random_blocks(kind, config):
+        reference = gguf.dequantize(blocks.reshape(-1, blocks.shape[-1]), own_kind).reshape(shape)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+        if arch == "llama" and heads is not None:
+            reference = unpermuted(reference, heads)
+        checkpoint[name] = torch.from_numpy(reference.copy())
     return checkpoint
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, *_type_traits], ids=lambda kind: kind.name)
 def test_parts_of_every_gguf_type_make_the_checkpoint(kind: Kind, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    checkpoint = write_blocks(path, "llama", kind)
+    write_blocks(path, "llama", kind)
+    checkpoint = values_of_blocks("llama", kind)
     assert_parts_make(checkpoint, [read(path, state) for state in states(4, 2)])
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), WORLDS)
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
-def test_parts_of_gguf_files_make_the_checkpoint(
-    tp_size: int, pp_size: int, arch: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("sizes", "arch"), combinations(WORLDS, ["llama", "qwen2"], together=1))
+def test_parts_of_gguf_files_make_the_checkpoint(sizes: tuple[int, int], arch: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    checkpoint = write_blocks(path, arch, Kind.Q4_0)
-    assert_parts_make(checkpoint, [read(path, state) for state in states(tp_size, pp_size)])
+    write_blocks(path, arch, Kind.Q4_0)
+    checkpoint = values_of_blocks(arch, Kind.Q4_0)
+    assert_parts_make(checkpoint, [read(path, state) for state in states(*sizes)])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize(("arch", "name"), combinations(["llama", "qwen2"], FORMATS, together=1))
 def test_parts_of_matrices_that_stay_quantised_make_the_checkpoint(
     arch: str, name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
-    checkpoint = write_blocks(path, arch, Kind[name.upper()])
+    write_blocks(path, arch, Kind[name.upper()])
+    checkpoint = values_of_blocks(arch, Kind[name.upper()])
     packed = PackedFormats(GGUFWeights(path, CONFIG).formats, CpuProducts())
     for sizes in [(1, 1), (4, 2)]:
         models = [read(path, state, packed=packed) for state in states(*sizes)]
@@ -200,25 +215,32 @@ def test_parts_of_matrices_that_stay_quantised_make_the_checkpoint(
                     assert slot.form is FORMATS[name], of
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3000, 20_000])
-@pytest.mark.parametrize("has_packer", [True, False])
+@pytest.mark.parametrize(
+    ("piece_bytes", "has_packer", "kind", "is_packed", "sizes"),
+    combinations(
+        [1, 3000, 20_000], [True, False], [Kind.Q5_1, Kind.Q4_K], [True, False], [(1, 1), (2, 1)], together=3
+    ),
+)
 def test_weights_are_the_same_in_pieces_of_any_size(
-    has_packer: bool, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    piece_bytes: int,
+    has_packer: bool,
+    kind: Kind,
+    is_packed: bool,
+    sizes: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Heads of 24 rows begin and end within tiles, and the vocabulary's last tile is not full.
     config = dataclasses.replace(CONFIG, head_dim=24, num_heads=32, num_kv_heads=4, num_layers=1)
     path = tmp_path / "model.gguf"
-    for kind in (Kind.Q5_1, Kind.Q4_K):
-        checkpoint = write_blocks(path, "llama", kind, config)
-        formats = PackedFormats(GGUFWeights(path, config).formats, CpuProducts())
-        with monkeypatch.context() as patch:
-            patch.setattr(gguf_loader, "_PIECE_BYTES", piece_bytes)
-            if not has_packer:
-                patch.setattr(gguf_loader, "select_block_packer", lambda device: None)
-            for packed in (ALL_DENSE, formats):
-                for sizes in [(1, 1), (2, 1)]:
-                    models = [read(path, state, config, packed=packed) for state in states(*sizes)]
-                    assert_parts_make(checkpoint, models)
+    write_blocks(path, "llama", kind, config)
+    checkpoint = values_of_blocks("llama", kind, config)
+    formats = PackedFormats(GGUFWeights(path, config).formats, CpuProducts())
+    monkeypatch.setattr(gguf_loader, "_PIECE_BYTES", piece_bytes)
+    if not has_packer:
+        monkeypatch.setattr(gguf_loader, "select_block_packer", lambda device: None)
+    packed = formats if is_packed else ALL_DENSE
+    assert_parts_make(checkpoint, [read(path, state, config, packed=packed) for state in states(*sizes)])
 
 
 def test_a_file_is_read_from_front_to_back_and_no_more_than_a_piece_at_a_time(

@@ -26,6 +26,7 @@ from nbengine.models.configs.quantization_config import ZeroPoints, stored_quant
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.layers.weights import WeightSlot
 from nbengine.models.loading import load_model, packed_formats
+from tests.support.thorough import amount, combinations
 from tests.unit.models.quantized_checkpoints import (
     DENSE_VARIANTS,
     VARIANTS,
@@ -53,8 +54,16 @@ def values_of(slot: WeightSlot) -> Tensor:
     return slot.tensor if slot.form is None else dense(slot.form, slot.tensor, slot.rows)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "tp_size"),
+    amount(
+        [
+            *((name, (4, 2)[number % 2]) for number, name in enumerate(ALL)),
+            *((name, 1) for name in ("awq 32", "gptq 4", "act-order")),
+        ],
+        thorough=[(name, tp_size) for name in ALL for tp_size in (1, 2, 4)],
+    ),
+)
 def test_every_rank_holds_the_values_of_its_part(
     name: str, tp_size: int, tmp_path: Path, random_model: Any
 ) -> None:
@@ -81,9 +90,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("kind", ["Phi3", "Glm4"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "kind", "tp_size"), combinations(ALL, ["Phi3", "Glm4"], [1, 2], together=1))
 def test_projections_in_one_matrix_are_taken_apart(
     name: str, kind: str, tp_size: int, tmp_path: Path, random_model: Any
 ) -> None:
@@ -103,15 +110,16 @@ def test_projections_in_one_matrix_are_taken_apart(
             assert (slot.form is not None) == (name in VARIANTS and is_quantized(weight)), weight
 
 
+FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 32}, **FUSED}
+
+
 @pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 32}), *FUSED.items()],
+    ("kind", "name"), combinations(FAMILIES, ["awq 64", "gptq 8", "gptq 4", "act-order"], together=1)
 )
-@pytest.mark.parametrize("name", ["awq 64", "gptq 8", "gptq 4", "act-order"])
 def test_logits_are_those_of_transformers(
-    kind: str, settings: dict[str, Any], name: str, tmp_path: Path, random_model: Any, make_runner: Any
+    kind: str, name: str, tmp_path: Path, random_model: Any, make_runner: Any
 ) -> None:
-    model = random_model(kind, hidden_size=128, intermediate_size=256, **settings)
+    model = random_model(kind, hidden_size=128, intermediate_size=256, **FAMILIES[kind])
     write_checkpoint(tmp_path, model, ALL[name])
     with torch.inference_mode():
         expected = model(torch.tensor([TOKENS])).logits[0]
@@ -141,7 +149,7 @@ def test_the_tensors_of_a_matrix_may_lie_in_several_files(tmp_path: Path, random
         assert torch.equal(values_of(slot), checkpoint[name]), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, thorough=1200), deadline=None)
 @given(
     name=st.sampled_from(sorted(ALL)),
     row_words=st.integers(1, 9),

@@ -18,6 +18,7 @@ from nbengine.sampling import rows as rows_module
 from nbengine.sampling.metadata import SamplingMetadata
 from nbengine.sampling.random_streams import seeded_stream, uniforms
 from nbengine.sampling.sampler import Sampler, StepConstraints
+from tests.support.thorough import amount
 
 CPU = torch.device("cpu")
 
@@ -252,7 +253,7 @@ def test_extreme_logits_and_numbers_stay_inside_the_vocabulary() -> None:
             assert tokens.tolist() == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, thorough=1200), deadline=None)
 @given(
     vocab=st.integers(1, 700),
     seed=st.integers(0, 2**31),

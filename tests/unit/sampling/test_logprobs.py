@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from nbengine.sampling import logprobs as logprobs_module
 from nbengine.sampling import rows as rows_module
 from nbengine.sampling.logprobs import compute_logprobs
+from tests.support.thorough import amount
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=amount(40, thorough=1600), deadline=None)
 @given(
     rows=st.integers(1, 9),
     vocab=st.integers(1, 300),

@@ -17,6 +17,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from nbengine.sampling import penalties as penalties_module
 from nbengine.sampling.penalties import PenaltyRows, PenaltyTable
 from nbengine.sampling_params import SamplingParams
+from tests.support.thorough import amount
 
 MAX_ROWS, VOCAB = 6, 40
 CPU = torch.device("cpu")
@@ -118,7 +119,9 @@ class Rows(RuleBasedStateMachine):
                 self.rows[row].output.append(token)
 
 
-Rows.TestCase.settings = settings(max_examples=50, stateful_step_count=12, deadline=None)
+Rows.TestCase.settings = settings(
+    max_examples=amount(25, thorough=1000), stateful_step_count=12, deadline=None
+)
 TestRows = Rows.TestCase
 
 

@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.pause import PauseState
-from tests.support.thorough import THOROUGH
+from tests.support.thorough import amount
 from tests.unit.scheduler.paged_model import EOS, VOCAB_SIZE
 from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.simulation import Simulation
 
-pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
+pytestmark = pytest.mark.timeout(amount(600, thorough=3600))
 BASES = [[(7 * base + 3 * i + i * i) % VOCAB_SIZE for i in range(40)] for base in range(2)]
 """Prompts start with parts of these, so that they share prefixes."""
 
@@ -148,7 +148,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
 TestSchedulerHistories = SchedulerHistories.TestCase
 TestSchedulerHistories.settings = settings(
-    max_examples=4000 if THOROUGH else 200,
+    max_examples=amount(80, thorough=4000),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -208,11 +208,23 @@ MODES = {
 }
 BUDGETS = [(3, True), (11, True), (200, True), (50, False)]
 BLOCKS = [(1, 60), (2, 30), (4, 15), (16, 4)]
+LONG_HISTORIES = amount(
+    # Each mode meets each budget and each size of block, and each budget each size of block.
+    [
+        (mode, budget, (number + (0, 1, 3, 2)[budget]) % len(BLOCKS))
+        for number, mode in enumerate(MODES)
+        for budget in range(len(BUDGETS))
+    ],
+    thorough=[
+        (mode, budget, blocks)
+        for mode in MODES
+        for budget in range(len(BUDGETS))
+        for blocks in range(len(BLOCKS))
+    ],
+)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget_number", range(len(BUDGETS)))
-@pytest.mark.parametrize("blocks_number", range(len(BLOCKS)))
+@pytest.mark.parametrize(("mode", "budget_number", "blocks_number"), LONG_HISTORIES)
 def test_every_request_gets_the_tokens_of_a_sequential_run_over_a_long_history(
     mode: str, budget_number: int, blocks_number: int
 ) -> None:
@@ -226,7 +238,7 @@ def test_every_request_gets_the_tokens_of_a_sequential_run_over_a_long_history(
     )
     sim = Simulation(limits)
     rng = random.Random(f"{mode}, {budget_number}, {blocks_number}")
-    for number in range(10_000 if THOROUGH else 500):
+    for number in range(amount(500, thorough=10_000)):
         _random_event(sim, rng, number)
     sim.finish_everything()
     finished = [answer for answer in sim.answers if answer.finish_reason is not None]

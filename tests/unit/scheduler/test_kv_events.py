@@ -26,6 +26,7 @@ from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.options import SchedulerOptions
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
+from tests.support.thorough import amount
 from tests.unit.scheduler.layered_model import PLAIN, Rules
 from tests.unit.scheduler.mixtures import MIXTURES, STATE
 from tests.unit.scheduler.paged_model import FakeWorker
@@ -155,7 +156,9 @@ class EventHistories(RuleBasedStateMachine):
 
 
 TestEventHistories = EventHistories.TestCase
-TestEventHistories.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestEventHistories.settings = settings(
+    max_examples=amount(60, thorough=3000), stateful_step_count=50, deadline=None
+)
 
 
 def test_removals_one_after_another_are_one_event_and_a_reset_is_another() -> None:

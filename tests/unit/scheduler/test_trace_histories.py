@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from nbengine.scheduler.pause import PauseState
+from tests.support.thorough import amount
 from tests.unit.scheduler.mixtures import MIXTURES, with_rules
 from tests.unit.scheduler.reference import Limits
 from tests.unit.scheduler.test_histories import (
     MODES,
-    THOROUGH,
     SchedulerHistories,
     _random_event,
     limits_strategy,
 )
 from tests.unit.scheduler.traced import TracedSimulation
 
-pytestmark = pytest.mark.timeout(3600 if THOROUGH else 120)
+pytestmark = pytest.mark.timeout(amount(600, thorough=3600))
 
 
 class TraceHistories(SchedulerHistories):
@@ -61,7 +61,7 @@ class TraceHistories(SchedulerHistories):
 
 TestTraceHistories = TraceHistories.TestCase
 TestTraceHistories.settings = settings(
-    max_examples=4000 if THOROUGH else 60,
+    max_examples=amount(60, thorough=4000),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -87,14 +87,14 @@ def random_limits(rng: random.Random, mode: dict) -> Limits:
 @pytest.mark.parametrize("mode", MODES)
 def test_mirrors_agree_over_long_histories(mode: str) -> None:
     rng = random.Random(mode)
-    for _ in range(40 if THOROUGH else 3):
+    for _ in range(amount(2, thorough=40)):
         follow_a_long_history(random_limits(rng, MODES[mode]), rng)
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_mirrors_agree_over_long_histories_of_models_with_several_kinds_of_layers(mixture: str) -> None:
     rng = random.Random(mixture)
-    for mode in list(MODES.values()) if THOROUGH else rng.sample(list(MODES.values()), 2):
+    for mode in rng.sample(list(MODES.values()), amount(1, thorough=len(MODES))):
         limits = random_limits(rng, mode)
         follow_a_long_history(
             with_rules(limits, MIXTURES[mixture], rng.randrange(6), 2, rng.randrange(1, 9)), rng

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.widgets.dashboard.chrome_trace import chrome_trace, history_of
+from tests.support.thorough import amount
 from tests.unit.widgets.dashboards import SmallEngine, busy_engine, state_of
 
 HOSTILE = '</script>"\\\x00\u202e'
@@ -58,7 +59,7 @@ def let_overlap(engine: SmallEngine, depth: int) -> None:
             step.seconds = steps[min(at + depth, len(steps)) - 1].time - step.time + 0.003
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=amount(25, thorough=500), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 25), st.integers(-1, 1)), max_size=12),
     st.integers(1, 4),

@@ -21,6 +21,7 @@ from nbengine.widgets.pictures.html import MAX_TABLE_RANKS, page, pictures, stat
 from nbengine.widgets.pictures.svg_steps import MAX_LENGTH
 from nbengine.widgets.pictures.text import MIN_WIDTH, cells, text_dashboard
 from nbengine.widgets.waves.timeline import RankSpan, Span, WaveTimeline
+from tests.support.thorough import amount
 from tests.unit.widgets.dashboards import LABEL, START, SmallEngine, busy_engine, state_of, vast_mirror
 from tests.unit.widgets.pictures import SVG, texts_fit
 
@@ -222,7 +223,7 @@ def states(draw: st.DrawFn) -> DashboardState:
     return replace(state, stats=EngineStats(stats), time=draw(st.floats(START - 1e6, START + 1e9)))
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=amount(30, thorough=600), suppress_health_check=[HealthCheck.too_slow])
 @given(states(), st.integers(0, 140))
 def test_any_state_has_a_form_that_can_be_read(state: DashboardState, width: int) -> None:
     html = Page(page(state))

@@ -21,6 +21,7 @@ from nbengine.metrics.trace import (
 )
 from nbengine.widgets.following import rates as rates_module
 from nbengine.widgets.following.rates import RateMeter
+from tests.support.thorough import amount
 from tests.unit.widgets.dashboards import START, SmallEngine
 
 
@@ -37,7 +38,7 @@ def gaps_of(engine: SmallEngine) -> list[float]:
     return gaps
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(20, thorough=800), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=15)
 )

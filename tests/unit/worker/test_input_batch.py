@@ -23,6 +23,7 @@ from nbengine.scheduler.output import CachedRequestData, NewRequestData, Schedul
 from nbengine.worker.batch.decode_inputs import DecodeInputs
 from nbengine.worker.batch.input_batch import InputBatch
 from nbengine.worker.batch.step_inputs import StepInputBuilder
+from tests.support.thorough import amount
 
 MAX_REQS, MAX_LEN, BLOCK, VOCAB = 5, 40, 4, 100
 CPU = torch.device("cpu")
@@ -187,7 +188,9 @@ class Histories(RuleBasedStateMachine):
             assert sampled["temperature"] == (0 if greedy else request.params.temperature)
 
 
-Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Histories.TestCase.settings = settings(
+    max_examples=amount(30, thorough=1200), stateful_step_count=30, deadline=None
+)
 TestHistories = Histories.TestCase
 
 

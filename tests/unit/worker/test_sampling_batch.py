@@ -19,6 +19,7 @@ from nbengine.sampling.sampler import Sampler, SamplerOutput
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from nbengine.worker.batch.input_batch import InputBatch
+from tests.support.thorough import amount
 from tests.unit.worker.sampling_reference import Reference
 
 MAX_REQS, MAX_LEN, BLOCK, VOCAB = 5, 90, 4, 77
@@ -177,7 +178,9 @@ class Histories(RuleBasedStateMachine):
         assert not self.batch._sampled
 
 
-Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+Histories.TestCase.settings = settings(
+    max_examples=amount(30, thorough=1200), stateful_step_count=20, deadline=None
+)
 TestHistories = Histories.TestCase
 
 FEATURES: list[dict[str, Any]] = [

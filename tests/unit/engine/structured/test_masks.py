@@ -17,6 +17,7 @@ from nbengine.config import ModelConfig
 from nbengine.engine.core import structured
 from nbengine.engine.core.structured import GuidanceGrammar, StructuredOutputManager
 from nbengine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.thorough import amount
 from tests.unit.engine.structured.grammar_rig import (
     END,
     EOS,
@@ -56,7 +57,7 @@ regexes = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, thorough=1200), deadline=None)
 @given(regex=regexes, walk=st.lists(st.integers(0, 1_000), max_size=2))
 def test_a_token_is_allowed_exactly_if_some_text_completes_it(
     model: ModelConfig, tokenizer: Tokenizer, regex: Regex, walk: list[int]

@@ -1,0 +1,42 @@
+"""A quick run leaves out combinations, and no value."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.support import thorough
+from tests.support.thorough import amount, combinations
+
+LISTS = (range(2), range(4), range(3), range(5))
+
+
+@pytest.fixture(params=[False, True], ids=["quick", "thorough"])
+def is_thorough(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(thorough, "THOROUGH", request.param)
+    return bool(request.param)
+
+
+def test_the_amount_is_that_of_the_run(is_thorough: bool) -> None:
+    assert amount(1, thorough=2) == 1 + is_thorough
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_so_many_values_meet_as_are_asked_for(is_thorough: bool, together: int) -> None:
+    found = combinations(*LISTS, together=together)
+    assert len(set(found)) == len(found)
+    for axes in itertools.combinations(range(len(LISTS)), together):
+        expected = set(itertools.product(*(LISTS[axis] for axis in axes)))
+        assert {tuple(each[axis] for axis in axes) for each in found} == expected
+
+
+def test_a_quick_run_has_few_and_a_thorough_one_all(is_thorough: bool) -> None:
+    sizes = [len(combinations(*LISTS, together=together)) for together in (1, 2, 3, 4)]
+    assert sizes[-1] == 120
+    if is_thorough:
+        assert sizes == [120] * 4
+    else:
+        assert sizes[0] == 5
+        assert 20 <= sizes[1] <= 26
+        assert 60 <= sizes[2] < 90
