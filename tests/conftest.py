@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -128,22 +130,53 @@ def private_runtime_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def smollm2_oracle() -> PreTrainedModel:
-    """The default model in transformers, float32, from the same GGUF file."""
+def smollm2_oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedModel]:
+    """The default model in transformers, float32, from the same GGUF file.
+
+    To read that takes transformers many seconds: the first process that needs the model leaves it to the others.
+    """
+    import torch
+    from filelock import FileLock
+    from transformers import AutoModelForCausalLM
+
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    directory, lock = place / "smollm2_oracle", FileLock(place / "smollm2_oracle.lock")
+    with lock:
+        is_first = not directory.exists()
+        if is_first:
+            read_with_transformers("smollm2-135m").save_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    yield model
+    # Who has loaded it keeps what it has mapped; who comes later begins anew.
+    if is_first:
+        with lock:
+            shutil.rmtree(directory)
+
+
+def read_with_transformers(alias: str) -> PreTrainedModel:
+    """Read a model's GGUF file, each part of it once."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
     from nbengine.config import ModelConfig
     from nbengine.models.checkpoints.files import resolve_model
 
-    gguf = Path(resolve_model(ModelConfig("smollm2-135m")).weights[0])
-    return AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-        attn_implementation="eager",
-    ).eval()
+    file = Path(resolve_model(ModelConfig(alias)).weights[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        )
 
 
 @pytest.fixture(scope="session")
@@ -151,16 +184,22 @@ def assert_greedy(smollm2_oracle: PreTrainedModel) -> TokenChecker:
     """Check that an output is what greedy decoding with transformers gives.
 
     One forward pass over prompt and output: when every output token is the argmax after its predecessors then,
-    by induction, the output is the greedy one.
+    by induction, the output is the greedy one. The beginning of an output that was checked needs none.
     """
     import torch
 
+    checked: dict[tuple[int, ...], list[int]] = {}
+
     def check(prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
         assert output_token_ids
+        known = checked.get(tuple(prompt_token_ids), [])
+        if output_token_ids == known[: len(output_token_ids)]:
+            return
         ids = torch.tensor([prompt_token_ids + output_token_ids])
         with torch.inference_mode():
             logits = smollm2_oracle(ids).logits[0]
         expected = logits[len(prompt_token_ids) - 1 : -1].argmax(-1).tolist()
         assert output_token_ids == expected
+        checked[tuple(prompt_token_ids)] = list(output_token_ids)
 
     return check

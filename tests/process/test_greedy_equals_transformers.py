@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from tests.support.thorough import amount
 
 CheckTokens = Callable[[list[int], list[int]], None]
 
 TOPICS = ["the sea", "a clock", "bread", "the moon", "an old map", "rain", "a bicycle", "glass"]
+TOPICS = amount(TOPICS[:3], thorough=TOPICS)
 RAW_PROMPTS = [
     f"{opening} {topic}"
     for opening in ("Once upon a time there was a story about", "def main():\n    # a function about")
     for topic in TOPICS
 ]
 CHATS = [[{"role": "user", "content": f"Write two sentences about {topic}."}] for topic in TOPICS]
-MAX_TOKENS = 24
+MAX_TOKENS = amount(12, thorough=24)
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,6 +44,8 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         max_num_batched_tokens=request.param,
         max_num_seqs=16,
         kv_cache_memory_bytes=256 << 20,
+        # One of the two in processes of its own.
+        multiprocess=request.param == 16,
     ) as engine:
         yield engine
 
@@ -72,7 +76,7 @@ def small_pool(**arguments: Any) -> dict[str, Any]:
         "model": "smollm2-135m",
         "dtype": "float32",
         "max_model_len": 160,
-        "num_gpu_blocks_override": 24,
+        "num_gpu_blocks_override": amount(12, thorough=24),
         "max_num_seqs": 16,
         **arguments,
     }
@@ -81,7 +85,7 @@ def small_pool(**arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("budget", [16, 2048])
 def test_tokens_are_the_same_with_preemption(budget: int, assert_greedy: CheckTokens) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    with LLM(**small_pool(max_num_batched_tokens=budget)) as engine:
+    with LLM(**small_pool(max_num_batched_tokens=budget, multiprocess=False)) as engine:
         outputs = engine.generate(RAW_PROMPTS, params, use_tqdm=False)
         stats = engine.stats().engines[0]
     check_all(outputs, assert_greedy)
@@ -113,7 +117,7 @@ async def test_tokens_are_the_same_after_random_aborts_of_neighbours(assert_gree
         left = [asyncio.create_task(abandon(prompt)) for prompt in RAW_PROMPTS]
         check_all(await asyncio.gather(*kept), assert_greedy)
         assert all(await asyncio.gather(*left))
-        again = await asyncio.gather(*(keep(prompt) for prompt in RAW_PROMPTS[:4]))
+        again = await asyncio.gather(*(keep(prompt) for prompt in RAW_PROMPTS[: amount(2, thorough=4)]))
         check_all(list(again), assert_greedy)
         stats = (await engine.stats()).engines[0]
         assert stats.num_running_reqs == 0

@@ -103,10 +103,12 @@ def check(llm: LLM, oracle: PreTrainedModel) -> None:
 def test_random_tinys_log_probabilities_are_those_of_transformers(
     options: dict[str, Any], random_tiny_oracle: PreTrainedModel
 ) -> None:
-    with LLM("random-tiny", dtype="float32", **{"num_gpu_blocks_override": 64, **options}) as llm:
+    own_processes = "max_model_len" in options
+    options = {"num_gpu_blocks_override": 64, "multiprocess": own_processes, **options}
+    with LLM("random-tiny", dtype="float32", **options) as llm:
         check(llm, random_tiny_oracle)
         check(llm, random_tiny_oracle)
-        if "max_model_len" in options:
+        if own_processes:
             assert llm.stats().engines[0].num_preemptions > 0
 
 
@@ -119,12 +121,13 @@ def test_the_default_models_log_probabilities_in_chunks_are_those_of_transformer
         max_num_batched_tokens=16,
         max_num_seqs=16,
         kv_cache_memory_bytes=256 << 20,
+        multiprocess=False,
     ) as llm:
         check(llm, smollm2_oracle)
 
 
 def test_each_completion_is_what_its_seed_gives_alone() -> None:
-    with LLM("random-tiny", num_gpu_blocks_override=64) as llm:
+    with LLM("random-tiny", num_gpu_blocks_override=64, multiprocess=False) as llm:
         together = llm.generate(PROMPTS, SamplingParams(n=3, seed=11, max_tokens=12), use_tqdm=False)
         for index in range(3):
             alone = llm.generate(PROMPTS, SamplingParams(seed=11 + index, max_tokens=12), use_tqdm=False)

@@ -12,8 +12,11 @@ import torch
 from nbengine import LLM, SamplingParams
 from tests.support.family_cases import CASES
 from tests.support.random_models import assert_greedy, random_tokens, save_random
+from tests.support.thorough import amount
 
 NAMES = ["gemma3", "gpt-oss", "mistral window"]
+WAYS = [(7, True, False), (64, False, True), (64, True, True)]
+"""Tokens a step, the prefix cache, asynchronous steps."""
 WINDOW, BLOCK_SIZE = 24, 8
 """A window of three blocks."""
 LONGEST = 250
@@ -29,7 +32,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture
 def oracle(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     case = CASES[request.param]
     return save_random(case.kind, {**case.settings, "sliding_window": WINDOW}, tmp_path)
@@ -68,7 +71,17 @@ def check_idle(llm: LLM) -> None:
     llm.llm_engine.engine_core.engine_core.scheduler.check_integrity()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("num_batched", [7, 64, 512])
+def each_with(quick: list[Any], options: list[Any]) -> list[Any]:
+    """Pairs of models and options: each model and each option once, or in `make thorough` all pairs."""
+    return amount(
+        list(zip(NAMES, quick, strict=True)),
+        thorough=[(name, option) for name in NAMES for option in options],
+    )
+
+
+@pytest.mark.parametrize(
+    ("oracle", "num_batched"), each_with([7, 512, 64], [7, 64, 512]), indirect=["oracle"]
+)
 def test_prompts_and_answers_of_several_windows_cold_and_warm(
     start: Start, oracle: Any, num_batched: int
 ) -> None:
@@ -80,7 +93,7 @@ def test_prompts_and_answers_of_several_windows_cold_and_warm(
     assert run(llm, oracle, prompts[-1:], 5) == [0]
 
 
-@pytest.mark.parametrize("num_batched", [7, 64])
+@pytest.mark.parametrize(("oracle", "num_batched"), each_with([64, 7, 7], [7, 64]), indirect=["oracle"])
 def test_requests_that_share_a_prefix_inside_across_and_beyond_a_window(
     start: Start, oracle: Any, num_batched: int
 ) -> None:
@@ -97,12 +110,11 @@ def test_requests_that_share_a_prefix_inside_across_and_beyond_a_window(
     run(llm, oracle, [fresh[:length] + random_tokens(9, length) for length in (20, 64, 64, 111, 130)], 40)
 
 
-@pytest.mark.parametrize(
-    ("num_batched", "caching", "is_async"), [(7, True, False), (64, False, True), (64, True, True)]
-)
+@pytest.mark.parametrize(("oracle", "way"), each_with(WAYS, WAYS), indirect=["oracle"])
 def test_requests_that_are_preempted_give_the_same_tokens(
-    start: Start, oracle: Any, num_batched: int, caching: bool, is_async: bool
+    start: Start, oracle: Any, way: tuple[int, bool, bool]
 ) -> None:
+    num_batched, caching, is_async = way
     # Just enough for one of the longest: one group with a window, or two and one without.
     num_blocks = 13 if oracle.config.model_type == "mistral" else 32 + 2 * 12
     llm = start(

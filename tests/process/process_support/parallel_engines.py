@@ -11,6 +11,7 @@ from process_support.other_user import EndsWatch
 from process_support.tiny_models import TinyModel
 
 from nbengine import LLM, AsyncLLM
+from tests.support.thorough import amount
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,14 +38,26 @@ class Topology:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-TOPOLOGIES = {
-    "tp2": Topology(2, 1, TinyModel("Llama", 4, 2)),
-    "tp2-ahead": Topology(2, 1, TinyModel("Llama", 8, 8, tied=True), {"async_scheduling": True}),
-    "tp4-replicated-kv": Topology(4, 1, TinyModel("Qwen3", 8, 2, tied=True), CHUNKS_OF_16),
+BIASES = {"attention_bias": True, "mlp_bias": True}
+FEW_TOPOLOGIES = {
+    "tp4-replicated-kv-ahead": Topology(
+        4, 1, TinyModel("Qwen3", 8, 2, tied=True), {**CHUNKS_OF_16, "async_scheduling": True}
+    ),
     "pp2": Topology(1, 2, TinyModel("Qwen2", 6, 2, tied=True), CHUNKS_OF_16),
-    "tp2-pp2": Topology(2, 2, TinyModel("Qwen3", 6, 2)),
-    "tp4-pp2": Topology(4, 2, TinyModel("Llama", 4, 4, settings={"attention_bias": True, "mlp_bias": True})),
+    "tp2-pp2-biases": Topology(2, 2, TinyModel("Llama", 4, 4, settings=BIASES)),
 }
+"""Every number of workers, kind of model and way of scheduling once: each engine is half a dozen processes."""
+TOPOLOGIES = amount(
+    FEW_TOPOLOGIES,
+    thorough={
+        **FEW_TOPOLOGIES,
+        "tp2": Topology(2, 1, TinyModel("Llama", 4, 2)),
+        "tp2-ahead": Topology(2, 1, TinyModel("Llama", 8, 8, tied=True), {"async_scheduling": True}),
+        "tp4-replicated-kv": Topology(4, 1, TinyModel("Qwen3", 8, 2, tied=True), CHUNKS_OF_16),
+        "tp2-pp2": Topology(2, 2, TinyModel("Qwen3", 6, 2)),
+        "tp4-pp2": Topology(4, 2, TinyModel("Llama", 4, 4, settings=BIASES)),
+    },
+)
 
 
 @dataclass(frozen=True)
