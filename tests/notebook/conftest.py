@@ -23,11 +23,19 @@ from notebook_support.leaks import end_engines, wait_until_clean
 
 StartKernel = Callable[[], Kernel]
 
+WITHOUT_SPARE = "get_config().NBEngine.spare_engine = False\n"
+
 
 @pytest.fixture(scope="session")
 def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
-    """Environment of the kernels: directories of their own, and the tests' executor on the path."""
+    """Environment of the kernels: directories of their own, and the tests' executor on the path.
+
+    They start no spare engines, which import torch: most engines here write the alphabet and need none, and a
+    kernel that attaches to an engine starts none. `with_spare_engines` is for who wants them.
+    """
     with tempfile.TemporaryDirectory(prefix="nbk-") as directory:
+        configuration_of(Path(directory)).parent.mkdir(parents=True)
+        configuration_of(Path(directory)).write_text(WITHOUT_SPARE)
         own = {
             "IPYTHONDIR": f"{directory}/ipython",
             "JUPYTER_RUNTIME_DIR": f"{directory}/jupyter",
@@ -42,6 +50,15 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
                 patch.setenv(name, value)
             yield dict(os.environ)
             end_engines()
+
+
+@pytest.fixture
+def with_spare_engines(notebook_environment: dict[str, str]) -> Iterator[None]:
+    """Kernels that start during the test are configured as those of people are."""
+    configuration = configuration_of(directory_of(notebook_environment))
+    configuration.unlink()
+    yield
+    configuration.write_text(WITHOUT_SPARE)
 
 
 @pytest.fixture
@@ -125,3 +142,8 @@ def open_lab(desk: Desk, clean_afterwards: None) -> Iterator[OpenLab]:
 def directory_of(environment: dict[str, str]) -> Path:
     """The directory of everything that kernels and engines write."""
     return Path(environment["XDG_RUNTIME_DIR"])
+
+
+def configuration_of(directory: Path) -> Path:
+    """The file with which IPython is configured, in the kernels and in a terminal."""
+    return directory / "ipython" / "profile_default" / "ipython_config.py"
