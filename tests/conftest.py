@@ -151,7 +151,7 @@ def smollm2_oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrai
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
     yield model
-    # Who has loaded it keeps what it has mapped; who comes later begins anew.
+    # Who has loaded it keeps what it has mapped; who comes later loads it again.
     if is_first:
         with lock:
             shutil.rmtree(directory)
