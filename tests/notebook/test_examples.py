@@ -1,4 +1,8 @@
-"""The example notebooks run in JupyterLab, from top to bottom; they are committed without outputs, or with those of a whole run."""
+"""The example notebooks run from top to bottom; they are committed without outputs, or with those of a whole run.
+
+Those with something that only a page shows run in JupyterLab, the others in a kernel, which costs half as much;
+`make thorough` runs all in JupyterLab.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from notebook_support.desk import Desk
+from notebook_support.kernel import SharedKernel
 from notebook_support.lab import POLL_MS, run_command, save, screenshot, wait_until_idle
 
+from tests.support.thorough import THOROUGH
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+CELL_SECONDS = 200.0
 
 RunExample = Callable[[str], list[nbformat.NotebookNode]]
 
@@ -21,33 +28,40 @@ HAS_BEGUN = f"() => {PROMPTS}.some((text) => /[*\\d]/.test(text))"
 HAS_ENDED = f"() => {PROMPTS}.every((text) => !text.includes('*'))"
 
 MACHINE_PATH = re.compile(r"/tmp/|/home/|/root/|/work/")
+NOTICE = re.compile(r"^\[engine '.+' (does not say|is busy|makes no progress|goes on).*\]\n?", re.MULTILINE)
+"""What a cell says of an engine that lets it wait, as one does on a machine that does other things."""
 
 
 def plain(cell: nbformat.NotebookNode) -> str:
     """The cell's outputs as a frontend without HTML shows them."""
-    return "\n".join(
-        output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs
+    shown = (
+        NOTICE.sub("", output.get("text") or "") or output.get("data", {}).get("text/plain", "")
+        for output in cell.outputs
     )
+    return "\n".join(text for text in shown if text)
 
 
 def example(stem: str) -> nbformat.NotebookNode:
-    return nbformat.read(next(path for path in EXAMPLES if path.stem == stem), as_version=4)
+    """Read an example, and forget what is stored of a run."""
+    notebook = nbformat.read(next(path for path in EXAMPLES if path.stem == stem), as_version=4)
+    for cell in code_of(notebook):
+        cell.outputs, cell.execution_count = [], None
+    return notebook
 
 
 @pytest.fixture
-def run_example(desk: Desk, clean_afterwards: None) -> Iterator[RunExample]:
+def run_in_lab(request: pytest.FixtureRequest, with_spare_engines: None) -> Iterator[RunExample]:
     """Run an example as a person does, by the menu, and save it; returns its code cells."""
+    request.getfixturevalue("clean_afterwards")
+    desk = request.getfixturevalue("desk")
 
     def run(stem: str) -> list[nbformat.NotebookNode]:
-        notebook = example(stem)
-        for cell in code_of(notebook):
-            cell.outputs, cell.execution_count = [], None
         path = desk.directory / f"{stem}.ipynb"
-        nbformat.write(notebook, path)
+        nbformat.write(example(stem), path)
         page = desk.open_file(path.name)
         run_command(page, "notebook:run-all-cells")
         page.wait_for_function(HAS_BEGUN, polling=POLL_MS)
-        page.wait_for_function(HAS_ENDED, timeout=200_000, polling=POLL_MS)
+        page.wait_for_function(HAS_ENDED, timeout=1000 * CELL_SECONDS, polling=POLL_MS)
         wait_until_idle(page)
         screenshot(page, f"example_{stem}")
         save(page)
@@ -58,6 +72,30 @@ def run_example(desk: Desk, clean_afterwards: None) -> Iterator[RunExample]:
 
     yield run
     desk.clear()
+
+
+@pytest.fixture
+def run_in_kernel(shared_kernel: SharedKernel, clean_afterwards: None) -> Iterator[RunExample]:
+    """Run an example in a kernel, cell after cell, of which each must succeed; returns its code cells."""
+    kernel = shared_kernel.take()
+
+    def run(stem: str) -> list[nbformat.NotebookNode]:
+        code = code_of(example(stem))
+        ran = [kernel.run(cell.source, CELL_SECONDS) for cell in code]
+        # Only now: what goes on in the background changes the outputs of earlier cells.
+        for cell, done in zip(code, ran, strict=True):
+            cell.outputs = [nbformat.from_dict(output) for output in done.outputs]
+        return code
+
+    yield run
+    shared_kernel.give_back()
+
+
+@pytest.fixture
+def run_example(request: pytest.FixtureRequest) -> RunExample:
+    """Run an example in a kernel, or in `make thorough` in JupyterLab; returns its code cells."""
+    run: RunExample = request.getfixturevalue("run_in_lab" if THOROUGH else "run_in_kernel")
+    return run
 
 
 def code_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -81,8 +119,8 @@ def test_an_example_is_valid_and_has_no_outputs_or_those_of_one_whole_run(path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_quickstart_runs_and_what_it_shows_is_true(run_example: RunExample) -> None:
-    code = run_example("01_quickstart")
+def test_the_quickstart_runs_and_what_it_shows_is_true(run_in_lab: RunExample) -> None:
+    code = run_in_lab("01_quickstart")
     shown = {cell.source: plain(cell) for cell in code}
     assert all(shown[name] for name in ("%engine start", "%engine status", "%engine stop"))
     generated = [cell for cell in code if cell.source.startswith("%%generate")]
@@ -208,8 +246,8 @@ def test_answers_have_the_shape_that_the_example_asks_for(run_example: RunExampl
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_chunks_and_preemptions_are_seen_as_the_example_says(run_example: RunExample) -> None:
-    code = run_example("06_inside_the_scheduler")
+def test_chunks_and_preemptions_are_seen_as_the_example_says(run_in_lab: RunExample) -> None:
+    code = run_in_lab("06_inside_the_scheduler")
     shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
     told = next(text for line, text in shown.items() if line.startswith("preempted = "))
     preempted = [int(number) for number in re.findall(r"\d+", told.splitlines()[0])]

@@ -86,22 +86,23 @@ def test_a_restarted_kernel_finds_its_engine_warm_and_its_old_request_ended(
 
 def test_running_all_cells_again_starts_no_second_engine(kernel: Kernel, start_kernel: StartKernel) -> None:
     other, kernel = kernel, start_kernel()
-    cells = [RANDOM_TINY, "%generate -o answer --max-tokens 3 --raw hi"]
+    start = start_line(tokens_per_second=1000)
+    cells = [start, "%generate -o answer --max-tokens 3 --raw hi"]
     for now in (None, False, True):
         if now is not None:
             kernel.restart(now=now)
         for source in cells * 2:
             cell = kernel.run(source)
-            if source == RANDOM_TINY:
+            if source == start:
                 assert ("runs already, with these arguments" in cell.text) is (
                     now is not None or "ready after" not in cell.text
                 )
     assert len(list_connections()) == 1
-    assert "`%engine attach random-tiny` joins it" in other.run_any(RANDOM_TINY).text
-    differs = kernel.run_any(RANDOM_TINY.replace("256", "128")).text
+    assert "`%engine attach random-tiny` joins it" in other.run_any(start).text
+    differs = kernel.run_any(start.replace("256", "128")).text
     assert "num_gpu_blocks_override is 256 there, 128 here" in differs
     assert "`%engine load random-tiny" in differs
-    assert "is ready after" in kernel.run(f"{RANDOM_TINY} --new").text
+    assert "is ready after" in kernel.run(f"{start} --new").text
     assert len(list_connections()) == 2
     kernel.run("%engine stop")
     kernel.run("%engine stop random-tiny")
