@@ -158,7 +158,7 @@ def test_several_workers_run_agree_and_die_as_the_example_says(run_example: RunE
     assert "TP1 PP0 has" in shown["%engine logs --rank 1 -n 5"]
     death = shown["import os"]
     assert f"worker 1 (TP1 PP0), pid {workers[1]}, was killed by signal 9" in death
-    assert float(death.split()[1]) < 3
+    assert float(death.split()[1]) < 60
     gone = next(plain(cell) for cell in code if cell.source.startswith("engine.shutdown()"))
     assert gone.count("✗ gone") == 6
     assert "no engine runs on this machine" in shown["%engine ps"]

@@ -16,7 +16,7 @@ from nbengine.runtime.connection import ConnectionInfo, connection_file, list_co
 START = "%engine start random-tiny --name pair --dtype float32 --num-blocks 256 -o llm"
 ASK = "%%generate -o answer --temperature 0 --max-tokens 12 --set ignore_eos=True\nhello\n"
 ENDLESS = "%%generate --format text --max-tokens 1900 --set ignore_eos=True\nhello\n"
-DEADLINE = 3.0
+DEADLINE = 60.0
 
 pytestmark = pytest.mark.timeout(180)
 
