@@ -94,8 +94,8 @@ async def test_an_idle_engine_core_that_is_killed_is_named_as_the_cause(
 ) -> None:
     """While nobody computes, no model takes part in it."""
     monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH, prepend=os.pathsep)
-    knobs = {} if executor is None else {"hf_overrides": {"meeting": str(tmp_path / "meeting")}}
-    engine = start(distributed_executor_backend=executor, **knobs)
+    knobs = {"meeting": str(tmp_path / "meeting"), "max_position_embeddings": 1024, "vocab_size": 260}
+    engine = start(distributed_executor_backend=executor, hf_overrides={} if executor is None else knobs)
     killed_at = time.monotonic()
     core_processes(engine)[1].kill()
     wait_for(lambda: engine.engine_core.standing.is_dead, "the news of the end", DEADLINE)
