@@ -1,4 +1,4 @@
-"""How often a test repeats its proof: often enough in each run, and many more times in `make thorough`."""
+"""A test repeats its proof often enough in each run, and many more times in `make thorough`."""
 
 from __future__ import annotations
 
