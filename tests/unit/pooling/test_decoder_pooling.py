@@ -21,6 +21,7 @@ from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingRequestOutput
 from nbengine.scheduler.request import Request
 from nbengine.scheduler.scheduler import Scheduler
+from tests.support.thorough import amount
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,7 +148,7 @@ def test_chunks_batches_preemptions_and_the_prefix_cache_change_no_result(
 ) -> None:
     llm = make_llm(**options)
     forced = request.node.callspec.id == "preempted"
-    for seed in range(8 if forced else 2):
+    for seed in range(8 if forced else amount(1, thorough=4)):
         requests = mixed(seed, 40)
         outputs = run(llm, requests)
         assert len(outputs) == len(requests)
