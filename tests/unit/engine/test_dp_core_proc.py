@@ -32,17 +32,18 @@ Others = Callable[[bool], bool]
 
 
 class _Records:
-    """Notes its calls; what the other cores answer to questions is `others`."""
+    """Notes its calls when they are made, though a thread may answer later; what the other cores answer to questions
+    is `others`."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.calls: list[str] = []
         self.others: Others = bool
 
-    def run(self, plan):
-        if plan.total_num_scheduled_tokens:
+    def execute_model(self, scheduler_output, *, non_block=False):
+        if scheduler_output.total_num_scheduled_tokens:
             self.calls.append("batch")
-        return super().run(plan)
+        return super().execute_model(scheduler_output, non_block=non_block)
 
     def execute_dummy_batch(self):
         self.calls.append("dummy")
