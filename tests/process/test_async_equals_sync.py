@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 
 from nbengine import LLM, RequestOutput, SamplingParams
+from tests.support.thorough import amount
 
-NUM_REQUESTS = 16
+NUM_REQUESTS = amount(12, thorough=16)
 PROMPTS = [
     f"Once upon a time there were {number} small" + " and quiet" * number for number in range(NUM_REQUESTS)
 ]
 ROOMY = {"kv_cache_memory_bytes": 256 << 20}
-TIGHT = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 24, "max_model_len": 128}
+TIGHT = {
+    "num_gpu_blocks_override": amount(8, thorough=12),
+    "max_num_batched_tokens": 24,
+    "max_model_len": 128,
+}
 """A few requests fit at a time, so that they are preempted; prompts take several steps."""
 
 pytestmark = pytest.mark.timeout(300)

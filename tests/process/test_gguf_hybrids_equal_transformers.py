@@ -15,9 +15,20 @@ from nbengine import LLM, SamplingParams
 from tests.support.gguf_cases import CASES
 from tests.support.gguf_converter import VOCABULARY, convert
 from tests.support.random_models import assert_greedy, save_random
+from tests.support.thorough import amount
 
 NEW_TOKENS = 12
 OPTIONS: dict[str, Any] = {"max_model_len": 200, "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 4}
+TWO_WORKERS = amount(
+    [("qwen3.5", "tensor_parallel_size"), ("granite 4", "pipeline_parallel_size")],
+    thorough=[
+        (name, parallel)
+        for name in ("qwen3.5", "granite 4", "lfm2")
+        for parallel in ("tensor_parallel_size", "pipeline_parallel_size")
+    ],
+)
+"""Threads as ranks prove each family's division; processes that theirs is the same."""
+FORETOLD = [("qwen3.5 moe", 1), ("granite 4", 1), ("lfm2", 1), ("qwen3.5 moe", 2)]
 EVEN = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
@@ -49,14 +60,14 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     check(name, tmp_path, multiprocess=False, max_num_batched_tokens=64)
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("name", ["qwen3.5", "granite 4", "lfm2"])
+@pytest.mark.parametrize(("name", "parallel"), TWO_WORKERS)
 def test_two_workers_give_them_too(name: str, parallel: str, tmp_path: Path) -> None:
     check(name, tmp_path, multiprocess=True, max_num_batched_tokens=64, **{parallel: 2})
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", ["qwen3.5 moe", "granite 4", "lfm2"])
+@pytest.mark.parametrize(
+    ("name", "tp_size"), amount(FORETOLD, thorough=[*FORETOLD, ("granite 4", 2), ("lfm2", 2)])
+)
 def test_a_start_reports_what_a_files_header_has_foretold(name: str, tp_size: int, tmp_path: Path) -> None:
     _, path = made(name, tmp_path, Kind.Q8_0)
     foretold = nbengine.fit(str(path), tensor_parallel_size=tp_size, **OPTIONS)

@@ -13,9 +13,23 @@ import torch
 from nbengine import LLM, RequestOutput, SamplingParams
 from tests.support.random_models import assert_greedy, random_tokens, save_random
 from tests.support.recurrent_cases import CASES
+from tests.support.thorough import amount
 
 NAMES = ["qwen3.5", "qwen3-next", "granite 4 moe", "granite 4 without attention", "mamba-2", "lfm2"]
-ROUNDS = 2
+WAYS = {
+    "small steps": {"num_batched": 7, "max_num_seqs": 4, "caching": True, "is_async": False},
+    "asynchronous": {"num_batched": 64, "max_num_seqs": 4, "caching": True, "is_async": True},
+    "more requests than slots": {"num_batched": 64, "max_num_seqs": 12, "caching": False, "is_async": True},
+}
+PAIRS = amount(
+    [
+        *zip(NAMES, ["small steps", "asynchronous"] * 3, strict=True),
+        ("lfm2", "more requests than slots"),
+        ("granite 4 without attention", "more requests than slots"),
+    ],
+    thorough=[(name, way) for name in NAMES for way in WAYS],
+)
+ROUNDS = amount(2, thorough=4)
 
 Start = Callable[..., LLM]
 
@@ -28,7 +42,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture
 def oracle(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     kind, settings = CASES[request.param]
     # So that blocks are not small beside slots, whose number goes by their bytes.
@@ -110,20 +124,15 @@ def few(model: Any) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": 150_000}
 
 
-@pytest.mark.parametrize(
-    ("num_batched", "max_num_seqs", "caching", "is_async"),
-    [(7, 4, True, False), (64, 4, True, True), (64, 12, False, True)],
-    ids=["small steps", "asynchronous", "more requests than slots"],
-)
-def test_preemptions_and_aborts_change_no_token_and_lose_nothing(
-    start: Start, oracle: Any, num_batched: int, max_num_seqs: int, caching: bool, is_async: bool
-) -> None:
+@pytest.mark.parametrize(("oracle", "way"), PAIRS, indirect=["oracle"])
+def test_preemptions_and_aborts_change_no_token_and_lose_nothing(start: Start, oracle: Any, way: str) -> None:
+    num_batched, caching = WAYS[way]["num_batched"], bool(WAYS[way]["caching"])
     llm = start(
         **few(oracle),
         max_num_batched_tokens=num_batched,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=WAYS[way]["max_num_seqs"],
         enable_prefix_caching=caching,
-        async_scheduling=is_async,
+        async_scheduling=WAYS[way]["is_async"],
     )
     chooser, found = random.Random(num_batched), 0
     for seed in range(ROUNDS):

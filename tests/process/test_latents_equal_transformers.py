@@ -15,8 +15,11 @@ from nbengine import LLM, SamplingParams
 from nbengine.errors import EngineStartError, InvalidArgumentError
 from tests.support.family_cases import CASES
 from tests.support.random_models import assert_greedy, random_tokens, save_random
+from tests.support.thorough import amount
 
 NAMES = ["deepseek v2", "deepseek v3"]
+WAYS = [(7, True, False), (64, False, True), (64, True, True)]
+"""Tokens a step, the prefix cache, asynchronous steps."""
 BLOCK_SIZE = 8
 LONGEST = 250
 LAYERS, WIDTH = 3, 24 + 8
@@ -68,7 +71,11 @@ def run(llm: LLM, model: Any, prompts: list[list[int]], num_new: int) -> list[in
     return [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("num_batched", [7, 512])
+@pytest.mark.parametrize(
+    ("oracle", "num_batched"),
+    amount([("deepseek v2", 7), ("deepseek v3", 512)], thorough=[(n, b) for n in NAMES for b in (7, 512)]),
+    indirect=["oracle"],
+)
 def test_prompts_cold_and_warm_alone_and_together(start: Start, oracle: Any, num_batched: int) -> None:
     llm = start(kv_cache_memory_bytes=4 << 20, max_num_batched_tokens=num_batched)
     prompts = [random_tokens(length) for length in (150, 1, BLOCK_SIZE, BLOCK_SIZE + 1, 5, 97, 72)]
@@ -82,11 +89,17 @@ def test_prompts_cold_and_warm_alone_and_together(start: Start, oracle: Any, num
 
 
 @pytest.mark.parametrize(
-    ("num_batched", "caching", "is_async"), [(7, True, False), (64, False, True), (64, True, True)]
+    ("oracle", "way"),
+    amount(
+        list(zip(["deepseek v3", "deepseek v2", "deepseek v3"], WAYS, strict=True)),
+        thorough=[(name, way) for name in NAMES for way in WAYS],
+    ),
+    indirect=["oracle"],
 )
 def test_requests_that_are_preempted_give_the_same_tokens(
-    start: Start, oracle: Any, num_batched: int, caching: bool, is_async: bool
+    start: Start, oracle: Any, way: tuple[int, bool, bool]
 ) -> None:
+    num_batched, caching, is_async = way
     llm = start(
         num_gpu_blocks_override=32,
         max_num_batched_tokens=num_batched,
@@ -122,7 +135,11 @@ def test_latents_are_not_rounded_to_int8(start: Start) -> None:
         start(kv_cache_dtype="int8", dtype="bfloat16", quantization="int8")
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("oracle", "tp_size"),
+    amount([("deepseek v2", 1), ("deepseek v3", 2)], thorough=[(n, t) for n in NAMES for t in (1, 2)]),
+    indirect=["oracle"],
+)
 def test_fit_foretells_the_bytes_of_latents_which_every_rank_has(
     oracle: Any, tmp_path: Path, tp_size: int
 ) -> None:

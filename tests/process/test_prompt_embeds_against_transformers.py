@@ -31,12 +31,17 @@ pytestmark = pytest.mark.timeout(300)
 def check(smollm2_oracle: PreTrainedModel) -> CheckEmbeds:
     """Check that every output token is the argmax after the prompt's embeddings and the tokens before it."""
     table = smollm2_oracle.get_input_embeddings().weight.detach()
+    checked: dict[bytes, list[int]] = {}
 
     def check(embeds: Tensor, output: list[int]) -> None:
+        name = embeds.float().contiguous().numpy().tobytes()
+        if checked.get(name) == output:
+            return
         inputs = torch.cat((embeds.float(), table[output]))
         with torch.inference_mode():
             logits = smollm2_oracle(inputs_embeds=inputs[None]).logits[0]
         assert output == logits[len(embeds) - 1 : -1].argmax(-1).tolist()
+        checked[name] = output
 
     return check
 

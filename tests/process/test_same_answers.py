@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbengine import LLM, SamplingParams
+from tests.support.thorough import amount
 
 PROMPTS = [
     *(
@@ -15,7 +16,7 @@ PROMPTS = [
     "Once upon a time there was a fox who lived near the sea and",
     "Once upon a time there was a king who lived near the sea and",
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=amount(12, thorough=24), ignore_eos=True, logprobs=1)
 Answer = tuple[tuple[int, ...], tuple[tuple[tuple[int, float], ...], ...]]
 
 pytestmark = pytest.mark.timeout(300)
@@ -45,8 +46,9 @@ def test_alone_together_in_chunks_after_preemption_and_from_the_prefix_cache() -
         warm = llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
         assert sum(output.num_cached_tokens or 0 for output in warm) > 0
         assert answers(llm, PROMPTS) == alone
-    with LLM("smollm2-135m", max_num_batched_tokens=16, max_num_seqs=16, num_gpu_blocks_override=90) as llm:
+    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "num_gpu_blocks_override": 90}
+    with LLM("smollm2-135m", multiprocess=False, **chunks) as llm:
         assert answers(llm, PROMPTS) == alone
-    with LLM("smollm2-135m", num_gpu_blocks_override=14, max_model_len=96) as llm:
+    with LLM("smollm2-135m", multiprocess=False, num_gpu_blocks_override=14, max_model_len=96) as llm:
         assert answers(llm, PROMPTS) == alone
         assert llm.stats().engines[0].num_preemptions > 0

@@ -44,11 +44,12 @@ def test_greedy_tokens_are_those_of_transformers_with_preemption_and_cached_pref
     directory, oracle = saved
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = prompts_of(90, 17, 1, 40, 77, 64, 33, 100)
-    with LLM(str(directory), num_gpu_blocks_override=26, max_num_seqs=8, **OPTIONS) as llm:
+    few = {"num_gpu_blocks_override": 26, "max_num_seqs": 8, "multiprocess": False}
+    with LLM(str(directory), **few, **OPTIONS) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         again = [llm.generate(prompts[0], params, use_tqdm=False)[0] for _ in range(2)]
         stats = llm.stats().engines[0]
-        (worker,) = llm.llm_engine.engine_core.ready.workers
+        (worker,) = llm.llm_engine.ready.workers
     for output in (*outputs, *again):
         check_greedy_output(oracle, output)
     assert stats.num_preemptions > 0

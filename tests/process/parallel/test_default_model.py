@@ -10,10 +10,12 @@ import pytest
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nbengine.errors import InvalidArgumentError
+from tests.support.thorough import amount
 
 CheckTokens = Callable[[list[int], list[int]], None]
 
 TOPICS = ["the sea", "a clock", "bread", "the moon", "an old map"]
+TOPICS = amount(TOPICS[:3], thorough=TOPICS)
 RAW_PROMPTS = [f"Once upon a time there was a story about {topic}" for topic in TOPICS]
 CHATS = [[{"role": "user", "content": f"Write two sentences about {topic}."}] for topic in TOPICS]
 MAX_TOKENS = 20
@@ -37,8 +39,8 @@ def test_greedy_tokens_are_those_of_transformers(sizes: dict[str, Any], assert_g
     with LLM(
         "smollm2-135m",
         dtype="float32",
-        max_model_len=160,
-        num_gpu_blocks_override=14,
+        max_model_len=amount(96, thorough=160),
+        num_gpu_blocks_override=amount(6, thorough=14),
         max_num_seqs=16,
         max_num_batched_tokens=64,
         **sizes,

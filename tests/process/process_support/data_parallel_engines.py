@@ -14,6 +14,7 @@ from process_support.tiny_models import TinyModel
 from nbengine import LLM, AsyncLLM
 from nbengine.config import ModelConfig
 from nbengine.models.checkpoints.files import resolve_model
+from tests.support.thorough import amount
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,14 +76,22 @@ class Topology:
         )
 
 
-TOPOLOGIES = {
-    "dp2": Topology(2, model=MIXTRAL),
-    "dp2-ep-ahead": Topology(2, 1, 1, True, QWEN3, {"async_scheduling": True}),
+FEW_TOPOLOGIES = {
     "dp2-tp2-ep": Topology(2, 2, 1, True, QWEN2),
-    "dp2-pp2": Topology(2, 1, 2, False, QWEN3),
-    "dp4-ep": Topology(4, 1, 1, True),
+    "dp2-pp2-mixtral": Topology(2, 1, 2, False, MIXTRAL),
+    "dp2-ep-ahead": Topology(2, 1, 1, True, QWEN3, {"async_scheduling": True}),
     "dense-dp2": Topology(2, model=TinyModel("Llama", 4, 2)),
 }
+"""Every division, kind of model and way of scheduling once; `test_elastic_engine` has four engine cores."""
+TOPOLOGIES = amount(
+    FEW_TOPOLOGIES,
+    thorough={
+        **FEW_TOPOLOGIES,
+        "dp2": Topology(2, model=MIXTRAL),
+        "dp2-pp2": Topology(2, 1, 2, False, QWEN3),
+        "dp4-ep": Topology(4, 1, 1, True),
+    },
+)
 
 
 @dataclass(frozen=True)
