@@ -46,7 +46,8 @@ def params(tools: str, tokenizer: Any, **options: Any) -> SamplingParams:
 
 
 def test_required_calls_arrive_as_calls() -> None:
-    with LLM("random-tiny", dtype="float32", chat_template=TEMPLATE, num_gpu_blocks_override=512) as llm:
+    options = {"dtype": "float32", "chat_template": TEMPLATE, "num_gpu_blocks_override": 512}
+    with LLM("random-tiny", multiprocess=False, **options) as llm:
         for tools in TOOL_PARSERS:
             if tools != "gpt_oss":  # which thinks in front of its calls, here without an end
                 check_calls(llm, tools)
