@@ -29,7 +29,7 @@ HAS_ENDED = f"() => {PROMPTS}.every((text) => !text.includes('*'))"
 
 MACHINE_PATH = re.compile(r"/tmp/|/home/|/root/|/work/")
 NOTICE = re.compile(r"^\[engine '.+' (does not say|is busy|makes no progress|goes on).*\]\n?", re.MULTILINE)
-"""What a cell says of an engine that lets it wait, as one does on a machine that does other things."""
+"""A cell says this of an engine that lets it wait, as one does on a machine that does other things."""
 
 
 def plain(cell: nbformat.NotebookNode) -> str:
