@@ -46,6 +46,7 @@ NEEDED = [
     "triton",
     "zmq",
 ]
+MOST_WORKERS = 8
 REQUESTS = 64
 OUTPUT_TOKENS = 128
 LARGE = {
@@ -67,6 +68,9 @@ def missing_modules() -> list[str]:
 def run_gpu_tests(report: Path) -> dict[str, Any]:
     """Run the tests marked `gpu`; return counts and the names of those that failed."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/kernels", f"--junitxml={report}"]
+    if importlib.util.find_spec("xdist") is not None:
+        # Most of the time goes to compiling kernels.
+        command += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1))]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     suite = ElementTree.parse(report).getroot().find("testsuite")
     if suite is None:
@@ -119,14 +123,14 @@ def large_model(directory: Path) -> Path:
     return directory
 
 
-def throughput(model: Path) -> dict[str, float]:
+def throughput(model: Path, *, enforce_eager: bool) -> dict[str, float]:
     """Measure the output tokens a second of one stream and of `REQUESTS` at once, median of three runs."""
     from nbengine import LLM, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     chooser = random.Random(0)
     figures = {}
-    with LLM(str(model), device="cuda", dtype="bfloat16") as llm:
+    with LLM(str(model), device="cuda", dtype="bfloat16", enforce_eager=enforce_eager) as llm:
         for count in (1, REQUESTS):
             seconds = []
             for _ in range(4):
@@ -164,7 +168,11 @@ def main() -> int:
         result["tokens equal those of the CPU"] = tokens_on("cuda") == tokens_on("cpu")
         model = Path(directory) / "model"
         model.mkdir()
-        result["throughput, 1 B parameters, bfloat16"] = throughput(large_model(model))
+        large_model(model)
+        result["throughput, 1 B parameters, bfloat16"] = {
+            name: throughput(model, enforce_eager=eager)
+            for name, eager in (("decode steps as graphs", False), ("without graphs", True))
+        }
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.json:

@@ -16,7 +16,13 @@ import triton.language as tl
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.latent import LatentOptions
 from nbengine.kernels.triton.attention_rule import NO_SPAN
-from nbengine.kernels.triton.paged_attention import MIN_ROWS, Tiling, choose_splits, merge_kernel
+from nbengine.kernels.triton.paged_attention import (
+    MAX_SPLITS,
+    MIN_ROWS,
+    Tiling,
+    choose_splits,
+    merge_kernel,
+)
 
 _LOG2_E = 1.4426950408889634
 _MIN_WIDTH = 16  # what a tensor core takes
@@ -228,7 +234,7 @@ def latent_attention(
                 0,
                 HEAD_DIM=rank,
                 WIDTH=triton.next_power_of_2(rank),
-                SPLITS=triton.next_power_of_2(splits),
+                SPLITS=MAX_SPLITS,
                 TOKENS=tiling.tokens,
                 SPAN=NO_SPAN,
                 num_warps=MERGE_WARPS,

@@ -240,7 +240,7 @@ def merge_kernel(
     TOKENS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Merge a request's splits, on the grid (requests, heads); SPLITS is the power of two that holds
+    """Merge a request's splits, on the grid (requests, heads); SPLITS is a power of two that is not below
     `splits`."""
     request = tl.program_id(0)
     row = request.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -325,7 +325,7 @@ def _decode(
             rule.span,
             HEAD_DIM=head_dim,
             WIDTH=triton.next_power_of_2(head_dim),
-            SPLITS=triton.next_power_of_2(splits),
+            SPLITS=MAX_SPLITS,
             TOKENS=tiling.tokens,
             SPAN=rule.span_kind,
             enable_fp_fusion=True,

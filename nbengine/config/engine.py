@@ -44,7 +44,6 @@ WITHOUT_EFFECT: dict[str, Idle] = {
     "disable_log_stats": Idle(
         (True, False), "an engine never logs statistics; `stats()` and `%dashboard` show them"
     ),
-    "enforce_eager": Idle((True, False), "the model is never compiled, and no CUDA graphs are captured"),
     "trust_remote_code": Idle((True, False), "Python code that comes with a model is never run"),
 }
 """Arguments that existing scripts pass and that leave nothing to choose; docs/arguments.md has them, too."""
@@ -183,6 +182,9 @@ class EngineArgs:
         None, "longest prompt plus answer, in tokens (default: the model's own limit)"
     )
     seed: int = argument(0, "seed of the sampler")
+    enforce_eager: bool = argument(
+        False, "on a GPU, start each operation of a step by itself instead of decode steps as CUDA graphs"
+    )
     hf_overrides: dict[str, Any] | None = argument(
         None, "JSON object that replaces values of the model's config.json", reads="json"
     )
@@ -289,7 +291,6 @@ class EngineArgs:
     enable_prompt_embeds: InitVar[bool] = False
     enable_sleep_mode: InitVar[bool] = False
     disable_log_stats: InitVar[bool] = False
-    enforce_eager: InitVar[bool] = False
     trust_remote_code: InitVar[bool] = False
 
     def __new__(cls, *_: Any, **arguments: Any) -> Self:

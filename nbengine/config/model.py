@@ -25,7 +25,8 @@ class ModelConfig:
     `directory` then holds `config.json`, `tokenizer.json` and, where the model has them,
     `tokenizer_config.json`, `generation_config.json` and `chat_template.jinja`; `weights` are the absolute
     paths of its weight files. A tokenizer whose `tokenizer.json` had to be made lies in
-    `tokenizer_directory`. `chat_template` is the text of a template.
+    `tokenizer_directory`. `chat_template` is the text of a template. With `enforce_eager` a GPU's decode steps are not
+    recorded as graphs.
     """
 
     model: str = "smollm2-135m"
@@ -40,6 +41,7 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     seed: int = 0
+    enforce_eager: bool = False
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
     logits_processors: tuple[str, ...] = ()

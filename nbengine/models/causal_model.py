@@ -77,6 +77,11 @@ class CausalModel(Protocol):
         batch."""
 
     @property
+    def is_recordable(self) -> bool:
+        """Return whether a step of one token a request starts operations on a GPU and waits for none of them, so that
+        it can be recorded once and computed again."""
+
+    @property
     def ignored_weights(self) -> frozenset[str]:
         """Return the tensors that a checkpoint may have and that the model does not use."""
 

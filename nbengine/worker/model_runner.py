@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.errors import EngineStartError, NBEngineError
-from nbengine.kernels.attention_metadata import AttentionMetadata, build_attention_metadata
 from nbengine.kernels.cpu.huge_pages import can_take_pages
 from nbengine.kernels.dispatch import RecurrentKernels, select_kernels, select_recurrent_kernels
 from nbengine.kernels.kv_cache import cache_shape
-from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.kernels.transfer import upload
 from nbengine.kv_cache.specs import make_groups
 from nbengine.models.causal_model import CausalModel, Classifier
+from nbengine.models.step_output import StepOutput
 from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logits_processor import create_logits_processors
 from nbengine.sampling.logprobs import LogprobRows
@@ -37,13 +36,15 @@ from nbengine.units import size
 from nbengine.worker.batch.allocation import Allocations
 from nbengine.worker.batch.async_output import StartTransfer, TokensInFlight, fill_output
 from nbengine.worker.batch.decode_inputs import DecodeInputs
-from nbengine.worker.batch.group_inputs import all_groups, one_state, recurrent_metadata
+from nbengine.worker.batch.group_inputs import dummy_metadata
 from nbengine.worker.batch.input_batch import InputBatch
 from nbengine.worker.batch.pooler import PooledStep, Pooler
 from nbengine.worker.batch.prompt_logprobs import PromptLogprobs
 from nbengine.worker.batch.row_by_row import RowByRow, StepLogits
 from nbengine.worker.batch.staging import StagingBuffer
+from nbengine.worker.batch.static_inputs import StaticInputs
 from nbengine.worker.batch.step_inputs import StepInputBuilder, StepInputs
+from nbengine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from nbengine.worker.memory.kv_pages import KVPages
 from nbengine.worker.memory.layer_caches import RecurrentModel, layer_caches, tensors_among
 from nbengine.worker.memory.rehearsal import Rehearsal
@@ -80,7 +81,7 @@ class ModelRunner:
     """The cache of each layer; layers of different groups share tensors."""
     _batch: InputBatch
     _builder: StepInputBuilder
-    _decodes: DecodeInputs | None = None
+    _decodes: DecodeInputs | StaticInputs | None = None
     _uniform: StagingBuffer
     _pooler: Pooler
 
@@ -92,9 +93,11 @@ class ModelRunner:
         kv_dtype: torch.dtype,
         start_transfer: StartTransfer | None = None,
         parallel: ParallelState = SINGLE,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """Keep what the runner works with: `kv_dtype` is the type of the KV cache; with `start_transfer`, tokens
-        are on their way to the host when `sample_tokens` returns."""
+        are on their way to the host when `sample_tokens` returns; with `recorder`, decode steps are recorded as graphs
+        where the model allows it."""
         self._config = config
         self._model = model
         self._device = device
@@ -115,12 +118,16 @@ class ModelRunner:
         self._start_transfer = start_transfer
         self._in_flight: TokensInFlight | None = None
         self._kv_pages: KVPages | None = None
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None and DecodeGraphs.cover(model):
+            self._graphs = DecodeGraphs(model, recorder)
 
     @property
     def kernels(self) -> str:
         """Name the kernels, and the instructions of products with quantised weights."""
         instructions = self._model.product_instructions
-        return f"{self._kernels.name}, products with {instructions}" if instructions else self._kernels.name
+        products = f", products with {instructions}" if instructions else ""
+        return self._kernels.name + products + ("" if self._graphs is None else ", decode steps as graphs")
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int, num_slots: int = 0) -> None:
         """Allocate `num_blocks` KV blocks, `num_slots` slots for recurrent state, and the batch for requests of up to
@@ -155,7 +162,9 @@ class ModelRunner:
             num_slots=self._num_slots,
             recurrent_kernels=self._recurrent_kernels,
         )
-        if on_cpu:
+        if self._graphs is not None:
+            self._decodes = StaticInputs(self._batch, self._kernels, block_size, self._device, self._groups)
+        elif on_cpu:
             self._decodes = DecodeInputs(
                 self._batch,
                 self._kernels,
@@ -179,7 +188,17 @@ class ModelRunner:
         """Free the KV cache; no step with tokens can be executed until `restore_kv_cache`."""
         if self._kv_pages is not None:
             self._kv_pages.stop()
+        self.forget_graphs()
         self._kv_pages, self._kv_caches = None, []
+
+    def forget_graphs(self) -> None:
+        """Record decode steps again: what they read is about to lie elsewhere. A model that has been divided among more
+        workers is not recorded any more."""
+        if self._graphs is None:
+            return
+        self._graphs.forget()
+        if not DecodeGraphs.cover(self._model):
+            self._graphs = self._decodes = None
 
     def restore_kv_cache(self) -> None:
         """Allocate an empty KV cache of the same size again.
@@ -214,12 +233,14 @@ class ModelRunner:
             self._prompt_logprobs.update(plan)
         if not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
-        inputs = self._decodes.build(plan) if self._decodes is not None else None
-        if inputs is None:
-            inputs = self._builder.build(plan)
+        decode = self._decodes.build(plan) if self._decodes is not None else None
+        inputs = decode or self._builder.build(plan)
         if self._in_flight is not None:
             self._in_flight.fill(inputs)
-        step = self._stage.forward(inputs, self._kv_caches)
+        if decode is not None and self._graphs is not None:
+            step: StepOutput | None = self._graphs.run(decode, self._kv_caches)
+        else:
+            step = self._stage.forward(inputs, self._kv_caches)
         if step is None:
             self._state = ExecuteModelState(inputs, None, [], None)
             return None
@@ -286,7 +307,14 @@ class ModelRunner:
         num_reqs = min(scheduler.max_num_seqs, num_tokens)
         counts = np.full(num_reqs, num_tokens // num_reqs, np.int32)
         counts[-1] += num_tokens % num_reqs
-        attention = self._dummy_attention(counts)
+        attention = dummy_metadata(
+            counts,
+            self._groups,
+            block_size=self._config.cache.block_size,
+            kernels=self._kernels,
+            recurrent_kernels=self._recurrent_kernels,
+            device=self._device,
+        )
         rehearsal = None
         if self._stage.is_last and self._model.has_logits:
             rehearsal = Rehearsal(self._model.config.vocab_size, num_reqs, max_model_len, self._device)
@@ -300,23 +328,6 @@ class ModelRunner:
         if rehearsal is not None and logits is not None:
             self._prompt_logprobs.rehearse(hidden)
             rehearsal.sample(logits)
-
-    def _dummy_attention(self, counts: NDArray[np.int32]) -> AttentionMetadata | StepMetadata:
-        """Return the metadata of requests without context that all read block 0 and write nothing; recurrent layers
-        take them for one request."""
-        block_size = self._config.cache.block_size
-        block_table = np.zeros((len(counts), -(-int(counts.max()) // block_size)), np.int32)
-        metadata = build_attention_metadata(
-            counts, counts, block_table, block_size=block_size, kernels=self._kernels, device=self._device
-        )
-        metadata.slot_mapping.fill_(-1)
-        groups = self._groups
-        if groups.num_groups == groups.num_tables == 1:
-            return metadata
-        states = None
-        if self._recurrent_kernels is not None:
-            states = recurrent_metadata(one_state(counts), self._recurrent_kernels, self._device)
-        return all_groups([metadata] * groups.num_tables, states)
 
     def _new_batch(self, max_model_len: int) -> InputBatch:
         max_num_seqs = self._config.scheduler.max_num_seqs

@@ -43,6 +43,7 @@ from nbengine.scheduler.output import (
 )
 from nbengine.units import size
 from nbengine.worker.batch.async_output import CudaTransfer
+from nbengine.worker.decode_graphs import CudaGraphs
 from nbengine.worker.elastic import change_group, resized
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.joining import choose_device, join
@@ -139,8 +140,10 @@ class Worker:
             self.model = decoder
             overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
             transfer = CudaTransfer if overlaps else None
+            records = self.device.type == "cuda" and not config.enforce_eager
+            recorder = CudaGraphs(self.device) if records else None
             self.model_runner = ModelRunner(
-                self.config, decoder, self.device, self.precision.kv_dtype, transfer, self._parallel
+                self.config, decoder, self.device, self.precision.kv_dtype, transfer, self._parallel, recorder
             )
         self.model.on_layers = self._row.tick
         self._sleep = WorkerSleep(self.model, self.model_runner, self._row.tick)
@@ -333,6 +336,8 @@ class Worker:
         """
         config = resized(self.config, after, init_method)
         self._parallel = change_group(config, self.hf_config, self.model, self._parallel, self._files, before)
+        if isinstance(self.model_runner, ModelRunner):
+            self.model_runner.forget_graphs()
         self.config = config
         self.layout = self._parallel.layout
         self._footprint = self._count()

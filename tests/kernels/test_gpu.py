@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from nbengine.kernels import reference
+from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.dispatch import select_expert_kernels, select_kernels
 from nbengine.kernels.torch.backend import TorchKernels
 from nbengine.kernels.torch.experts import TorchExperts
+from tests.support.thorough import combinations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +43,24 @@ def test_attention_equals_the_reference_and_reads_no_poison(
     make_kernels, make_batch, make_shape, assert_close, shape, lens, dtype
 ):
     batch = make_batch(make_kernels(dtype), make_shape(*shape), LENS[lens], dtype, device="cuda")
+    assert_close(batch.run(), batch.expected(), exact_weights=False)
+
+
+RULES: dict[str, dict[str, int]] = {"all": {}, "window": {"window": 50}, "chunk": {"chunk": 40}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "extras", "dtype"), combinations(RULES, ["rule", "cap", "sinks"], DTYPES, together=2)
+)
+def test_attention_under_options_equals_the_reference(
+    make_kernels, make_batch, make_shape, forget_unseen, assert_close, rule, extras, dtype
+):
+    lens = [(1, 1), (1, 33), (1, 430), (1, 3000), (23, 70)]
+    batch = make_batch(make_kernels(dtype), make_shape(6, 2, 40, 16), lens, dtype, device="cuda")
+    sinks = torch.linspace(-3, 4, 6, device="cuda").to(dtype) if extras == "sinks" else None
+    cap = 3.0 if extras == "cap" else None
+    batch.options = AttentionOptions(0.2, soft_cap=cap, sinks=sinks, **RULES[rule])
+    forget_unseen(batch)
     assert_close(batch.run(), batch.expected(), exact_weights=False)
 
 

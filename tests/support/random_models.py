@@ -31,7 +31,10 @@ def save_random(kind: str, settings: dict[str, Any], directory: Path) -> Any:
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     stated = {**SIZES, "initializer_range": 0.3, "tie_word_embeddings": False, **settings}
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**stated)).float().eval()
+    # Other implementations leave out soft caps and sinks of attention, and biases of experts.
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = model_class._from_config(model_class.config_class(**stated), **plain)
+    model = model.float().eval()
     # Weights of their own for the parameters that a class sets to one value.
     for name, parameter in model.named_parameters():
         if name.endswith(("sinks", "norm.weight", "layernorm.weight")):

@@ -280,6 +280,17 @@ class DecoderForCausalLM:
         return False
 
     @property
+    def is_recordable(self) -> bool:
+        """See `CausalModel.is_recordable`: layers with a recurrent state find it elsewhere in each step, and experts
+        that are no stack are counted on the host."""
+        mixers = (layer.mixer for layer in self.layers)
+        return (
+            self.product_instructions is None
+            and all(isinstance(mixer, DecoderAttention | LatentAttention) for mixer in mixers)
+            and all(block.is_recordable for block in self.moe_blocks)
+        )
+
+    @property
     def ignored_weights(self) -> frozenset[str]:
         """Return the tensors that a checkpoint may have and that nothing here uses."""
         has_own = not (self.config.tie_word_embeddings or self.config.num_labels)

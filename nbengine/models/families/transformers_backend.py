@@ -210,6 +210,11 @@ class TransformersForCausalLM:
         return True
 
     @property
+    def is_recordable(self) -> bool:
+        """Return False: nobody knows what a class waits for."""
+        return False
+
+    @property
     def ignored_weights(self) -> frozenset[str]:
         """Return nothing: `TransformersFamily.tensor_parts` leaves out what the model does not use."""
         return frozenset()

@@ -224,6 +224,11 @@ class SparseMoeBlock:
         """Return whether the experts compute this engine core's tokens alone."""
         return self._parallel.dp.size == 1
 
+    @property
+    def is_recordable(self) -> bool:
+        """Return whether the host never learns which experts were chosen."""
+        return isinstance(self.experts.blocks, DenseExperts) and self._kernels.name == "triton"
+
     def are_alike(self) -> bool:
         """Return whether all experts, those of other ranks too, are quantised in the same formats, gate and other
         projection in one."""

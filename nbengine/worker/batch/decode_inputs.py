@@ -44,6 +44,15 @@ class _Views:
     """The inputs that the model takes, all of these."""
 
 
+def one_token_each(batch: InputBatch, plan: SchedulerOutput) -> bool:
+    """Return whether every request of the batch computes one token that is given as a token, finds its state in its own
+    slot and leaves it there. Whether that token is its last one remains to be seen."""
+    count = plan.total_num_scheduled_tokens
+    if not count == batch.num_reqs == len(plan.num_scheduled_tokens):
+        return False
+    return not (batch.pooling_req_ids or batch.prompt_embeds or plan.state_slots or plan.checkpoints)
+
+
 class DecodeInputs:
     """A builder of `StepInputs` for the steps that there are most of, on the CPU.
 
@@ -85,12 +94,7 @@ class DecodeInputs:
     def build(self, plan: SchedulerOutput) -> StepInputs | None:
         """Lay out a step; None where it is another kind of step."""
         batch, count = self._batch, plan.total_num_scheduled_tokens
-        if count != batch.num_reqs or count != len(plan.num_scheduled_tokens):
-            return None
-        if count < self._fewest or batch.pooling_req_ids or batch.prompt_embeds:
-            return None
-        # A state that is found or kept elsewhere than in its own slot.
-        if plan.state_slots or plan.checkpoints:
+        if count < self._fewest or not one_token_each(batch, plan):
             return None
         views = self._views.get(count)
         if views is None:

@@ -8,11 +8,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nbengine.kernels.attention_metadata import AttentionMetadata, slot_mapping
-from nbengine.kernels.dispatch import RecurrentKernels
+from nbengine.kernels.attention_metadata import (
+    AttentionMetadata,
+    build_attention_metadata,
+    slot_mapping,
+)
+from nbengine.kernels.dispatch import Kernels, RecurrentKernels
 from nbengine.kernels.recurrent_metadata import Checkpoints, RecurrentMetadata, build_recurrent_metadata
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.kernels.transfer import upload
+from nbengine.kv_cache.specs import CacheGroups
 from nbengine.scheduler.output import SchedulerOutput
 from nbengine.worker.batch.input_batch import InputBatch
 
@@ -75,6 +80,30 @@ def one_state(counts: NDArray[np.int32]) -> RecurrentInputs:
     length, none = np.asarray([counts.sum()], np.int32), np.empty(0, np.int32)
     zero = np.zeros(1, np.int32)
     return RecurrentInputs(length, zero, zero - 1, none, none, none, 1)
+
+
+def dummy_metadata(
+    counts: NDArray[np.int32],
+    groups: CacheGroups,
+    *,
+    block_size: int,
+    kernels: Kernels,
+    recurrent_kernels: RecurrentKernels | None,
+    device: torch.device,
+) -> AttentionMetadata | StepMetadata:
+    """Return the metadata of requests of `counts` tokens without context that all read block 0 and write nothing;
+    recurrent layers take them for one request."""
+    block_table = np.zeros((len(counts), -(-int(counts.max()) // block_size)), np.int32)
+    metadata = build_attention_metadata(
+        counts, counts, block_table, block_size=block_size, kernels=kernels, device=device
+    )
+    metadata.slot_mapping.fill_(-1)
+    if groups.num_groups == groups.num_tables == 1:
+        return metadata
+    states = None
+    if recurrent_kernels is not None:
+        states = recurrent_metadata(one_state(counts), recurrent_kernels, device)
+    return all_groups([metadata] * groups.num_tables, states)
 
 
 def step_metadata(

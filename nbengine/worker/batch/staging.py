@@ -42,6 +42,11 @@ class StagingBuffer:
             self._copied[self._turn].synchronize()
         return self._arrays[self._turn]
 
+    @property
+    def device_array(self) -> Tensor:
+        """Return all elements as they are on the device, where `tensor` brings the first ones."""
+        return self._device
+
     def tensor(self, count: int) -> Tensor:
         """Return the first `count` elements, on the device, in the order of the stream's work: the next call
         replaces them."""

@@ -161,13 +161,12 @@ def test_the_arguments_that_existing_scripts_pass_are_taken() -> None:
         "enable_sleep_mode": True,
         "disable_log_stats": True,
         "enable_prompt_embeds": True,
-        "enforce_eager": True,
     }
     assert config_of(**arguments, dtype="half").model.dtype == "float16"
     # Nothing of them is kept.
     assert config_of(**arguments) == config_of() == config_of(trust_remote_code=True)
-    with pytest.raises(InvalidArgumentError, match="enforce_eager must be one of True, False, got 'yes'"):
-        config_of(enforce_eager="yes")
+    with pytest.raises(InvalidArgumentError, match="enable_sleep_mode must be one of True, False, got 'yes'"):
+        config_of(enable_sleep_mode="yes")
 
 
 def test_the_arguments_of_a_script_can_be_passed_on_as_keywords() -> None:

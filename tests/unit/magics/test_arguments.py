@@ -99,10 +99,10 @@ def test_start_has_the_short_names_of_the_interface() -> None:
 
 
 def test_arguments_without_effect_are_taken_as_flags_too() -> None:
-    line = "--enforce-eager --no-trust-remote-code --runner pooling --set disable_log_stats=true"
+    line = "--enable-sleep-mode --no-trust-remote-code --runner pooling --set disable_log_stats=true"
     arguments = parse_start(line.split()).arguments
     assert arguments == {
-        "enforce_eager": True,
+        "enable_sleep_mode": True,
         "trust_remote_code": False,
         "runner": "pooling",
         "disable_log_stats": True,

@@ -132,6 +132,7 @@ GIVEN = {
     "device": "cpu",
     "max_model_len": 77,
     "seed": 5,
+    "enforce_eager": True,
     "hf_overrides": {"a": 1},
     "revision": "main",
     "block_size": 32,
