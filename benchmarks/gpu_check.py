@@ -69,8 +69,8 @@ def run_gpu_tests(report: Path) -> dict[str, Any]:
     """Run the tests marked `gpu`; return counts and the names of those that failed."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/kernels", f"--junitxml={report}"]
     if importlib.util.find_spec("xdist") is not None:
-        # Most of the time goes to compiling kernels.
-        command += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1))]
+        # Most of the time goes to compiling kernels. Plugins that happen to be installed may object.
+        command += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "-p", "no:benchmark"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     suite = ElementTree.parse(report).getroot().find("testsuite")
     if suite is None:

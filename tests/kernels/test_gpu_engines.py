@@ -1,5 +1,5 @@
-"""Engines on a real GPU, whose decode steps are recorded: greedy tokens in float32 are those of transformers on the CPU,
-with requests that come and go, from the prefix cache, after preemption and after sleep."""
+"""Engines on a real GPU, whose decode steps are recorded: greedy tokens in float32 are those of the CPU, which other tests
+compare with transformers, while requests come and go, from the prefix cache, after preemption and after sleep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import CASES
-from random_models import assert_greedy, random_tokens, save_random
+from random_models import random_tokens, save_random
 
 from nbengine import LLM, SamplingParams
 from nbengine.worker.decode_graphs import CudaGraphs
@@ -30,6 +30,7 @@ SETTINGS = {
     "device": "cuda",
     "multiprocess": False,
 }
+ROOMY = {"kv_cache_memory_bytes": 16 << 20}
 PROMPTS = [random_tokens(length) for length in (70, 34, 64, 33, 21)]
 
 
@@ -47,44 +48,52 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
-def run(llm: LLM, oracle: Any, prompts: list[list[int]]) -> None:
-    """Check answers of different lengths, so that batches shrink."""
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """Return greedy answers of different lengths, so that batches shrink."""
     inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     params = [
         SamplingParams(temperature=0, max_tokens=12 + 4 * place, ignore_eos=True)
         for place in range(len(prompts))
     ]
-    for prompt, output in zip(prompts, llm.generate(inputs, params, use_tqdm=False), strict=True):
-        assert_greedy(oracle, prompt, output.outputs[0].token_ids)
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def answers_of_the_cpu(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with LLM(str(model), **ROOMY, **SETTINGS | {"device": "cpu"}) as llm:
+        return answers(llm, prompts)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_transformers(name: str, tmp_path: Path, recorded: list[object]) -> None:
-    oracle = save_random(CASES[name].kind, CASES[name].settings, tmp_path)
-    with LLM(str(tmp_path), kv_cache_memory_bytes=16 << 20, **SETTINGS) as llm:
-        run(llm, oracle, PROMPTS)
+def test_tokens_are_those_of_the_cpu(name: str, tmp_path: Path, recorded: list[object]) -> None:
+    save_random(CASES[name].kind, CASES[name].settings, tmp_path)
+    expected = answers_of_the_cpu(tmp_path, PROMPTS)
+    with LLM(str(tmp_path), **ROOMY, **SETTINGS) as llm:
+        assert answers(llm, PROMPTS) == expected
         before = len(recorded)
         assert bool(before) == (name not in NOT_RECORDED)
-        run(llm, oracle, PROMPTS)
+        assert answers(llm, PROMPTS) == expected
         # The second time the shapes are known.
         assert len(recorded) == before
         llm.sleep(level=1)
         llm.wake_up()
-        run(llm, oracle, PROMPTS)
+        assert answers(llm, PROMPTS) == expected
         assert (len(recorded) > before) == bool(before)
 
 
 def test_preempted_requests_and_steps_that_are_not_recorded_give_the_same(
     tmp_path: Path, recorded: list[object]
 ) -> None:
-    oracle = save_random(CASES["qwen3 window"].kind, CASES["qwen3 window"].settings, tmp_path)
+    save_random(CASES["qwen3 window"].kind, CASES["qwen3 window"].settings, tmp_path)
     prompts = [random_tokens(length, 1) for length in (37, 34, 33, 39, 35, 38, 40, 36)]
-    with LLM(str(tmp_path), num_gpu_blocks_override=30, max_num_batched_tokens=16, **SETTINGS) as llm:
-        run(llm, oracle, prompts)
+    expected = answers_of_the_cpu(tmp_path, prompts)
+    few = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 16, **SETTINGS, "max_model_len": 104}
+    with LLM(str(tmp_path), **few) as llm:
+        assert answers(llm, prompts) == expected
         (stats,) = llm.stats().engines
         assert stats.num_preemptions > 0
     assert recorded
     recorded.clear()
-    with LLM(str(tmp_path), kv_cache_memory_bytes=16 << 20, enforce_eager=True, **SETTINGS) as llm:
-        run(llm, oracle, prompts)
+    with LLM(str(tmp_path), enforce_eager=True, **ROOMY, **SETTINGS) as llm:
+        assert answers(llm, prompts) == expected
     assert not recorded
