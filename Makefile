@@ -16,9 +16,12 @@ INSTALL := $(PYTHON) tools/install.py $(VENV) $(if $(WHEELS),--wheels $(WHEELS))
 PYTEST := $(BIN)/python -m pytest
 # Tests of one file share their engines, and stay in one process.
 WORKERS ?= 2
+# Tests of processes and notebooks wait a quarter of their time: a third pytest uses it.
+WAITING_WORKERS ?= 3
 # Worlds that `make thorough` simulates.
 SEEDS ?= 100000
 PARALLEL := -n $(WORKERS) --dist loadfile
+WAITING := -n $(WAITING_WORKERS) --dist loadfile
 # As the engine does for its own processes: two torch programs on one machine would spin in each other's way.
 export GOMP_SPINCOUNT ?= 1000
 # Hundreds of processes import the same modules: one compiles them for all.
@@ -44,10 +47,10 @@ test-unit: $(VENV)/.installed-dev
 	$(PYTEST) $(PARALLEL) tests/unit tests/kernels tests/simulation
 
 test-process: $(VENV)/.installed-dev
-	$(PYTEST) $(PARALLEL) tests/process
+	$(PYTEST) $(WAITING) tests/process
 
 test-notebook: $(VENV)/.installed-dev
-	$(PYTEST) $(PARALLEL) tests/notebook
+	$(PYTEST) $(WAITING) tests/notebook
 
 # Each proof that a test makes with some numbers, with many more of them.
 thorough: $(VENV)/.installed-dev
@@ -68,7 +71,8 @@ durations: $(VENV)/.installed-dev
 	@set -e; mkdir -p build; arguments=; \
 	for suite in "tests/unit tests/kernels tests/simulation" tests/process tests/notebook; do \
 		report=build/junit_$$(echo $$suite | tr -c 'a-z\n' _).xml; begin=$$(date +%s); \
-		$(PYTEST) $(PARALLEL) $$suite --junitxml=$$report; \
+		case $$suite in tests/unit*) workers=$(WORKERS);; *) workers=$(WAITING_WORKERS);; esac; \
+		$(PYTEST) -n $$workers --dist loadfile $$suite --junitxml=$$report; \
 		set -- "$$@" "$$suite=$$(($$(date +%s) - begin)):$$report"; \
 	done; $(BIN)/python -m tests.tools.durations "$$@"
 
