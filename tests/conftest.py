@@ -42,6 +42,9 @@ TOGETHER = ("tests/process/ray/",)
 
 SCRATCH = pytest.StashKey[scratch.Scratch | None]()
 
+FEW_MODULES = 20
+_modules_out_of_sight = 0
+
 APART = ("tests/simulation/",)
 """Many worlds, none of which knows of another."""
 
@@ -112,8 +115,21 @@ def only_new_garbage() -> None:
     Each engine that starts or ends asks for a look at everything, which would take a second. What the file before has
     left behind is collected first, so that its warnings are heard.
     """
+    _put_out_of_sight()
+
+
+@pytest.fixture(autouse=True)
+def no_new_modules(only_new_garbage: None) -> None:
+    """Do the same when a test has imported much, as transformers' modules are."""
+    if len(sys.modules) > _modules_out_of_sight + FEW_MODULES:
+        _put_out_of_sight()
+
+
+def _put_out_of_sight() -> None:
+    global _modules_out_of_sight
     gc.collect()
     gc.freeze()
+    _modules_out_of_sight = len(sys.modules)
 
 
 @pytest.fixture(scope="session", autouse=True)
