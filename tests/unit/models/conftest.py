@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -23,7 +19,6 @@ from nbengine.config import ModelConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.latent import LatentOptions
-from nbengine.models.checkpoints import gguf_prepare, gguf_tokenizer
 from nbengine.models.checkpoints.files import resolve_model
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.loading import load_model
@@ -351,20 +346,6 @@ def load() -> LoadModel:
 def make_runner() -> type[Runner]:
     """The class `Runner`."""
     return Runner
-
-
-@pytest.fixture
-def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare GGUF files here, where transformers is imported already; `test_gguf_tokenizer.py` has the process of its
-    own that does it otherwise."""
-
-    def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
-        message = io.StringIO()
-        with contextlib.redirect_stderr(message):
-            status = gguf_tokenizer.main(command[3:])
-        return subprocess.CompletedProcess(command, status, "", message.getvalue())
-
-    monkeypatch.setattr(gguf_prepare, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.fixture

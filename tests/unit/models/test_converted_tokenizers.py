@@ -164,7 +164,7 @@ def test_a_sentencepiece_model_encodes_and_decodes_as_its_own_rules_say(
 
 
 def test_a_converted_tokenizer_is_kept_until_its_files_change(
-    private_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    private_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_model(tmp_path / "m", BPE, LLAMA)
     (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
@@ -185,7 +185,6 @@ def test_a_converted_tokenizer_is_kept_until_its_files_change(
     (directory / "tokenizer_config.json").write_text(json.dumps({**LLAMA[1], "eos_token": "<s>"}))
     monkeypatch.undo()
     monkeypatch.setenv("NBENGINE_CACHE_DIR", str(private_cache))
-    request.getfixturevalue("without_a_process")
     assert prepared() != first
     assert list(directory.glob("tokenizer.json")) == []
 

@@ -30,7 +30,6 @@ from tests.unit.models.test_recurrent_families import HybridRunner
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-pytestmark = pytest.mark.usefixtures("prepared_here")
 KINDS = pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=["f32", "q8_0"])
 
 

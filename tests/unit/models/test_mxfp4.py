@@ -28,7 +28,6 @@ from tests.support.family_cases import CASES
 from tests.support.parallel_support import ThreadWorld
 from tests.unit.models.test_parallel_moe import Cores, redivide
 
-pytestmark = pytest.mark.usefixtures("prepared_here")
 CPU = torch.device("cpu")
 MXFP4 = FORMATS["mxfp4"]
 EXPERTS, INNER, HIDDEN, LAYERS = 4, 128, 64, 3

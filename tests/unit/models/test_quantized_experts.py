@@ -33,7 +33,6 @@ from tests.support.thorough import amount, combinations
 from tests.unit.models.quantized_checkpoints import VARIANTS, is_quantized, random_matrix
 from tests.unit.models.test_parallel_moe import Cores, redivide
 
-pytestmark = pytest.mark.usefixtures("prepared_here")
 CPU = torch.device("cpu")
 EXPERTS, INNER, HIDDEN = 5, 96, 64
 TOKENS = torch.randint(0, 96, (30,), generator=torch.Generator().manual_seed(4)).tolist()
