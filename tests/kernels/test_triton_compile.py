@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.thorough import combinations
+from tests.support.thorough import amount, combinations
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -77,6 +78,8 @@ CHUNKS = (CHUNK, False, False)
 
 
 ARCHITECTURES = [80, 90]
+SMALLER = [80]
+"""Kernels that need little are compiled for the one with less shared memory and equally many registers."""
 
 
 @pytest.mark.parametrize(
@@ -141,11 +144,13 @@ def test_attention_fits_without_spilling(compile_for, arch, case):
 
 
 @pytest.mark.parametrize(
-    ("arch", "decode", "heads", "dtype"),
-    combinations([80, 90], [True, False], [16, 128], [BFLOAT16, FLOAT32]),
+    ("arch", "heads", "case"),
+    combinations(
+        ARCHITECTURES, [16, 128], list(itertools.product([False, True], [BFLOAT16, FLOAT32])), together=1
+    ),
 )
-def test_latent_attention_fits_without_spilling(compile_for, arch, decode, heads, dtype):
-    rank, rope = 512, 64
+def test_latent_attention_fits_without_spilling(compile_for, arch, heads, case):
+    (decode, dtype), rank, rope = case, 512, 64
     tiling = latent.choose_tiling(rank, heads, dtype, decode=decode)
     data = dict.fromkeys(("output", "query", "cache"), POINTER[dtype])
     partial = dict.fromkeys(("partial_sums", "partial_stats"), "*fp32" if decode else POINTER[dtype])
@@ -174,7 +179,7 @@ def test_latent_attention_fits_without_spilling(compile_for, arch, decode, heads
     assert resources.shared <= SHARED_MEMORY[arch]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", amount(SMALLER, thorough=ARCHITECTURES))
 def test_merge_and_write_of_latents_fit_without_spilling(compile_for, arch):
     merge = compile_for(
         arch,
@@ -192,7 +197,7 @@ def test_merge_and_write_of_latents_fit_without_spilling(compile_for, arch):
     assert (merge.spilled, write.spilled) == (0, 0)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", amount(SMALLER, thorough=ARCHITECTURES))
 def test_merge_and_write_fit_without_spilling(compile_for, arch):
     merge = compile_for(
         arch,
@@ -242,7 +247,7 @@ def test_experts_fit_without_spilling(compile_for, arch, case):
         assert resources.shared <= SHARED_MEMORY[arch]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", amount(SMALLER, thorough=ARCHITECTURES))
 def test_plan_and_combination_of_experts_fit_without_spilling(compile_for, arch):
     indices = {**dict.fromkeys(("order", "starts", "counts"), "*i32"), "experts": "*i64"}
     plan = compile_for(arch, experts_triton.plan_kernel, indices, {"NUM_EXPERTS": 128, "CHUNK": 1024})
@@ -323,8 +328,9 @@ def test_the_state_space_fits_without_spilling(compile_for, arch, decode, sizes)
     assert resources.shared <= SHARED_MEMORY[arch]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("tokens", [1, convolution_triton.TOKENS])
+@pytest.mark.parametrize(
+    ("arch", "tokens"), combinations(ARCHITECTURES, [1, convolution_triton.TOKENS], together=1)
+)
 def test_the_short_convolution_fits_without_spilling(compile_for, arch, tokens):
     data = dict.fromkeys(("output", "x", "weight", "bias", "conv"), "*bf16")
     sizes = {"CHANNELS": 6144, "KERNEL": 4, "COLUMNS": convolution_triton.COLUMNS}

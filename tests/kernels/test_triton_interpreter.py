@@ -20,10 +20,12 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 )
 def test_triton_kernels_equal_the_reference_in_the_interpreter():
     cases = Path(__file__).with_name("triton_interpreter_cases.py")
+    # Tensors this small gain nothing from threads, and lose when other processes want the cores.
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
         cwd=cases.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **one_thread, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         check=False,

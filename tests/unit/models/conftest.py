@@ -19,7 +19,9 @@ from nbengine.config import ModelConfig
 from nbengine.distributed.communicator import SINGLE, ParallelState
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.latent import LatentOptions
+from nbengine.models.checkpoints import gguf_prepare
 from nbengine.models.checkpoints.files import resolve_model
+from nbengine.models.checkpoints.gguf_tokenizer import write_prepared
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.loading import load_model
 from tests.support.shared_kernels import kernels_are_compiled_once
@@ -160,6 +162,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+_IN_A_PROCESS = gguf_prepare._convert
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokenizers_converted_here() -> Iterator[None]:
+    """Convert the tokenizers of GGUF files in this process, where transformers is imported already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_prepare, "_convert", write_prepared)
+        yield
+
+
+@pytest.fixture
+def tokenizers_converted_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert them as users do: a process of its own imports transformers."""
+    monkeypatch.setattr(gguf_prepare, "_convert", _IN_A_PROCESS)
 
 
 LoadModel = Callable[..., DecoderForCausalLM]

@@ -67,8 +67,8 @@ def converted(directory: Path, **settings: Any) -> PreTrainedTokenizerFast:
     return load_tokenizer(with_tokenizer(ModelConfig(directory=str(directory), **settings)))
 
 
-@pytest.fixture
-def without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def converting_here() -> Iterator[None]:
     """Convert here, where transformers is imported already; that a process of its own does it is tested below."""
 
     def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -85,7 +85,17 @@ def without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
             status = tokenizer_convert.main(command[3:])
         return subprocess.CompletedProcess(command, status, "", message.getvalue())
 
-    monkeypatch.setattr(tokenizer_prepare, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    with pytest.MonkeyPatch.context() as outer:
+        substitute = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+        outer.setattr(tokenizer_prepare, "subprocess", substitute)
+        yield
+
+
+@pytest.fixture
+def without_a_process() -> Iterator[None]:
+    """See `converting_here`."""
+    with converting_here():
+        yield
 
 
 def merged(text: str) -> list[str]:
@@ -180,12 +190,12 @@ def test_a_converted_tokenizer_is_kept_until_its_files_change(
     config = ModelConfig(directory=str(directory), tokenizer_directory=str(first))
     assert load_tokenizer(config).chat_template == "of a processor"
     assert reports == ["converting the tokenizer in m"]
-    monkeypatch.setattr(tokenizer_prepare.subprocess, "run", None)
-    assert prepared() == first
+    with monkeypatch.context() as nothing_runs:
+        nothing_runs.setattr(tokenizer_prepare.subprocess, "run", None)
+        assert prepared() == first
     (directory / "tokenizer_config.json").write_text(json.dumps({**LLAMA[1], "eos_token": "<s>"}))
-    monkeypatch.undo()
-    monkeypatch.setenv("NBENGINE_CACHE_DIR", str(private_cache))
-    assert prepared() != first
+    with converting_here():
+        assert prepared() != first
     assert list(directory.glob("tokenizer.json")) == []
 
 

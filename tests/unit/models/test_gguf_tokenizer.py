@@ -139,6 +139,7 @@ def test_the_child_reports_a_refusal_in_words(tmp_path: Path, capsys: pytest.Cap
     )
 
 
+@pytest.mark.usefixtures("tokenizers_converted_in_a_process")
 def test_a_prepared_directory_is_made_once_and_again_when_the_file_changes(
     tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,11 +157,7 @@ def test_a_prepared_directory_is_made_once_and_again_when_the_file_changes(
     assert not list((private_cache / "prepared").glob(".staging-*"))
 
 
-def test_advice_for_sampling_stands_where_the_file_has_none(
-    tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The files that a child would write, without the seconds that it takes to start.
-    monkeypatch.setattr(gguf_prepare, "_convert", write_prepared)
+def test_advice_for_sampling_stands_where_the_file_has_none(tmp_path: Path, private_cache: Path) -> None:
     gguf = write_sentencepiece(tmp_path / "model.gguf", add_bos_token=True)
     plain, advised = (
         prepared_directory(gguf, QUIET, advice) for advice in (None, {"temperature": 0.2, "eos_token_id": 77})
@@ -171,6 +168,7 @@ def test_advice_for_sampling_stands_where_the_file_has_none(
     assert after == {**before, "temperature": 0.2}
 
 
+@pytest.mark.usefixtures("tokenizers_converted_in_a_process")
 def test_a_broken_file_leaves_no_prepared_directory(tmp_path: Path, private_cache: Path) -> None:
     gguf = write_sentencepiece(tmp_path / "model.gguf")
     gguf.write_bytes(gguf.read_bytes()[:5000])

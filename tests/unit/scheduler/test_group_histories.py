@@ -45,7 +45,7 @@ class GroupHistories(SchedulerHistories):
 
 TestGroupHistories = GroupHistories.TestCase
 TestGroupHistories.settings = settings(
-    max_examples=amount(80, thorough=6000),
+    max_examples=amount(50, thorough=6000),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
