@@ -1,6 +1,6 @@
 """Many worlds, each with its own users, delays and faults: in none of them happens what never may.
 
-`NBENGINE_SIMULATION_SEEDS` says how many there are (1,000, and 100,000 in `make thorough`),
+`NBENGINE_SIMULATION_SEEDS` says how many there are (2,000, and 100,000 in `make thorough`),
 `NBENGINE_SIMULATION_FIRST` with which seed they begin.
 """
 
@@ -14,7 +14,7 @@ from tests.simulation.batch import violations
 from tests.simulation.faults import KINDS
 from tests.simulation.world import draw_plan
 
-QUICK = 1000
+QUICK = 2000
 SEEDS = int(os.environ.get("NBENGINE_SIMULATION_SEEDS", QUICK))
 FIRST = int(os.environ.get("NBENGINE_SIMULATION_FIRST", "0"))
 SEEDS_A_TEST = 250
