@@ -12,20 +12,22 @@ import msgspec
 
 from nbengine.checks import (
     SuggestingMeta,
-    check_extra_args,
-    check_logit_bias,
+    checked_extra_args,
+    checked_logit_bias,
+    checked_texts,
+    checked_token_ids,
     require,
+    require_bool,
     require_choices,
     require_fits_logits,
     require_int,
     require_json_schema,
-    require_list,
     require_number,
     require_text,
-    require_texts,
     require_true,
 )
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.plain import plain, plain_list
 
 MAX_LOGPROBS = 20
 MAX_N = 16384
@@ -88,15 +90,17 @@ class StructuredOutputsParams(
         if kind == "json" and hasattr(value, "model_json_schema"):
             value = value.model_json_schema()
             msgspec.structs.force_setattr(self, "json", value)
-        elif kind == "choice" and isinstance(value, tuple):
-            value = list(value)
+        elif kind == "choice":
+            value = plain_list(value)
             msgspec.structs.force_setattr(self, "choice", value)
+        elif type(value) is not type(plain(value)):
+            value = plain(value)
+            msgspec.structs.force_setattr(self, kind, value)
         _CONSTRAINTS[kind](f"structured_outputs.{kind}", value)
         self._check_whitespace(kind)
 
     def _check_whitespace(self, kind: str) -> None:
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise InvalidTypeError("disable_any_whitespace", self.disable_any_whitespace, "True or False")
+        require_bool("disable_any_whitespace", self.disable_any_whitespace)
         if self.whitespace_pattern is not None:
             require_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
             ok = kind in ("json", "json_object") and not self.disable_any_whitespace
@@ -119,6 +123,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     `logprobs=K` asks for the log probability of each token and of the K likeliest in its place,
     `prompt_logprobs=K` for those of the prompt's tokens. `stop` and `bad_words` take 1,024 strings each, of
     65,536 characters together, `stop_token_ids`, `allowed_token_ids` and `logit_bias` 524,288 token ids each.
+    A number may be one of NumPy or torch, a list a tuple or an array.
     `spaces_between_special_tokens=False` leaves out the spaces that a tokenizer of words puts between special
     tokens, where `skip_special_tokens=False` keeps these.
 
@@ -172,23 +177,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
 
     def _normalise(self) -> None:
         stop: Any = self.stop
-        if stop is None:
-            self.stop = []
-        elif isinstance(stop, str):
+        if isinstance(stop, str):
             self.stop = [stop]
-        elif isinstance(stop, (tuple, set, frozenset)):
-            self.stop = list(stop)
-        for name in ("stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            if value is None:
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
                 setattr(self, name, [])
-            elif not isinstance(value, (str, list)) and hasattr(value, "__iter__"):
-                setattr(self, name, list(value))
-        allowed: Any = self.allowed_token_ids
-        if isinstance(allowed, (tuple, set, frozenset, range)):
-            self.allowed_token_ids = list(allowed)
-        if self.top_k == -1:
-            self.top_k = 0
+        for name, _, _ in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not list and value is not None:
+                setattr(self, name, plain_list(value))
         if type(self.output_kind) is not RequestOutputKind:
             self.output_kind = _checked_output_kind(self.output_kind)
 
@@ -204,41 +201,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float or not math.isfinite(value):
-                require_number(name, value)
-        for name in ("n", "top_k", "min_tokens"):
+                setattr(self, name, require_number(name, value))
+        for name in _INTEGERS:
             value = getattr(self, name)
-            if type(value) is not int:
-                require_int(name, value)
-        for name in (
-            "seed",
-            "max_tokens",
-            "logprobs",
-            "prompt_logprobs",
-            "truncate_prompt_tokens",
-            "thinking_budget",
-        ):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                require_int(name, value)
-        for name in (
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "detokenize",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidTypeError(name, getattr(self, name), "True or False")
+            if type(value) is not int and (value is not None or name not in _MAY_BE_NONE):
+                setattr(self, name, require_int(name, value))
+        for name in _SWITCHES:
+            if type(getattr(self, name)) is not bool:
+                setattr(self, name, require_bool(name, getattr(self, name)))
+        if self.top_k == -1:
+            self.top_k = 0
         structured = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             raise InvalidTypeError("structured_outputs", structured, "StructuredOutputsParams, or None")
-        require_texts("stop", self.stop, "a string or a list of strings")
-        require_texts("bad_words", self.bad_words, "a list of strings")
-        require_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
+        self.stop = checked_texts("stop", self.stop, "a string or a list of strings")
+        self.bad_words = checked_texts("bad_words", self.bad_words, "a list of strings")
+        self.stop_token_ids = checked_token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
-            require_list("allowed_token_ids", self.allowed_token_ids, int, "a list of token ids")
-        check_logit_bias(self.logit_bias)
-        check_extra_args(self.extra_args)
+            self.allowed_token_ids = checked_token_ids("allowed_token_ids", self.allowed_token_ids)
+        self.logit_bias = checked_logit_bias(self.logit_bias)
+        self.extra_args = checked_extra_args(self.extra_args)
 
     def _check_ranges(self) -> None:
         require("n", self.n, self.n >= 1, "at least 1")
@@ -343,15 +325,15 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=
 
     def __post_init__(self) -> None:
         for name, allowed in (("task", POOLING_TASKS), ("pooling", POOLING_TYPES)):
-            value = getattr(self, name)
+            value = plain(getattr(self, name))
             require(name, value, value is None or value in allowed, f"None or one of {', '.join(allowed)}")
+            setattr(self, name, value)
         for name in ("normalize", "use_activation"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise InvalidTypeError(name, value, "True, False or None")
+            if getattr(self, name) is not None:
+                setattr(self, name, require_bool(name, getattr(self, name), "True, False or None"))
         for name in ("dimensions", "truncate_prompt_tokens", "second_segment_start"):
             if getattr(self, name) is not None:
-                require_int(name, getattr(self, name))
+                setattr(self, name, require_int(name, getattr(self, name)))
         if self.dimensions is not None:
             require("dimensions", self.dimensions, self.dimensions >= 1, "at least 1, or None")
         if self.truncate_prompt_tokens is not None:
@@ -388,6 +370,22 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+)
+_MAY_BE_NONE = (
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "thinking_budget",
+)
+_INTEGERS = ("n", "top_k", "min_tokens", *_MAY_BE_NONE)
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
 )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbengine.checks import require_int
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.magics.generation.request import Origin, Request
 from nbengine.magics.generation.result import GenerationResult
@@ -16,6 +17,7 @@ from nbengine.magics.generation.stream import Generation
 from nbengine.magics.generation.view import UPDATE_SECONDS
 from nbengine.magics.tokens.branch import Branch
 from nbengine.outputs import RequestOutput
+from nbengine.plain import plain
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -149,8 +151,7 @@ class BranchTree:
 
     @staticmethod
     def _checked_position(node: Branch, position: object) -> int:
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise InvalidTypeError("position", position, "an integer")
+        position = require_int("position", position)
         count = len(node.token_ids)
         if not 0 <= position < count:
             allowed = (
@@ -161,6 +162,7 @@ class BranchTree:
 
     @staticmethod
     def _checked_token(node: Branch, position: int, token: object) -> int:
+        token = plain(token)
         if isinstance(token, int) and not isinstance(token, bool):
             if token < 0:
                 raise InvalidArgumentError("token", token, "a token id, 0 or greater")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import operator
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from nbengine.checks import require, require_utf8
+from nbengine.checks import checked_token_ids, require, require_int, require_utf8
 from nbengine.config import EngineConfig
 from nbengine.errors import (
     InvalidArgumentError,
@@ -33,6 +32,7 @@ from nbengine.models.configs.hf_config import (
     positive,
     vocab_size,
 )
+from nbengine.plain import is_ordered, plain
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class InputProcessor:
         `limit`."""
         if isinstance(prompt, str):
             return self._tokenize(prompt, limit)
-        if isinstance(prompt, (list, tuple)):
+        if is_ordered(prompt):
             return self._prompt_tokens(prompt, limit)
         if not isinstance(prompt, Mapping):
             raise InvalidTypeError("prompt", prompt, _ALLOWED_PROMPT)
@@ -286,9 +286,7 @@ class InputProcessor:
         return token_ids
 
     def _checked_tokens(self, token_ids: object, name: str = "prompt_token_ids") -> list[int]:
-        if isinstance(token_ids, (str, bytes)) or not hasattr(token_ids, "__iter__"):
-            raise InvalidTypeError(name, token_ids, "a list of token ids")
-        checked = [_checked_token(token_id, name) for token_id in token_ids]
+        checked = checked_token_ids(name, token_ids)
         if not checked:
             raise InvalidArgumentError(name, checked, "at least one token id")
         self._check_vocabulary(name, checked)
@@ -342,8 +340,7 @@ class InputProcessor:
         return found
 
     def _checked_priority(self, priority: int) -> int:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidTypeError("priority", priority, "an integer")
+        priority = require_int("priority", priority)
         require("priority", priority, abs(priority) < 2**63, "an integer of at most 64 bits")
         if priority and self._policy != "priority":
             raise InvalidArgumentError(
@@ -362,21 +359,13 @@ def prompt_list(prompts: PromptType | Sequence[PromptType], name: str = "prompts
     """Make a list of one prompt or several, as the argument `name` has them."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not is_ordered(prompts):
         raise InvalidTypeError(name, prompts, "a prompt or a list of prompts")
+    listed: list[Any] = list(prompts)
     # Integers are the tokens of one prompt: an integer by itself is not a prompt.
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _checked_token(token_id: Any, name: str) -> int:
-    if type(token_id) is int:
-        return token_id
-    # NumPy's integers are welcome, booleans are not.
-    if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-        raise InvalidTypeError(name, token_id, "a list of token ids")
-    return operator.index(token_id)
+    if listed and isinstance(plain(listed[0]), int):
+        return [listed]
+    return listed
 
 
 def _check_id(request_id: object) -> None:

@@ -13,6 +13,7 @@ from nbengine.errors import InvalidArgumentError
 from nbengine.models.configs.encoder_config import head_pooling, is_encoder
 from nbengine.models.configs.hf_config import label_names, positive
 from nbengine.models.configs.pooling_config import load_pooling_defaults
+from nbengine.plain import is_ordered
 from nbengine.sampling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class PoolingInputs:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         if not isinstance(prompt, Mapping):
-            return prompt[:length] if isinstance(prompt, (list, tuple)) else prompt
+            return list(prompt)[:length] if is_ordered(prompt) else prompt
         tokens = prompt.get("prompt_token_ids")
         if tokens is None and isinstance(prompt.get("prompt"), str):
             tokens = self._encode(prompt["prompt"], None, length).ids
