@@ -30,6 +30,23 @@ class InvalidTypeError(InvalidArgumentError, TypeError):
     """An argument has a type that is not allowed."""
 
 
+class ChatTemplateError(InvalidArgumentError):
+    """A chat template refuses the messages, in its author's words.
+
+    `complaint` is what the template says, `place` the line where it says so, or an empty string.
+    """
+
+    def __init__(self, messages: object, complaint: str, place: str = "") -> None:
+        super().__init__("messages", messages, complaint)
+        self.args = (messages, complaint, place)
+        self.complaint = complaint
+        self.place = place
+
+    def __str__(self) -> str:
+        where = f", {self.place}" if self.place else ""
+        return f"messages are refused by the chat template{where}: {self.complaint}"
+
+
 class UnknownArgumentError(InvalidTypeError):
     """A call has an unknown keyword argument; the message has the name that was probably meant.
 

@@ -123,8 +123,9 @@ class LLM(Control, OfflinePooling):
         writing them is known.
 
         Args:
-            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. A content is a
-                string or a list of text parts; the arguments of `tool_calls` may be JSON.
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. The template says
+                which roles there are. A content is a string or a list of text parts, a tool's also a dict;
+                the arguments of `tool_calls` may be JSON.
             tools: what the template tells the model of, each `{"type": "function", "function": {...}}` or a
                 Python function with type hints and a docstring in Google's style.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
@@ -141,8 +142,9 @@ class LLM(Control, OfflinePooling):
             tool_parser: the name of the parser that finds calls of `tools`, "none" or "auto".
 
         Raises:
-            InvalidArgumentError: a message or a tool is malformed, the template refuses them, there is none,
-                or there is no such parser; see also `generate`.
+            InvalidArgumentError: a message or a tool is malformed, the template refuses them
+                (`ChatTemplateError`, with its own words), there is none, or there is no such parser; see
+                also `generate`.
             NotSupportedError: a message has an image or another part that is no text.
         """
         conversations = [messages] if is_conversation(messages) else messages
