@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, UnknownArgumentError, quoted
-from nbengine.plain import plain, plain_list
+from nbengine.plain import plain, plain_list, plain_name
 
 MAX_LINE = 4096
 """Most characters of an argument that is a name or a path."""
@@ -184,6 +184,13 @@ def require_line(name: str, value: object) -> None:
     require_utf8(name, value)
 
 
+def require_path(name: str, value: object) -> str:
+    """Return the text of a path; raise unless `value` is one, or a string that may be one."""
+    found = plain_name(value)
+    require_line(name, found)
+    return cast("str", found)
+
+
 def check_session(session: object) -> None:
     """Raise unless `session` is None, or a name that a client may keep across restarts of its process."""
     if session is not None:
@@ -191,11 +198,31 @@ def check_session(session: object) -> None:
 
 
 def require_utf8(name: str, value: str) -> None:
-    """Raise unless the wire can carry the string `value`."""
+    """Raise unless `value` is text that tokenizers and the wire take: without halves of surrogate pairs,
+    which broken JSON and cut emojis leave."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgumentError(name, value, f"text that can be written as UTF-8 ({error})") from error
+        half = f"{value[error.start]!r} at position {error.start} is half of a surrogate pair"
+        raise InvalidArgumentError(name, value, f"text that can be written as UTF-8 ({half})") from error
+
+
+def require_utf8_within(name: str, value: object, depth: int = 0) -> None:
+    """Raise unless `require_utf8` takes every text within lists and dicts; the error says which does not.
+
+    What is neither a text nor a list nor a dict is left to others.
+    """
+    if isinstance(value, str):
+        require_utf8(name, value)
+    elif isinstance(value, (Mapping, list, tuple)):
+        require(name.partition("[")[0], value, depth < MAX_DEPTH, f"at most {MAX_DEPTH} lists and dicts deep")
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                require_utf8_within(name, key, depth + 1)
+                require_utf8_within(f"{name}[{quoted(key, _KEY_CHARACTERS)}]", item, depth + 1)
+        else:
+            for index, item in enumerate(value):
+                require_utf8_within(f"{name}[{index}]", item, depth + 1)
 
 
 def require_json_schema(name: str, value: object) -> None:
@@ -205,12 +232,15 @@ def require_json_schema(name: str, value: object) -> None:
         raise InvalidTypeError(name, value, allowed)
     try:
         if isinstance(value, str):
-            value.encode()
+            require_utf8(name, value)
             value = json.loads(value)
         else:
-            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+            require_utf8_within(name, value)
+            json.dumps(value, allow_nan=False)
             # JSON can carry integers of more than 64 bits, the wire cannot.
             msgspec.msgpack.encode(value)
+    except InvalidArgumentError:
+        raise
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
     require(name, value, isinstance(value, dict), allowed)

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
-from nbengine.checks import require, require_bool, require_int
+from nbengine.checks import require, require_bool, require_int, require_path
 from nbengine.config import EngineConfig
 from nbengine.ipc.transcripts import TranscriptRecord, records_of
 from nbengine.ipc.utilities import DEFAULT_PROFILE_STEPS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, ProfileReport
@@ -313,6 +313,8 @@ def start_profile(
     """
     max_steps = require_int("max_steps", max_steps)
     require("max_steps", max_steps, max_steps >= 1, "an integer, at least 1")
+    if directory is not None:
+        directory = require_path("directory", directory)
     # The engine's working directory may be another one.
     return os.path.abspath(directory or caller.config.profile_dir or DEFAULT_PROFILE_DIR), max_steps
 

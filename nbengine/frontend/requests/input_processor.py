@@ -170,7 +170,7 @@ class InputProcessor:
                 model.
             NotSupportedError: this version does not offer an option yet.
         """
-        _check_id(request_id)
+        request_id = _checked_id(request_id)
         sampling = pooling = reasoning = None
         if isinstance(params, PoolingParams):
             pooling = self.pooling.completed(params)
@@ -274,12 +274,7 @@ class InputProcessor:
         return self._checked_tokens(token_ids)
 
     def _tokenize(self, text: str, limit: PromptLimit | None) -> list[int]:
-        try:
-            token_ids = self.encoder.encode(text, limit)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidArgumentError(
-                "prompt", text, f"text that can be written as UTF-8 ({error})"
-            ) from error
+        token_ids = self.encoder.encode(text, limit)
         if not token_ids:
             raise InvalidArgumentError("prompt", text, "at least one token long")
         self._check_known("prompt", text, token_ids)
@@ -330,7 +325,8 @@ class InputProcessor:
         found: list[list[int]] = []
         for word in words:
             bare, after_space = (
-                self.encoder.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
+                self.encoder.encode(prefix + word.lstrip(), add_special_tokens=False, name="bad_words")
+                for prefix in ("", " ")
             )
             self._check_known("bad_words", word, [*bare, *after_space])
             found.append(bare)
@@ -368,16 +364,18 @@ def prompt_list(prompts: PromptType | Sequence[PromptType], name: str = "prompts
     return listed
 
 
-def _check_id(request_id: object) -> None:
+def _checked_id(request_id: object) -> str:
+    request_id = plain(request_id)
     if not isinstance(request_id, str):
         raise InvalidTypeError("request_id", request_id, "a string")
     if not request_id:
         raise InvalidArgumentError("request_id", request_id, "not empty")
     require_utf8("request_id", request_id)
+    return request_id
 
 
 def _cache_salt(prompt: PromptType) -> str | None:
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    salt = plain(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise InvalidArgumentError("cache_salt", salt, "a string that is not empty")
     if salt is not None:

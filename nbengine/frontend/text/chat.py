@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nbengine.checks import one_of, require_bool, require_text, require_utf8_within
 from nbengine.errors import (
     ChatTemplateError,
     InvalidArgumentError,
@@ -69,9 +70,13 @@ def render_chat(
         render_template,
     )
 
-    if chat_template_content_format not in CONTENT_FORMATS:
-        allowed = "one of " + ", ".join(CONTENT_FORMATS)
-        raise InvalidArgumentError("chat_template_content_format", chat_template_content_format, allowed)
+    one_of("chat_template_content_format", chat_template_content_format, CONTENT_FORMATS)
+    add_generation_prompt = require_bool("add_generation_prompt", add_generation_prompt)
+    continue_final_message = require_bool("continue_final_message", continue_final_message)
+    if chat_template is not None:
+        require_text("chat_template", chat_template)
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        raise InvalidTypeError("chat_template_kwargs", chat_template_kwargs, "a dict, or None")
     if continue_final_message and add_generation_prompt:
         raise InvalidArgumentError(
             "continue_final_message", True, "False, unless add_generation_prompt is: both end the prompt"
@@ -80,6 +85,9 @@ def render_chat(
     conversation = [_checked(message, index) for index, message in enumerate(_as_sequence(messages))]
     if not conversation:
         raise InvalidArgumentError("messages", [], "at least one message")
+    texts = {"messages": conversation, "tools": schemas, "chat_template_kwargs": chat_template_kwargs}
+    for name, value in texts.items():
+        require_utf8_within(name, value)
     template = template_for(tokenizer.chat_template, chat_template, has_tools=bool(schemas))
     try:
         messages = _formatted(conversation, template, chat_template_content_format)
