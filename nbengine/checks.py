@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, UnknownArgumentError, quoted
-from nbengine.plain import plain, plain_list, plain_name
+from nbengine.plain import is_ordered, plain, plain_list, plain_name
 
 MAX_LINE = 4096
 """Most characters of an argument that is a name or a path."""
@@ -225,18 +225,20 @@ def require_utf8_within(name: str, value: object, depth: int = 0) -> None:
                 require_utf8_within(f"{name}[{index}]", item, depth + 1)
 
 
-def require_json_schema(name: str, value: object) -> None:
-    """Raise unless `value` is a JSON object or the text of one."""
-    allowed = "a JSON schema: a dictionary, its text, or a pydantic model class"
+def checked_json_schema(name: str, value: object) -> str | dict[str, Any]:
+    """Return a JSON schema with plain values; raise unless `value` is a JSON object or the text of one."""
+    allowed = "a JSON schema: a dictionary, its text, or a class that has one"
+    value = plain(value)
     if not isinstance(value, (str, dict)):
         raise InvalidTypeError(name, value, allowed)
+    checked = value
     try:
         if isinstance(value, str):
             require_utf8(name, value)
             value = json.loads(value)
         else:
             require_utf8_within(name, value)
-            json.dumps(value, allow_nan=False)
+            checked = value = json.loads(json.dumps(value, allow_nan=False, default=_plain_in_json))
             # JSON can carry integers of more than 64 bits, the wire cannot.
             msgspec.msgpack.encode(value)
     except InvalidArgumentError:
@@ -244,6 +246,16 @@ def require_json_schema(name: str, value: object) -> None:
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
     require(name, value, isinstance(value, dict), allowed)
+    return checked
+
+
+def _plain_in_json(value: object) -> object:
+    found = plain(value)
+    if found is not value:
+        return found
+    if is_ordered(value):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def require_choices(name: str, value: object) -> None:

@@ -168,6 +168,10 @@ class LeaseExpiredError(NBEngineError):
     """The host saw no heartbeat from this client in time and dropped its requests."""
 
 
+class UnenforcedSchemaWarning(UserWarning):
+    """A JSON schema has rules that no grammar can keep: the answer has to be checked for them."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean X?"` for the nearest of `known`, an empty string if none is near."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)

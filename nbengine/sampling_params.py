@@ -13,6 +13,7 @@ import msgspec
 from nbengine.checks import (
     SuggestingMeta,
     checked_extra_args,
+    checked_json_schema,
     checked_logit_bias,
     checked_texts,
     checked_token_ids,
@@ -21,12 +22,12 @@ from nbengine.checks import (
     require_choices,
     require_fits_logits,
     require_int,
-    require_json_schema,
     require_number,
     require_text,
     require_true,
 )
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.json_schemas import schema_of
 from nbengine.plain import plain, plain_list
 
 MAX_LOGPROBS = 20
@@ -61,7 +62,9 @@ class StructuredOutputsParams(
 ):
     """Constraint on the generated text; exactly one of the first five fields is set.
 
-    `json` is a JSON schema: a dictionary, its text, or a pydantic model class. `regex` is matched against the
+    `json` is a JSON schema: a dictionary, its text, or a class (pydantic, dataclass, attrs, msgspec, TypedDict)
+    or type that has one. What no grammar can keep of it (formats that JSON Schema does not define,
+    `uniqueItems`, look-around in patterns) is named in a warning (`UnenforcedSchemaWarning`). `regex` is matched against the
     whole output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's syntax. In JSON the
     output may have a space or an indented new line between its parts; `disable_any_whitespace` forbids these,
     and `whitespace_pattern` is a regular expression that says what is allowed there.
@@ -87,9 +90,10 @@ class StructuredOutputsParams(
             )
         kind = given[0]
         value = getattr(self, kind)
-        if kind == "json" and hasattr(value, "model_json_schema"):
-            value = value.model_json_schema()
+        if kind == "json":
+            value = checked_json_schema("structured_outputs.json", schema_of(value))
             msgspec.structs.force_setattr(self, "json", value)
+            return self._check_whitespace(kind)
         elif kind == "choice":
             value = plain_list(value)
             msgspec.structs.force_setattr(self, "choice", value)
@@ -397,8 +401,8 @@ def _checked_output_kind(value: Any) -> RequestOutputKind:
         raise InvalidArgumentError("output_kind", value, f"one of {allowed}") from None
 
 
-_CONSTRAINTS: dict[str, Callable[[str, object], None]] = {
-    "json": require_json_schema,
+_CONSTRAINTS: dict[str, Callable[[str, object], object]] = {
+    "json": checked_json_schema,
     "regex": require_text,
     "choice": require_choices,
     "grammar": require_text,

@@ -25,6 +25,7 @@ from nbengine.frontend.requests.prompt_embeds import checked_embeds
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
 from nbengine.frontend.requests.reasoning import ReasoningInputs, ReasoningMarks
 from nbengine.ipc.messages import EngineCoreRequest
+from nbengine.json_schemas import warn_of_unenforced
 from nbengine.models.configs.hf_config import (
     eos_token_ids,
     load_generation_config,
@@ -388,6 +389,8 @@ def _checked_params(params: object) -> SamplingParams:
         raise InvalidTypeError("sampling_params", params, "SamplingParams")
     if params.structured_outputs is not None and not _can_structure():
         raise NotSupportedError("structured_outputs needs llguidance: pip install nbengine[structured]")
+    if params.structured_outputs is not None and params.structured_outputs.json is not None:
+        warn_of_unenforced("structured_outputs.json", params.structured_outputs.json)
     return params
 
 
