@@ -30,7 +30,8 @@ _EXCERPT = 60
 class BranchTree:
     """The answers to one prompt and all their branches, in the order in which they were begun.
 
-    `tree[0]` is the first answer; `print(tree)` draws the tree. Safe on any thread.
+    `tree[0]` is the first answer; `print(tree)` draws the tree. Safe on any thread. Copies, also pickled ones,
+    have all answers, and cannot branch.
     """
 
     def __init__(self, result: GenerationResult, origin: Origin) -> None:
@@ -50,6 +51,14 @@ class BranchTree:
         result.absorb(output)
         result.tree = cls(result, Origin(llm, params, cache_salt))
         return result.tree
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {**self.__dict__, "_lock": None, "listeners": [], "_nodes": list(self._nodes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
     @property
     def roots(self) -> list[Branch]:

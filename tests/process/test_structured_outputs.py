@@ -248,7 +248,7 @@ BAD: list[dict[str, Any]] = [
     {"json": {"type": "strin"}},
     {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
     {"json": {"$ref": "#/nope"}},
-    {"json": {"properties": {"a": {"enum": []}}, "required": ["a"]}},
+    {"json": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}},
     {"json": {"type": "string", "pattern": "("}},
     {"json": {"enum": []}},
     {"regex": "a{5,2}"},
