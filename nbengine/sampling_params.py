@@ -64,10 +64,12 @@ class StructuredOutputsParams(
 
     `json` is a JSON schema: a dictionary, its text, or a class (pydantic, dataclass, attrs, msgspec, TypedDict)
     or type that has one. What no grammar can keep of it (formats that JSON Schema does not define,
-    `uniqueItems`, look-around in patterns) is named in a warning (`UnenforcedSchemaWarning`). `regex` is matched against the
-    whole output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's syntax. In JSON the
-    output may have a space or an indented new line between its parts; `disable_any_whitespace` forbids these,
-    and `whitespace_pattern` is a regular expression that says what is allowed there.
+    `uniqueItems`, look-around in patterns) is named in a warning (`UnenforcedSchemaWarning`). `regex` is
+    matched against the whole output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's
+    syntax. The text of a special token in a choice, a constant or a regular expression is text; a grammar can
+    name the token itself (`<|name|>` without quotes). In JSON the output may have a space or an indented new
+    line between its parts; `disable_any_whitespace` forbids these, and `whitespace_pattern` is a regular
+    expression that says what is allowed there.
 
     Raises:
         InvalidArgumentError: a field is empty or not JSON, or there is not exactly one constraint.

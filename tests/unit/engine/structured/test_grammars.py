@@ -213,4 +213,4 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_an_error_of_the_request(
 def test_requests_without_a_constraint_load_nothing(model: ModelConfig) -> None:
     manager = StructuredOutputManager(model, VOCAB_SIZE, max_num_seqs=1)
     assert manager.compile(SamplingParams()) is None
-    assert manager._tokenizer is None
+    assert not manager._tokenizers
