@@ -239,7 +239,8 @@ def _num_positionals(words: list[str], parser: MagicParser) -> int:
 
 
 def _is_schema(value: object) -> bool:
-    return isinstance(value, dict) or hasattr(value, "model_json_schema")
+    is_class = isinstance(value, type) and hasattr(value, "__dataclass_fields__")
+    return is_class or isinstance(value, dict) or hasattr(value, "model_json_schema")
 
 
 def _has_several(value: object) -> bool:

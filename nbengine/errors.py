@@ -30,6 +30,23 @@ class InvalidTypeError(InvalidArgumentError, TypeError):
     """An argument has a type that is not allowed."""
 
 
+class ChatTemplateError(InvalidArgumentError):
+    """A chat template refuses the messages, in its author's words.
+
+    `complaint` is what the template says, `place` the line where it says so, or an empty string.
+    """
+
+    def __init__(self, messages: object, complaint: str, place: str = "") -> None:
+        super().__init__("messages", messages, complaint)
+        self.args = (messages, complaint, place)
+        self.complaint = complaint
+        self.place = place
+
+    def __str__(self) -> str:
+        where = f", {self.place}" if self.place else ""
+        return f"messages are refused by the chat template{where}: {self.complaint}"
+
+
 class UnknownArgumentError(InvalidTypeError):
     """A call has an unknown keyword argument; the message has the name that was probably meant.
 
@@ -149,6 +166,10 @@ class EngineStalledError(NBEngineError, TimeoutError):
 
 class LeaseExpiredError(NBEngineError):
     """The host saw no heartbeat from this client in time and dropped its requests."""
+
+
+class UnenforcedSchemaWarning(UserWarning):
+    """A JSON schema has rules that no grammar can keep: the answer has to be checked for them."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

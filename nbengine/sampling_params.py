@@ -12,20 +12,23 @@ import msgspec
 
 from nbengine.checks import (
     SuggestingMeta,
-    check_extra_args,
-    check_logit_bias,
+    checked_extra_args,
+    checked_json_schema,
+    checked_logit_bias,
+    checked_texts,
+    checked_token_ids,
     require,
+    require_bool,
     require_choices,
     require_fits_logits,
     require_int,
-    require_json_schema,
-    require_list,
     require_number,
     require_text,
-    require_texts,
     require_true,
 )
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
+from nbengine.json_schemas import schema_of
+from nbengine.plain import plain, plain_list
 
 MAX_LOGPROBS = 20
 MAX_N = 16384
@@ -59,10 +62,14 @@ class StructuredOutputsParams(
 ):
     """Constraint on the generated text; exactly one of the first five fields is set.
 
-    `json` is a JSON schema: a dictionary, its text, or a pydantic model class. `regex` is matched against the
-    whole output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's syntax. In JSON the
-    output may have a space or an indented new line between its parts; `disable_any_whitespace` forbids these,
-    and `whitespace_pattern` is a regular expression that says what is allowed there.
+    `json` is a JSON schema: a dictionary, its text, or a class (pydantic, dataclass, attrs, msgspec, TypedDict)
+    or type that has one. What no grammar can keep of it (formats that JSON Schema does not define,
+    `uniqueItems`, look-around in patterns) is named in a warning (`UnenforcedSchemaWarning`). `regex` is
+    matched against the whole output (the syntax of Rust's regex crate). `grammar` is in Lark's or GBNF's
+    syntax. The text of a special token in a choice, a constant or a regular expression is text; a grammar can
+    name the token itself (`<|name|>` without quotes). In JSON the output may have a space or an indented new
+    line between its parts; `disable_any_whitespace` forbids these, and `whitespace_pattern` is a regular
+    expression that says what is allowed there.
 
     Raises:
         InvalidArgumentError: a field is empty or not JSON, or there is not exactly one constraint.
@@ -85,18 +92,21 @@ class StructuredOutputsParams(
             )
         kind = given[0]
         value = getattr(self, kind)
-        if kind == "json" and hasattr(value, "model_json_schema"):
-            value = value.model_json_schema()
+        if kind == "json":
+            value = checked_json_schema("structured_outputs.json", schema_of(value))
             msgspec.structs.force_setattr(self, "json", value)
-        elif kind == "choice" and isinstance(value, tuple):
-            value = list(value)
+            return self._check_whitespace(kind)
+        elif kind == "choice":
+            value = plain_list(value)
             msgspec.structs.force_setattr(self, "choice", value)
+        elif type(value) is not type(plain(value)):
+            value = plain(value)
+            msgspec.structs.force_setattr(self, kind, value)
         _CONSTRAINTS[kind](f"structured_outputs.{kind}", value)
         self._check_whitespace(kind)
 
     def _check_whitespace(self, kind: str) -> None:
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise InvalidTypeError("disable_any_whitespace", self.disable_any_whitespace, "True or False")
+        require_bool("disable_any_whitespace", self.disable_any_whitespace)
         if self.whitespace_pattern is not None:
             require_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
             ok = kind in ("json", "json_object") and not self.disable_any_whitespace
@@ -119,6 +129,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     `logprobs=K` asks for the log probability of each token and of the K likeliest in its place,
     `prompt_logprobs=K` for those of the prompt's tokens. `stop` and `bad_words` take 1,024 strings each, of
     65,536 characters together, `stop_token_ids`, `allowed_token_ids` and `logit_bias` 524,288 token ids each.
+    A number may be one of NumPy or torch, a list a tuple or an array.
     `spaces_between_special_tokens=False` leaves out the spaces that a tokenizer of words puts between special
     tokens, where `skip_special_tokens=False` keeps these.
 
@@ -172,23 +183,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
 
     def _normalise(self) -> None:
         stop: Any = self.stop
-        if stop is None:
-            self.stop = []
-        elif isinstance(stop, str):
+        if isinstance(stop, str):
             self.stop = [stop]
-        elif isinstance(stop, (tuple, set, frozenset)):
-            self.stop = list(stop)
-        for name in ("stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            if value is None:
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
                 setattr(self, name, [])
-            elif not isinstance(value, (str, list)) and hasattr(value, "__iter__"):
-                setattr(self, name, list(value))
-        allowed: Any = self.allowed_token_ids
-        if isinstance(allowed, (tuple, set, frozenset, range)):
-            self.allowed_token_ids = list(allowed)
-        if self.top_k == -1:
-            self.top_k = 0
+        for name, _, _ in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not list and value is not None:
+                setattr(self, name, plain_list(value))
         if type(self.output_kind) is not RequestOutputKind:
             self.output_kind = _checked_output_kind(self.output_kind)
 
@@ -204,41 +207,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float or not math.isfinite(value):
-                require_number(name, value)
-        for name in ("n", "top_k", "min_tokens"):
+                setattr(self, name, require_number(name, value))
+        for name in _INTEGERS:
             value = getattr(self, name)
-            if type(value) is not int:
-                require_int(name, value)
-        for name in (
-            "seed",
-            "max_tokens",
-            "logprobs",
-            "prompt_logprobs",
-            "truncate_prompt_tokens",
-            "thinking_budget",
-        ):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                require_int(name, value)
-        for name in (
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "detokenize",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidTypeError(name, getattr(self, name), "True or False")
+            if type(value) is not int and (value is not None or name not in _MAY_BE_NONE):
+                setattr(self, name, require_int(name, value))
+        for name in _SWITCHES:
+            if type(getattr(self, name)) is not bool:
+                setattr(self, name, require_bool(name, getattr(self, name)))
+        if self.top_k == -1:
+            self.top_k = 0
         structured = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             raise InvalidTypeError("structured_outputs", structured, "StructuredOutputsParams, or None")
-        require_texts("stop", self.stop, "a string or a list of strings")
-        require_texts("bad_words", self.bad_words, "a list of strings")
-        require_list("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
+        self.stop = checked_texts("stop", self.stop, "a string or a list of strings")
+        self.bad_words = checked_texts("bad_words", self.bad_words, "a list of strings")
+        self.stop_token_ids = checked_token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
-            require_list("allowed_token_ids", self.allowed_token_ids, int, "a list of token ids")
-        check_logit_bias(self.logit_bias)
-        check_extra_args(self.extra_args)
+            self.allowed_token_ids = checked_token_ids("allowed_token_ids", self.allowed_token_ids)
+        self.logit_bias = checked_logit_bias(self.logit_bias)
+        self.extra_args = checked_extra_args(self.extra_args)
 
     def _check_ranges(self) -> None:
         require("n", self.n, self.n >= 1, "at least 1")
@@ -343,15 +331,15 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=
 
     def __post_init__(self) -> None:
         for name, allowed in (("task", POOLING_TASKS), ("pooling", POOLING_TYPES)):
-            value = getattr(self, name)
+            value = plain(getattr(self, name))
             require(name, value, value is None or value in allowed, f"None or one of {', '.join(allowed)}")
+            setattr(self, name, value)
         for name in ("normalize", "use_activation"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise InvalidTypeError(name, value, "True, False or None")
+            if getattr(self, name) is not None:
+                setattr(self, name, require_bool(name, getattr(self, name), "True, False or None"))
         for name in ("dimensions", "truncate_prompt_tokens", "second_segment_start"):
             if getattr(self, name) is not None:
-                require_int(name, getattr(self, name))
+                setattr(self, name, require_int(name, getattr(self, name)))
         if self.dimensions is not None:
             require("dimensions", self.dimensions, self.dimensions >= 1, "at least 1, or None")
         if self.truncate_prompt_tokens is not None:
@@ -389,6 +377,22 @@ _NUMBERS = (
     "frequency_penalty",
     "repetition_penalty",
 )
+_MAY_BE_NONE = (
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "thinking_budget",
+)
+_INTEGERS = ("n", "top_k", "min_tokens", *_MAY_BE_NONE)
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
 
 
 def _checked_output_kind(value: Any) -> RequestOutputKind:
@@ -399,8 +403,8 @@ def _checked_output_kind(value: Any) -> RequestOutputKind:
         raise InvalidArgumentError("output_kind", value, f"one of {allowed}") from None
 
 
-_CONSTRAINTS: dict[str, Callable[[str, object], None]] = {
-    "json": require_json_schema,
+_CONSTRAINTS: dict[str, Callable[[str, object], object]] = {
+    "json": checked_json_schema,
     "regex": require_text,
     "choice": require_choices,
     "grammar": require_text,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from nbengine.errors import NBEngineError
 from nbengine.frontend.requests.reasoning import ReasoningMarks
 from nbengine.magics.answers.kept import Answer
+from nbengine.magics.generation.lost import LOST, LostClient
 from nbengine.magics.generation.ongoing import OngoingRequests
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.outputs import RequestOutput
@@ -80,7 +81,16 @@ class Origin:
     @property
     def refusal(self) -> str:
         """Say why no answer of this request can branch; empty if it can."""
+        if isinstance(self.client, LostClient):
+            return LOST
         return _NEEDS_START if self.params.structured_outputs is not None else ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of answers are data: they keep the name of the engine, and lose the connection.
+        return {**self.__dict__, "client": LostClient(self.client.name), "ongoing": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "ongoing": OngoingRequests()})
 
     @property
     def is_repeatable(self) -> bool:

@@ -28,6 +28,11 @@ UNREADABLE_JSON = (ValueError, RecursionError)
 _NOTHING = CompletionOutput(0, "", [])
 """The first completion before it begins."""
 
+_LOST_HANDLE = (
+    "this is a copy of a handle whose generation was under way; it has what was written then (.text, .results), "
+    "and the rest comes to the handle itself alone"
+)
+
 R = TypeVar("R")
 
 
@@ -39,6 +44,10 @@ class ShownOnce:
     def silence_once(self) -> None:
         """Skip the next display if it is the running cell's: the text has just streamed into that cell."""
         self._silent_in = _execution()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is another object, which no cell has streamed yet.
+        return {name: value for name, value in self.__dict__.items() if name != "_silent_in"}
 
     def _ipython_display_(self) -> None:
         silent_in, self._silent_in = self._silent_in, None
@@ -58,6 +67,9 @@ class GenerationResult(ShownOnce):
     `finish_reason` and `stop_reason` are those of the first one. `finish_reason` is None until its end, then
     "stop", "length" or "abort"; `str(result)` is the text, and so is `{result}` in a later prompt. Of the
     `num_prompt_tokens` prompt tokens, `num_cached_tokens` came from the prefix cache.
+
+    A result can be copied and pickled. The copy is data without an engine: it cannot branch, and has ended
+    with "abort" if the answer was still being written.
     """
 
     def __init__(self, request_id: str, prompt: str) -> None:
@@ -96,6 +108,12 @@ class GenerationResult(ShownOnce):
         if whole.prompt_token_ids is not None:
             self.prompt_token_ids = whole.prompt_token_ids
             self.num_prompt_tokens = len(whole.prompt_token_ids)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy or an unpickled result is data: of an answer under way it has what was written then.
+        self.__dict__.update(state)
+        if not self.finished:
+            self.abort()
 
     def abort(self, reason: str = "abort") -> None:
         """End an answer that is not complete."""
@@ -241,7 +259,11 @@ def _which_limit(result: GenerationResult) -> str:
 
 
 class Handle(Generic[R]):
-    """A handle to something that goes on while other cells run; `await handle` gives the result, too."""
+    """A handle to something that goes on while other cells run; `await handle` gives the result, too.
+
+    A copy, also a pickled one, has the result, or the error, of a handle that has ended. The copy of another
+    one has lost its connection: its `result` raises an error that says so.
+    """
 
     def __init__(self, name: str, partial: R, cancel: Callable[[], None]) -> None:
         self._name = name
@@ -275,6 +297,19 @@ class Handle(Generic[R]):
         else:
             self._future.set_result(self._partial)
 
+    def __getstate__(self) -> dict[str, Any]:
+        error = self._future.exception() if self.done else NBEngineError(f"{self._name}: {_LOST_HANDLE}")
+        live = ("_future", "_cancel")
+        own = {name: value for name, value in self.__dict__.items() if name not in live}
+        return {**own, "_error": error}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        error = state.pop("_error")
+        self.__dict__.update(state)
+        self._cancel = _nothing
+        self._future = concurrent.futures.Future()
+        self.settle(error)
+
     def __await__(self) -> Generator[Any, None, R]:
         return self._wait().__await__()
 
@@ -284,6 +319,10 @@ class Handle(Generic[R]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, {'done' if self.done else 'running'})"
+
+
+def _nothing() -> None:
+    """Cancel nothing: what a copy stands for is not its own."""
 
 
 class GenerationHandle(Handle[GenerationResult]):

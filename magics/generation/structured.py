@@ -26,7 +26,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
         const=ANY_OBJECT,
         metavar="SCHEMA",
         help="answer in JSON that follows a schema: JSON in quotes, a file, or the name of a variable (a dict or a "
-        "pydantic model); alone: any JSON object",
+        "class); alone: any JSON object",
     )
     group.add_argument(
         "--regex", metavar="R", help="answer with text that matches this from beginning to end"

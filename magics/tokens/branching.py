@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbengine.checks import require_int
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.magics.generation.request import Origin, Request
 from nbengine.magics.generation.result import GenerationResult
@@ -16,6 +17,7 @@ from nbengine.magics.generation.stream import Generation
 from nbengine.magics.generation.view import UPDATE_SECONDS
 from nbengine.magics.tokens.branch import Branch
 from nbengine.outputs import RequestOutput
+from nbengine.plain import plain
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ _EXCERPT = 60
 class BranchTree:
     """The answers to one prompt and all their branches, in the order in which they were begun.
 
-    `tree[0]` is the first answer; `print(tree)` draws the tree. Safe on any thread.
+    `tree[0]` is the first answer; `print(tree)` draws the tree. Safe on any thread. Copies, also pickled ones,
+    have all answers, and cannot branch.
     """
 
     def __init__(self, result: GenerationResult, origin: Origin) -> None:
@@ -48,6 +51,14 @@ class BranchTree:
         result.absorb(output)
         result.tree = cls(result, Origin(llm, params, cache_salt))
         return result.tree
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {**self.__dict__, "_lock": None, "listeners": [], "_nodes": list(self._nodes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
     @property
     def roots(self) -> list[Branch]:
@@ -149,8 +160,7 @@ class BranchTree:
 
     @staticmethod
     def _checked_position(node: Branch, position: object) -> int:
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise InvalidTypeError("position", position, "an integer")
+        position = require_int("position", position)
         count = len(node.token_ids)
         if not 0 <= position < count:
             allowed = (
@@ -161,6 +171,7 @@ class BranchTree:
 
     @staticmethod
     def _checked_token(node: Branch, position: int, token: object) -> int:
+        token = plain(token)
         if isinstance(token, int) and not isinstance(token, bool):
             if token < 0:
                 raise InvalidArgumentError("token", token, "a token id, 0 or greater")

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
-from nbengine.checks import require
+from nbengine.checks import require, require_bool, require_int, require_path
 from nbengine.config import EngineConfig
 from nbengine.ipc.transcripts import TranscriptRecord, records_of
 from nbengine.ipc.utilities import DEFAULT_PROFILE_STEPS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, ProfileReport
@@ -265,9 +265,10 @@ def sleep(caller: Caller, level: int = 1, mode: str | None = None, *, hold: bool
         UtilityError: the engine has unfinished requests, and `mode` is None.
     """
     del caller
-    require("level", level, level in SLEEP_LEVELS and level is not True, "1 or 2")
+    level = require_int("level", level)
+    require("level", level, level in SLEEP_LEVELS, "1 or 2")
     require("mode", mode, mode is None or mode in PAUSE_MODES, "None or one of " + ", ".join(PAUSE_MODES))
-    require("hold", hold, isinstance(hold, bool), "True or False")
+    hold = require_bool("hold", hold)
     return level, mode, hold
 
 
@@ -310,7 +311,10 @@ def start_profile(
     Raises:
         UtilityError: a profile is being recorded already, or the directory cannot be written to.
     """
-    require("max_steps", max_steps, isinstance(max_steps, int) and max_steps >= 1, "an integer, at least 1")
+    max_steps = require_int("max_steps", max_steps)
+    require("max_steps", max_steps, max_steps >= 1, "an integer, at least 1")
+    if directory is not None:
+        directory = require_path("directory", directory)
     # The engine's working directory may be another one.
     return os.path.abspath(directory or caller.config.profile_dir or DEFAULT_PROFILE_DIR), max_steps
 

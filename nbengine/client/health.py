@@ -43,7 +43,7 @@ async def check_health_async(client: EngineCoreClient, timeout: float = DEFAULT_
 
 
 def _ask(client: EngineCoreClient, timeout: float) -> list[Future[Any]]:
-    require_number("timeout", timeout)
+    timeout = require_number("timeout", timeout)
     require("timeout", timeout, timeout > 0, "more than 0 seconds")
     try:
         client.check_alive()

@@ -13,7 +13,7 @@ from nbengine.client.link.host_link import HostLink
 from nbengine.client.link.ready_wait import ReadyWait
 from nbengine.client.link.stalls import HOST_RANK, Stalls, stopped_process
 from nbengine.client.routing.core_link import CoreLink, OutputConsumer, tensor_sender
-from nbengine.client.routing.core_table import check_rank
+from nbengine.client.routing.core_table import checked_rank
 from nbengine.client.standing import Standing
 from nbengine.client.threads.socket_thread import SocketThread
 from nbengine.config import EngineConfig
@@ -103,7 +103,7 @@ class MPClient:
             EngineStalledError: a client that attaches finds that the host or a core stands.
         """
         ready = self._readiness.wait(progress)
-        check_rank(self.cores.router.bound_rank, self.cores.router.table.ranks)
+        checked_rank(self.cores.router.bound_rank, self.cores.router.table.ranks)
         self.info.ready = ready
         self.ready = min(ready, key=lambda core: core.max_model_len)
         return self.ready

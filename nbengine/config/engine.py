@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, NamedTuple, Self, TypeVar
 
-from nbengine.checks import check_json_object, one_of, require, require_line, require_number
+from nbengine.checks import checked_json_object, one_of, require, require_line, require_number
 from nbengine.config.argument import argument
 from nbengine.config.cache import CacheConfig
 from nbengine.config.chat_template import template_text
@@ -18,6 +18,7 @@ from nbengine.config.parallel import ParallelConfig
 from nbengine.config.progress import DEFAULT_STEP_TIMEOUT_SECONDS, ProgressDeadlines
 from nbengine.config.scheduler import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
 from nbengine.errors import InvalidTypeError, NotSupportedError, UnknownArgumentError
+from nbengine.plain import plain, plain_name
 
 DEFAULT_KEEP_ALIVE_SECONDS = 600.0
 DEFAULT_LEASE_SECONDS = 30.0
@@ -63,6 +64,7 @@ NOT_OFFERED = frozenset(
 )
 """Arguments that scripts for other engines pass, for features that this engine does not have."""
 _DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
+_DTYPE_SYNONYMS |= {f"torch.{name}": name for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ class EngineArgs:
     """The arguments of `LLM`, `AsyncLLM` and `%engine start`, flat, with their defaults.
 
     The last ones have no effect and are not kept; they are accepted because existing scripts pass them, and
-    `WITHOUT_EFFECT` says why they change nothing.
+    `WITHOUT_EFFECT` says why they change nothing. A number may be one of NumPy or torch, a name a path, `dtype`
+    torch's own.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
@@ -181,7 +184,7 @@ class EngineArgs:
     max_model_len: int | None = argument(
         None, "longest prompt plus answer, in tokens (default: the model's own limit)"
     )
-    seed: int = argument(0, "seed of the sampler")
+    seed: int | None = argument(0, "seed of the sampler; None is 0")
     enforce_eager: bool = argument(
         False, "on a GPU, start each operation of a step by itself instead of decode steps as CUDA graphs"
     )
@@ -302,7 +305,10 @@ class EngineArgs:
             one_of(name, value, idle.allowed)
         hints = typing.get_type_hints(type(self))
         for f in fields(self):
-            _check_type(f.name, getattr(self, f.name), hints[f.name])
+            value = getattr(self, f.name)
+            checked = _checked_type(f.name, value, hints[f.name])
+            if checked is not value:
+                object.__setattr__(self, f.name, checked)
 
     @classmethod
     def from_kwargs(
@@ -332,6 +338,7 @@ class EngineArgs:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: float(value) for name, value in values.items() if hints[name] is float}
         values["chat_template"] = template_text(self.chat_template)
+        values["seed"] = self.seed or 0
         values["dtype"] = _DTYPE_SYNONYMS.get(self.dtype, self.dtype)
         values["hf_overrides"] = dict(self.hf_overrides or {})
         values["logits_processors"] = tuple(self.logits_processors or ())
@@ -362,17 +369,20 @@ def _check_names(names: Iterable[str], function: str, own: Collection[str] = ())
             raise UnknownArgumentError.among(function, name, known)
 
 
-def _check_type(name: str, value: object, hint: Any) -> None:
+def _checked_type(name: str, value: object, hint: Any) -> object:
+    """Return the argument as a value of the type that `hint` names: NumPy's numbers, paths and torch's names
+    of types are taken for what they stand for."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
-    if float in kinds and isinstance(value, (int, float)) and not isinstance(value, bool):
-        require_number(name, value)
-        return
-    is_stray_bool = isinstance(value, bool) and bool not in kinds
-    if is_stray_bool or not isinstance(value, kinds):
+    found = plain_name(value) if str in kinds else plain(value)
+    if float in kinds and isinstance(found, (int, float)) and not isinstance(found, bool):
+        return require_number(name, found)
+    is_stray_bool = isinstance(found, bool) and bool not in kinds
+    if is_stray_bool or not isinstance(found, kinds):
         names = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
         raise InvalidTypeError(name, value, names)
-    if isinstance(value, str):
-        require_line(name, value)
-    elif isinstance(value, dict):
-        check_json_object(name, value)
+    if isinstance(found, str):
+        require_line(name, found)
+    elif isinstance(found, dict):
+        return checked_json_object(name, found)
+    return found

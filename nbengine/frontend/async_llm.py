@@ -18,7 +18,7 @@ from nbengine.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
 from nbengine.client.engines.directory import find_engine
 from nbengine.client.link.ownership import Owned, finalize, is_forked_copy
 from nbengine.client.making import make_async_mp_client
-from nbengine.client.routing.core_table import check_rank
+from nbengine.client.routing.core_table import checked_rank
 from nbengine.client.threads.loop_thread import LoopThread
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
@@ -243,7 +243,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
     ) -> _Prepared:
         """Make a request of which nobody has heard yet; arguments and errors are those of `submit`."""
         self.engine_core.check_alive()
-        check_rank(data_parallel_rank, self.engine_core.engine_ranks)
+        data_parallel_rank = checked_rank(data_parallel_rank, self.engine_core.engine_ranks)
         if request_id is None:
             request_id = str(next(self._request_counter))
         if sampling_params is None:

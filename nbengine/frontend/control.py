@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import Any
 
+from nbengine.checks import require_int, require_number
 from nbengine.client import calls
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.calls import awaitable, blocking
@@ -78,7 +79,9 @@ class Control(ABC):
             NBEngineError: the engine cannot be scaled; the message says why.
             TimeoutError: it has not been done within `timeout` seconds; it goes on.
         """
-        return self._engine_client().submit_scale(data_parallel_size).result(timeout)
+        seconds = None if timeout is None else require_number("timeout", timeout)
+        size = require_int("data_parallel_size", data_parallel_size)
+        return self._engine_client().submit_scale(size).result(seconds)
 
 
 class ControlOf(Control):
@@ -130,5 +133,7 @@ class AsyncControl(ABC):
 
     async def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
         """Change the number of engine cores, and return that number; see `Control.scale`."""
-        done = asyncio.wrap_future(self._engine_client().submit_scale(data_parallel_size))
-        return await asyncio.wait_for(done, timeout)
+        seconds = None if timeout is None else require_number("timeout", timeout)
+        size = require_int("data_parallel_size", data_parallel_size)
+        done = asyncio.wrap_future(self._engine_client().submit_scale(size))
+        return await asyncio.wait_for(done, seconds)

@@ -28,7 +28,10 @@ _MAX_SUGGESTED_SIZE = 8
 
 @with_engine_options
 def fit(
-    model: str = "smollm2-135m", *, progress: ProgressCallback | None = None, **options: Unpack[EngineOptions]
+    model: str = "smollm2-135m",
+    *,
+    progress: ProgressCallback | None = None,
+    **options: Unpack[EngineOptions],
 ) -> FitReport:
     """Work out how an engine would come out on this machine: weights, KV cache, context, requests at once.
 

@@ -23,6 +23,7 @@ from nbengine.frontend.requests.input_processor import PromptType, prompt_list
 from nbengine.frontend.text.chat import Message, is_conversation
 from nbengine.frontend.text.tools import Tool
 from nbengine.outputs import RequestOutput
+from nbengine.plain import is_ordered
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 from nbengine.widgets.processes.tree import ProcessTree
 from nbengine.widgets.waves.recording import WaveRecording
@@ -42,7 +43,7 @@ class LLM(Control, OfflinePooling):
     interrupt of `generate` aborts its requests; the LLM stays usable.
 
     Args:
-        model: a directory, a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
+        model: a directory (a path, too), a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
         multiprocess: False runs the engine in this process, without sockets or threads.
         options: see `EngineArgs`.
 
@@ -56,7 +57,11 @@ class LLM(Control, OfflinePooling):
 
     @with_engine_options
     def __init__(
-        self, model: str = "smollm2-135m", *, multiprocess: bool = True, **options: Unpack[EngineOptions]
+        self,
+        model: str = "smollm2-135m",
+        *,
+        multiprocess: bool = True,
+        **options: Unpack[EngineOptions],
     ) -> None:
         engine_args = EngineArgs.from_kwargs({"model": model, **options}, "LLM", ("multiprocess",))
         with progress_line(f"starting {model}:") as progress:
@@ -90,9 +95,12 @@ class LLM(Control, OfflinePooling):
         """
         sequence = prompt_list(prompts)
         params = self._params_for(sampling_params, len(sequence))
-        if priority is not None and len(priority) != len(sequence):
+        if priority is not None and not is_ordered(priority):
+            raise InvalidTypeError("priority", priority, "a list of integers, or None")
+        priorities = [] if priority is None else list(priority)
+        if priority is not None and len(priorities) != len(sequence):
             raise InvalidArgumentError("priority", priority, f"as long as prompts ({len(sequence)})")
-        return self._run(RequestOutput, sequence, params, use_tqdm, list(priority or ()))
+        return self._run(RequestOutput, sequence, params, use_tqdm, priorities)
 
     def chat(
         self,
@@ -115,8 +123,9 @@ class LLM(Control, OfflinePooling):
         writing them is known.
 
         Args:
-            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. A content is a
-                string or a list of text parts; the arguments of `tool_calls` may be JSON.
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists. The template says
+                which roles there are. A content is a string or a list of text parts, a tool's also a dict;
+                the arguments of `tool_calls` may be JSON.
             tools: what the template tells the model of, each `{"type": "function", "function": {...}}` or a
                 Python function with type hints and a docstring in Google's style.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
@@ -133,8 +142,9 @@ class LLM(Control, OfflinePooling):
             tool_parser: the name of the parser that finds calls of `tools`, "none" or "auto".
 
         Raises:
-            InvalidArgumentError: a message or a tool is malformed, the template refuses them, there is none,
-                or there is no such parser; see also `generate`.
+            InvalidArgumentError: a message or a tool is malformed, the template refuses them
+                (`ChatTemplateError`, with its own words), there is none, or there is no such parser; see
+                also `generate`.
             NotSupportedError: a message has an image or another part that is no text.
         """
         conversations = [messages] if is_conversation(messages) else messages

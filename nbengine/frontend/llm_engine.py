@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.client.link.ownership import Owned, finalize
 from nbengine.client.making import make_client
-from nbengine.client.routing.core_table import check_rank
+from nbengine.client.routing.core_table import checked_rank
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import NotSupportedError, RequestError
 from nbengine.frontend.assembly import assemble, resolve_files
@@ -94,7 +94,7 @@ class LLMEngine(Prompting, Control, Inspection):
             EngineDeadError, LeaseExpiredError: the engine cannot be reached.
         """
         self.engine_core.check_alive()
-        check_rank(data_parallel_rank, self.engine_core.engine_ranks)
+        data_parallel_rank = checked_rank(data_parallel_rank, self.engine_core.engine_ranks)
         answer = answer_of(prompt)
         request = self.input_processor.process_inputs(
             request_id,

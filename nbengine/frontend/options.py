@@ -28,7 +28,7 @@ class EngineOptions(TypedDict, total=False):
     model_impl: str
     device: str
     max_model_len: int | None
-    seed: int
+    seed: int | None
     hf_overrides: dict[str, Any] | None
     revision: str | None
     block_size: int

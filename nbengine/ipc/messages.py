@@ -91,6 +91,8 @@ class TranscriptMark(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_completions: int = 1
     num_written: int = 0
     """Tokens at the prompt's end that are the beginning of the answer, which goes on from its middle."""
+    context: list[int] = []
+    """The tokens before the answer that decide how its text begins."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

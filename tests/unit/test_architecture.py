@@ -35,8 +35,8 @@ QUESTIONS = (
 # From the bottom up: what is imported lies in the same layer, or in a lower one. A name is that of a package or a module
 # of `nbengine`; those of one line know nothing of each other.
 LAYERS = (
-    ("errors", "units", "version"),
-    ("checks",),
+    ("errors", "plain", "units", "version"),
+    ("checks", "json_schemas"),
     ("sampling_params", "outputs", "pooling_outputs", "metrics", "config"),
     ("kernels",),
     ("ipc",),

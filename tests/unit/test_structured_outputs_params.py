@@ -34,7 +34,7 @@ class Address(pydantic.BaseModel):
         ({"json": {"enum": {1, 2}}}, InvalidArgumentError, ["not JSON serializable"]),
         ({"json": {"minimum": float("nan")}}, InvalidArgumentError, ["structured_outputs.json", "nan"]),
         ({"json": '{"items":' * 2000}, InvalidArgumentError, ["structured_outputs.json", "recursion"]),
-        ({"json": {"const": "\ud800"}}, InvalidArgumentError, ["structured_outputs.json", "surrogates"]),
+        ({"json": {"const": "\ud800"}}, InvalidArgumentError, ["structured_outputs.json", "surrogate pair"]),
         ({"regex": ""}, InvalidArgumentError, ["structured_outputs.regex", "not empty"]),
         ({"regex": 3}, InvalidTypeError, ["structured_outputs.regex", "a string"]),
         ({"regex": "\ud800"}, InvalidArgumentError, ["structured_outputs.regex", "UTF-8"]),

@@ -10,20 +10,23 @@ from typing import NamedTuple
 
 from nbengine.checks import require
 from nbengine.errors import InvalidTypeError
+from nbengine.plain import plain
 
 
-def check_rank(rank: int | None, ranks: Sequence[int]) -> None:
-    """Check a `data_parallel_rank` that a caller asks for; safe on any thread.
+def checked_rank(rank: int | None, ranks: Sequence[int]) -> int | None:
+    """Return the `data_parallel_rank` that a caller asks for, if the engine has it; safe on any thread.
 
     Raises:
         InvalidArgumentError: it is not one of `ranks`.
     """
     if rank is None:
-        return
+        return None
     allowed = f"None, or a rank of the engine ({', '.join(map(str, ranks))})"
-    if not isinstance(rank, int) or isinstance(rank, bool):
+    found = plain(rank)
+    if not isinstance(found, int) or isinstance(found, bool):
         raise InvalidTypeError("data_parallel_rank", rank, allowed)
-    require("data_parallel_rank", rank, rank in ranks, allowed)
+    require("data_parallel_rank", rank, found in ranks, allowed)
+    return found
 
 
 class Home(NamedTuple):

@@ -9,6 +9,7 @@ again when a text has ended it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ import sys
 import msgspec
 
 from nbengine.errors import RequestError
+from nbengine.json_schemas import for_grammar, parts_of
 from nbengine.runtime.limited_process import LimitedProcess, serve
 
 CHECK_SECONDS = 2.0
@@ -29,6 +31,8 @@ WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
 a small model that has begun with white space often never ends it."""
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_MOST_PLACES = 200
+"""The most parts of a schema that are tried to find out which of them is wrong."""
 _JSON_OBJECT = '{"type": "object"}'
 
 
@@ -83,8 +87,14 @@ def guidance_grammar(source: GrammarSource) -> str:
     match source.kind:
         case "json" | "json_object":
             spaces = source.whitespace
-            options = {"whitespace_flexible": False} if spaces is None else {"whitespace_pattern": spaces}
-            schema = source.text if source.kind == "json" else _JSON_OBJECT
+            options: dict[str, str | bool] = (
+                {"whitespace_flexible": False} if spaces is None else {"whitespace_pattern": spaces}
+            )
+            # The library would refuse what it cannot enforce; the frontend has warned of that.
+            options["lenient"] = True
+            schema = (
+                json.dumps(for_grammar(json.loads(source.text))) if source.kind == "json" else _JSON_OBJECT
+            )
             grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=options)
         case "regex":
             grammar = LLMatcher.grammar_from_regex(source.text)
@@ -111,16 +121,38 @@ def _literal(choice: str) -> str:
 
 
 def _checked(question: bytes) -> CheckedGrammar:
+    source = msgspec.json.decode(question, type=GrammarSource)
+    grammar, error = _compiled(source)
+    if error and source.kind == "json":
+        error = _placed(source, error)
+    return CheckedGrammar(error=error) if error else CheckedGrammar(grammar)
+
+
+def _compiled(source: GrammarSource) -> tuple[str, str]:
+    """Return the grammar in the library's own form, and what is wrong with it."""
     from llguidance import LLMatcher
 
     try:
-        grammar = guidance_grammar(msgspec.json.decode(question, type=GrammarSource))
+        grammar = guidance_grammar(source)
         error = LLMatcher.validate_grammar(grammar, limits=parser_limits())
     except Exception as failure:  # noqa: BLE001 (whatever the library raises is about the text)
-        return CheckedGrammar(error=str(failure).strip()[:MAX_REASON_LENGTH] or type(failure).__name__)
-    if error and not error.startswith("WARNING"):
-        return CheckedGrammar(error=error.strip()[:MAX_REASON_LENGTH])
-    return CheckedGrammar(grammar)
+        return "", str(failure).strip()[:MAX_REASON_LENGTH] or type(failure).__name__
+    return grammar, "" if error.startswith("WARNING") else error.strip()[:MAX_REASON_LENGTH]
+
+
+def _placed(source: GrammarSource, error: str) -> str:
+    """Put the path of the smallest schema that cannot be used, within the whole, before the error."""
+    whole = json.loads(source.text)
+    shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+    deepest, found = "#", error
+    for path, part in itertools.islice(parts_of(whole), 1, _MOST_PLACES):
+        if not path.startswith(f"{deepest}/"):
+            continue
+        alone = {**part, **shared}
+        _, own = _compiled(msgspec.structs.replace(source, text=json.dumps(alone)))
+        if own:
+            deepest, found = path, own
+    return found if deepest == "#" else f"{deepest}: {found}"
 
 
 if __name__ == "__main__":

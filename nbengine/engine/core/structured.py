@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nbengine.config import ModelConfig
 from nbengine.engine.core.grammar_check import WHITESPACE, GrammarChecker, GrammarSource, parser_limits
+from nbengine.engine.core.literal_tokens import with_hidden_special_tokens
 from nbengine.engine.core.thinking import ThinkingGrammar, thinking_grammar
 from nbengine.errors import ModelLoadError, NBEngineError, RequestError
 from nbengine.ipc.reasoning import ReasoningTokens
@@ -123,7 +124,8 @@ class StructuredOutputManager:
         self._cache: OrderedDict[GrammarSource, LLMatcher | str] = OrderedDict()
         """By source: a matcher at its start, or the reason why there is none."""
         self._cached_bytes = 0
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizers: dict[bool, LLTokenizer] = {}
+        """By whether text never means a special token."""
         self._executor: LLExecutor | None = None
         self._decode: Decode | None = None
         self._num_words = -(-vocab_size // 32)
@@ -159,8 +161,8 @@ class StructuredOutputManager:
         self, constraint: StructuredOutputsParams, params: SamplingParams
     ) -> GuidanceGrammar:
         with self._lock:
-            tokenizer = self._loaded_tokenizer()
             source = grammar_source(constraint)
+            tokenizer = self._tokenizer_for(source)
             try:
                 found = self._cached(source)
             except NBEngineError as error:
@@ -222,21 +224,28 @@ class StructuredOutputManager:
         from llguidance import LLMatcher
 
         grammar = self._checker.check(source)
-        matcher = LLMatcher(self._loaded_tokenizer(), grammar, log_level=0, limits=parser_limits())
+        tokenizer = self._tokenizer_for(source)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         mask = np.zeros(self._num_words, np.uint32)
         # Copies of the matcher begin with the states of this first mask, and some limits are met only here.
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if error := _error_of(matcher):
             raise RequestError(error)
-        eos = self._loaded_tokenizer().eos_token
+        eos = tokenizer.eos_token
         mask[eos >> 5] &= _EVERY_TOKEN ^ (1 << (eos & 31))
         if not mask.any():
             raise RequestError("only the empty text follows it")
         return matcher
 
-    def _loaded_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is not None:
-            return self._tokenizer
+    def _tokenizer_for(self, source: GrammarSource) -> LLTokenizer:
+        """Return the tokenizer for a constraint: only a grammar can name special tokens."""
+        return self._loaded_tokenizer(literal=source.kind != "grammar")
+
+    def _loaded_tokenizer(self, *, literal: bool = False) -> LLTokenizer:
+        """Return the library's tokenizer; for it no text is a special token's, if `literal`."""
+        found = self._tokenizers.get(literal)
+        if found is not None:
+            return found
         try:
             from llguidance import LLExecutor, LLTokenizer
         except ImportError as error:
@@ -248,14 +257,16 @@ class StructuredOutputManager:
         try:
             text = (directory / "tokenizer.json").read_text(encoding="utf-8")
             eos = eos_token_ids(self._config.directory, load_hf_config(self._config))
-            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos[0] if eos else None)
+            text = with_hidden_special_tokens(text) if literal else text
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos[0] if eos else None)
         except (OSError, ValueError, ModelLoadError) as error:
             raise RequestError(
                 f"structured_outputs cannot use the tokenizer in {directory}: {error}"
             ) from error
-        self._executor = LLExecutor()
+        self._tokenizers[literal] = tokenizer
+        self._executor = self._executor or LLExecutor()
         logger.info("loaded the tokenizer for structured outputs in %.1f s", time.monotonic() - started)
-        return self._tokenizer
+        return tokenizer
 
     def _decoder(self) -> Decode:
         """Return what makes text of tokens; it is loaded with the first request that needs it."""

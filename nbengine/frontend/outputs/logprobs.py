@@ -43,6 +43,11 @@ class TokenTexts:
             text = self._behind_anchor([*incomplete, token_id])
         return "" if text.endswith("\ufffd") else text
 
+    def first_text(self, token_id: int, incomplete: Sequence[int] = ()) -> str:
+        """Return the text of a token at the beginning of a text, behind `incomplete` alone."""
+        text = self._decode([*incomplete, token_id])
+        return "" if text.endswith("\ufffd") else text
+
     def _behind_anchor(self, token_ids: list[int]) -> str:
         text = self._decode([*self._anchor, *token_ids])
         if text.startswith(self._anchor_text):
@@ -56,10 +61,11 @@ class TokenTexts:
 class _Place:
     """The place of the next token of a text: what stands before it decides its text."""
 
-    __slots__ = ("_incomplete", "_texts")
+    __slots__ = ("_incomplete", "_is_first", "_texts")
 
-    def __init__(self, texts: TokenTexts | None) -> None:
+    def __init__(self, texts: TokenTexts | None, *, is_first: bool = False) -> None:
         self._texts = texts
+        self._is_first = is_first
         self._incomplete: list[int] = []
 
     def texts(self, token_ids: list[int]) -> Sequence[str | None]:
@@ -68,7 +74,11 @@ class _Place:
         if self._texts is None:
             return [None] * len(token_ids)
         before = self._incomplete
-        texts = [self._texts.text(token_id, before) for token_id in token_ids]
+        if self._is_first:
+            texts = [self._texts.first_text(token_id, before) for token_id in token_ids]
+            self._is_first = not texts[0]
+        else:
+            texts = [self._texts.text(token_id, before) for token_id in token_ids]
         self._incomplete = [] if texts[0] or len(before) == _MAX_INCOMPLETE else [*before, token_ids[0]]
         return texts
 
@@ -79,13 +89,15 @@ class LogprobsProcessor:
 
     __slots__ = ("_place", "_prompt_logprobs", "_texts", "_untaken", "cumulative_logprob")
 
-    def __init__(self, texts: TokenTexts | None, params: SamplingParams) -> None:
+    def __init__(self, texts: TokenTexts | None, params: SamplingParams, *, is_first: bool = False) -> None:
+        """Begin with the first token of an answer; `is_first` says that no text stands before it, so that its
+        decoder may leave out a space."""
         asked = params.logprobs is not None
         self.cumulative_logprob = 0.0 if asked else None
         self._untaken: list[dict[int, Logprob]] | None = [] if asked else None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._texts = texts
-        self._place = _Place(texts)
+        self._place = _Place(texts, is_first=is_first)
 
     def begin_behind(self, written: Sequence[int]) -> None:
         """Let the first sampled token stand behind the tokens `written`."""

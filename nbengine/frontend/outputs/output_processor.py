@@ -99,19 +99,23 @@ class OutputProcessor:
         external_id = request.external_req_id or request.request_id
         if queue is None:
             queue = RequestOutputCollector(params.output_kind, external_id, request.request_id)
-        parent = None if params.n == 1 else ParentRequest(request, params)
-        requests = [request] if parent is None else make_children(request, params)
         answer_params = params if continuation is None else continuation.params
         if answer is not None and answer.format.keeps_special_tokens:
             answer_params = msgspec.structs.replace(answer_params, skip_special_tokens=False)
+        num_written = 0 if continuation is None else len(continuation.written)
+        context = self._context_of(request, answer_params, num_written)
+        if request.transcript is not None:
+            request.transcript.context = self._context_of(request, params, num_written)
+        parent = None if params.n == 1 else ParentRequest(request, params)
+        requests = [request] if parent is None else make_children(request, params)
         for index, child in enumerate(requests):
             state = RequestState(
                 child,
                 params,
                 prompt,
                 queue,
-                detokenizer=IncrementalDetokenizer.from_new_request(self._decoding, answer_params),
-                logprobs=self._logprobs_processor(child.sampling_params or params),
+                detokenizer=IncrementalDetokenizer.from_new_request(self._decoding, answer_params, context),
+                logprobs=self._logprobs_processor(child.sampling_params or params, is_first=not context),
                 stream_interval=self._stream_interval,
                 answer=None if answer is None or not params.detokenize else DividedText(answer),
                 is_polled=is_polled,
@@ -228,10 +232,22 @@ class OutputProcessor:
             self.watch.failed(queue, error, time.monotonic())
             queue.put_error(copy.copy(error))
 
-    def _logprobs_processor(self, params: SamplingParams) -> LogprobsProcessor | None:
+    def _context_of(self, request: EngineCoreRequest, params: SamplingParams, num_written: int) -> list[int]:
+        """Return the tokens of the prompt that decide how the text behind it begins; the last `num_written`
+        ones of the request are the answer's."""
+        prompt = request.prompt_token_ids
+        if self._decoding is None or prompt is None:
+            return []
+        if num_written:
+            prompt = prompt[:-num_written]
+        return self._decoding.context_of(prompt, skip_special_tokens=params.skip_special_tokens)
+
+    def _logprobs_processor(self, params: SamplingParams, *, is_first: bool) -> LogprobsProcessor | None:
         if params.logprobs is None and params.prompt_logprobs is None:
             return None
-        return LogprobsProcessor(self._token_texts if params.detokenize else None, params)
+        texts = self._token_texts if params.detokenize else None
+        looks_back = self._decoding is not None and self._decoding.looks_back
+        return LogprobsProcessor(texts, params, is_first=is_first and looks_back)
 
     @functools.cached_property
     def _token_texts(self) -> TokenTexts | None:

@@ -179,7 +179,7 @@ def completion_of(record: TranscriptRecord, decoding: TextDecoding) -> Completio
     # there.
     min_tokens = record.decoding.min_tokens + num_written
     params = msgspec.structs.replace(record.decoding, min_tokens=min_tokens)
-    detokenizer = IncrementalDetokenizer.from_new_request(decoding, params)
+    detokenizer = IncrementalDetokenizer.from_new_request(decoding, params, record.mark.context)
     reason, stop_reason = record.finish_reason, record.stop_reason
     is_aborted = reason is FinishReason.ABORT
     stop_string = detokenizer.update(unpack_tokens(record.tokens), None if is_aborted else reason)

@@ -10,6 +10,7 @@ from nbengine.frontend.parsing.formats import AnswerFormat
 from nbengine.frontend.parsing.grammars.lark import Lark, Tool
 from nbengine.frontend.parsing.grammars.styles import STYLES
 from nbengine.frontend.parsing.schemas import ToolSchema
+from nbengine.json_schemas import warn_of_unenforced
 from nbengine.sampling_params import StructuredOutputsParams
 
 ToolChoice = str | Mapping[str, Any]
@@ -63,6 +64,9 @@ def tool_grammar(
             "tool_choice and strict tools need a model whose way of calling tools is known; name the parser of "
             "its calls (tool_parser)"
         )
+    for tool in described:
+        if tool.is_strict:
+            warn_of_unenforced(f"parameters of the tool {tool.name}", tool.parameters)
     # An added token may also be something common, such as two line breaks: only markers are named by their ids.
     markers = {
         text: token_id

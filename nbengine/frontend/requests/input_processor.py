@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import operator
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from nbengine.checks import require, require_utf8
+from nbengine.checks import checked_token_ids, require, require_int, require_utf8
 from nbengine.config import EngineConfig
 from nbengine.errors import (
     InvalidArgumentError,
@@ -26,6 +25,7 @@ from nbengine.frontend.requests.prompt_embeds import checked_embeds
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
 from nbengine.frontend.requests.reasoning import ReasoningInputs, ReasoningMarks
 from nbengine.ipc.messages import EngineCoreRequest
+from nbengine.json_schemas import warn_of_unenforced
 from nbengine.models.configs.hf_config import (
     eos_token_ids,
     load_generation_config,
@@ -33,6 +33,7 @@ from nbengine.models.configs.hf_config import (
     positive,
     vocab_size,
 )
+from nbengine.plain import is_ordered, plain
 from nbengine.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class InputProcessor:
                 model.
             NotSupportedError: this version does not offer an option yet.
         """
-        _check_id(request_id)
+        request_id = _checked_id(request_id)
         sampling = pooling = reasoning = None
         if isinstance(params, PoolingParams):
             pooling = self.pooling.completed(params)
@@ -225,7 +226,7 @@ class InputProcessor:
         `limit`."""
         if isinstance(prompt, str):
             return self._tokenize(prompt, limit)
-        if isinstance(prompt, (list, tuple)):
+        if is_ordered(prompt):
             return self._prompt_tokens(prompt, limit)
         if not isinstance(prompt, Mapping):
             raise InvalidTypeError("prompt", prompt, _ALLOWED_PROMPT)
@@ -274,21 +275,14 @@ class InputProcessor:
         return self._checked_tokens(token_ids)
 
     def _tokenize(self, text: str, limit: PromptLimit | None) -> list[int]:
-        try:
-            token_ids = self.encoder.encode(text, limit)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidArgumentError(
-                "prompt", text, f"text that can be written as UTF-8 ({error})"
-            ) from error
+        token_ids = self.encoder.encode(text, limit)
         if not token_ids:
             raise InvalidArgumentError("prompt", text, "at least one token long")
         self._check_known("prompt", text, token_ids)
         return token_ids
 
     def _checked_tokens(self, token_ids: object, name: str = "prompt_token_ids") -> list[int]:
-        if isinstance(token_ids, (str, bytes)) or not hasattr(token_ids, "__iter__"):
-            raise InvalidTypeError(name, token_ids, "a list of token ids")
-        checked = [_checked_token(token_id, name) for token_id in token_ids]
+        checked = checked_token_ids(name, token_ids)
         if not checked:
             raise InvalidArgumentError(name, checked, "at least one token id")
         self._check_vocabulary(name, checked)
@@ -332,7 +326,8 @@ class InputProcessor:
         found: list[list[int]] = []
         for word in words:
             bare, after_space = (
-                self.encoder.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
+                self.encoder.encode(prefix + word.lstrip(), add_special_tokens=False, name="bad_words")
+                for prefix in ("", " ")
             )
             self._check_known("bad_words", word, [*bare, *after_space])
             found.append(bare)
@@ -342,8 +337,7 @@ class InputProcessor:
         return found
 
     def _checked_priority(self, priority: int) -> int:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidTypeError("priority", priority, "an integer")
+        priority = require_int("priority", priority)
         require("priority", priority, abs(priority) < 2**63, "an integer of at most 64 bits")
         if priority and self._policy != "priority":
             raise InvalidArgumentError(
@@ -362,33 +356,27 @@ def prompt_list(prompts: PromptType | Sequence[PromptType], name: str = "prompts
     """Make a list of one prompt or several, as the argument `name` has them."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not is_ordered(prompts):
         raise InvalidTypeError(name, prompts, "a prompt or a list of prompts")
+    listed: list[Any] = list(prompts)
     # Integers are the tokens of one prompt: an integer by itself is not a prompt.
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if listed and isinstance(plain(listed[0]), int):
+        return [listed]
+    return listed
 
 
-def _checked_token(token_id: Any, name: str) -> int:
-    if type(token_id) is int:
-        return token_id
-    # NumPy's integers are welcome, booleans are not.
-    if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-        raise InvalidTypeError(name, token_id, "a list of token ids")
-    return operator.index(token_id)
-
-
-def _check_id(request_id: object) -> None:
+def _checked_id(request_id: object) -> str:
+    request_id = plain(request_id)
     if not isinstance(request_id, str):
         raise InvalidTypeError("request_id", request_id, "a string")
     if not request_id:
         raise InvalidArgumentError("request_id", request_id, "not empty")
     require_utf8("request_id", request_id)
+    return request_id
 
 
 def _cache_salt(prompt: PromptType) -> str | None:
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    salt = plain(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise InvalidArgumentError("cache_salt", salt, "a string that is not empty")
     if salt is not None:
@@ -401,6 +389,8 @@ def _checked_params(params: object) -> SamplingParams:
         raise InvalidTypeError("sampling_params", params, "SamplingParams")
     if params.structured_outputs is not None and not _can_structure():
         raise NotSupportedError("structured_outputs needs llguidance: pip install nbengine[structured]")
+    if params.structured_outputs is not None and params.structured_outputs.json is not None:
+        warn_of_unenforced("structured_outputs.json", params.structured_outputs.json)
     return params
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbengine.checks import require_utf8
 from nbengine.config import EngineConfig
 from nbengine.errors import InvalidArgumentError
 from nbengine.models.configs.encoder_config import head_pooling, is_encoder
 from nbengine.models.configs.hf_config import label_names, positive
 from nbengine.models.configs.pooling_config import load_pooling_defaults
+from nbengine.plain import is_ordered
 from nbengine.sampling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class PoolingInputs:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         if not isinstance(prompt, Mapping):
-            return prompt[:length] if isinstance(prompt, (list, tuple)) else prompt
+            return list(prompt)[:length] if is_ordered(prompt) else prompt
         tokens = prompt.get("prompt_token_ids")
         if tokens is None and isinstance(prompt.get("prompt"), str):
             tokens = self._encode(prompt["prompt"], None, length).ids
@@ -143,17 +145,15 @@ class PoolingInputs:
 
     def _encode(self, text: str, pair: str | None, length: int | None) -> Encoding:
         tokenizer = self._tokenizer
-        try:
-            if length is None:
-                [whole] = tokenizer.encode_batch_fast([text if pair is None else (text, pair)])
-                return whole
-            texts = [text] if pair is None else [text, pair]
-            first, *others = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            second = others[0] if others else None
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidArgumentError(
-                "prompt", text, f"text that can be written as UTF-8 ({error})"
-            ) from error
+        require_utf8("prompt", text)
+        if pair is not None:
+            require_utf8("prompt", pair)
+        if length is None:
+            [whole] = tokenizer.encode_batch_fast([text if pair is None else (text, pair)])
+            return whole
+        texts = [text] if pair is None else [text, pair]
+        first, *others = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        second = others[0] if others else None
         room = max(0, length - tokenizer.num_special_tokens_to_add(pair is not None))
         if second is None:
             first.truncate(room)

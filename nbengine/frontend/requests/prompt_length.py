@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nbengine.checks import require_utf8
 from nbengine.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -48,14 +49,20 @@ class TextEncoder:
         self._most_bytes = most_bytes_of_token(tokenizer)
 
     def encode(
-        self, text: str, limit: PromptLimit | None = None, *, add_special_tokens: bool = True
+        self,
+        text: str,
+        limit: PromptLimit | None = None,
+        *,
+        add_special_tokens: bool = True,
+        name: str = "prompt",
     ) -> list[int]:
         """Return the tokens of a text.
 
         Raises:
-            InvalidArgumentError: the text has more tokens than `limit`, whatever the tokenizer makes of it.
-            TypeError, UnicodeEncodeError: the text cannot be written as UTF-8.
+            InvalidArgumentError: the text has more tokens than `limit`, whatever the tokenizer makes of it,
+                or cannot be written as UTF-8; the message names the argument `name`.
         """
+        require_utf8(name, text)
         if limit is not None:
             limit.check(self.least_tokens(text))
         tokenizer = self._tokenizer

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nbengine.checks import require_line
 from nbengine.client.base import EngineCoreClient
 from nbengine.config import EngineConfig
 from nbengine.frontend.parsing.formats import AUTO
@@ -61,6 +62,8 @@ class Prompting:
         reasoning, "reasoning" has the marks around it, None if this answer has none. With `truncated`
         the prompt may be of any length: it is to be cut (`truncate_prompt_tokens`).
         """
+        require_line("reasoning_parser", reasoning_parser)
+        require_line("tool_parser", tool_parser)
         schemas = None if tools is None else tool_schemas(tools)
         rendered = render_chat(
             self._tokenizer,

@@ -7,15 +7,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbengine.errors import InvalidArgumentError, InvalidTypeError, NotSupportedError, RequestError
+from nbengine.checks import one_of, require_bool, require_text, require_utf8_within
+from nbengine.errors import (
+    ChatTemplateError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotSupportedError,
+    RequestError,
+)
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
 from nbengine.frontend.text.stored_templates import template_for
 from nbengine.frontend.text.tools import Tool, tool_schemas
+from nbengine.plain import plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPEAKERS = ("system", "developer", "user", "assistant")
+"""The roles whose contents are texts; those of others, results of tools for instance, may be objects, which
+templates write as JSON, or missing. Which roles there are is for the template to say."""
 CONTENT_FORMATS = ("auto", "string", "openai")
 MEDIA_PARTS = ("image", "audio", "video", "file")
 Message = Mapping[str, Any]
@@ -47,16 +57,26 @@ def render_chat(
     that must have more tokens than `limit` is not tokenized. For the other arguments see `LLM.chat`.
 
     Raises:
-        InvalidArgumentError: a message or a tool is malformed, there is no template, the template refuses
-            them, or the prompt is too long.
+        InvalidArgumentError: a message or a tool is malformed, there is no template, it fails with them, or
+            the prompt is too long.
+        ChatTemplateError: the template refuses them, which is an `InvalidArgumentError`, too.
         NotSupportedError: a message has an image or another part that is no text.
     """
     # These modules import jinja2.
-    from nbengine.frontend.text.template_process import TemplateCall, reason_of, render_template
+    from nbengine.frontend.text.template_process import (
+        TemplateCall,
+        complaint_in,
+        reason_of,
+        render_template,
+    )
 
-    if chat_template_content_format not in CONTENT_FORMATS:
-        allowed = "one of " + ", ".join(CONTENT_FORMATS)
-        raise InvalidArgumentError("chat_template_content_format", chat_template_content_format, allowed)
+    one_of("chat_template_content_format", chat_template_content_format, CONTENT_FORMATS)
+    add_generation_prompt = require_bool("add_generation_prompt", add_generation_prompt)
+    continue_final_message = require_bool("continue_final_message", continue_final_message)
+    if chat_template is not None:
+        require_text("chat_template", chat_template)
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        raise InvalidTypeError("chat_template_kwargs", chat_template_kwargs, "a dict, or None")
     if continue_final_message and add_generation_prompt:
         raise InvalidArgumentError(
             "continue_final_message", True, "False, unless add_generation_prompt is: both end the prompt"
@@ -65,6 +85,9 @@ def render_chat(
     conversation = [_checked(message, index) for index, message in enumerate(_as_sequence(messages))]
     if not conversation:
         raise InvalidArgumentError("messages", [], "at least one message")
+    texts = {"messages": conversation, "tools": schemas, "chat_template_kwargs": chat_template_kwargs}
+    for name, value in texts.items():
+        require_utf8_within(name, value)
     template = template_for(tokenizer.chat_template, chat_template, has_tools=bool(schemas))
     try:
         messages = _formatted(conversation, template, chat_template_content_format)
@@ -76,6 +99,8 @@ def render_chat(
         )
     except Exception as error:
         reason = str(error) if isinstance(error, RequestError) else reason_of(error)
+        if (complaint := complaint_in(reason)) is not None:
+            raise ChatTemplateError(conversation, *complaint) from error
         raise InvalidArgumentError(
             "messages", conversation, f"accepted by the chat template ({reason})"
         ) from error
@@ -101,18 +126,24 @@ def _checked(message: object, index: int) -> dict[str, Any]:
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidTypeError(name, message, 'a dict with "role" and "content"')
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidArgumentError(f"{name}['role']", role, "one of " + ", ".join(ROLES))
-    checked = dict(message)
+    role = plain(message.get("role"))
+    if not isinstance(role, str):
+        raise InvalidTypeError(f"{name}['role']", role, "a string: a role that the chat template knows")
+    checked = {**message, "role": role}
     calls = message.get("tool_calls")
     if calls is not None:
         checked["tool_calls"] = _checked_calls(calls, f"{name}['tool_calls']")
     content = message.get("content")
-    if content is None and role == "assistant" and calls:
-        content = ""
-    checked["content"] = _checked_content(content, f"{name}['content']")
+    if role in _SPEAKERS or not (content is None or isinstance(content, Mapping)):
+        if content is None and role == "assistant" and _says_more(message):
+            content = ""
+        checked["content"] = _checked_content(content, f"{name}['content']")
     return checked
+
+
+def _says_more(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has something beside its content: calls of tools, or reasoning."""
+    return any(value for key, value in message.items() if key not in ("role", "content", "name"))
 
 
 def _checked_content(content: object, name: str) -> str | list[dict[str, Any]]:
@@ -167,17 +198,18 @@ def _formatted(conversation: list[dict[str, Any]], template: str, wanted: str) -
     if wanted == "openai":
         return [
             {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if isinstance(message["content"], str)
+            if isinstance(message.get("content"), str)
             else message
             for message in conversation
         ]
     if wanted == "auto" and _reads_parts(template):
         return conversation
-    return [{**message, "content": _joined(message["content"])} for message in conversation]
-
-
-def _joined(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return [
+        {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in conversation
+    ]
 
 
 @functools.lru_cache(maxsize=32)

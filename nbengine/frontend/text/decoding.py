@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -17,6 +17,12 @@ _INERT = frozenset("abcdfghijklopquwxyz")
 """The characters that end every match; a choice of common ones is enough."""
 
 
+_LOCAL = frozenset(("ByteFallback", "ByteLevel", "Fuse", "Replace", "Sequence"))
+"""The decoders that treat all tokens alike, wherever they stand."""
+_CLEANED_CONTEXT = 64
+"""Tokens before a text that the clean-up may join with it; a chain of apostrophes has no end."""
+
+
 class TextDecoding:
     """A tokenizer, and what its decoder does across the borders of tokens.
 
@@ -26,7 +32,7 @@ class TextDecoding:
             tokenizers with `clean_up_tokenization_spaces`.
     """
 
-    __slots__ = ("byte_ids", "clean_up", "special", "tokenizer")
+    __slots__ = ("byte_ids", "clean_up", "looks_back", "special", "tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, *, clean_up: bool = False) -> None:
         self.tokenizer = tokenizer
@@ -36,6 +42,28 @@ class TextDecoding:
         """The contents of the special tokens, by their ids."""
         self.byte_ids = frozenset(_byte_ids(tokenizer))
         """The tokens that are single bytes, where the decoder replaces all bytes of a run that is not UTF-8."""
+        self.looks_back = clean_up or _looks_back(tokenizer)
+        """True if the text of a token depends on what stands before it."""
+
+    def context_of(self, prompt_token_ids: Sequence[int] | None, *, skip_special_tokens: bool) -> list[int]:
+        """Return the tokens at the end of a prompt that decide how the text behind it begins: most decoders
+        of words and pieces write the first token of a text without the space before it.
+
+        Empty if nothing of the prompt is text, or the decoder does not look back.
+        """
+        if not self.looks_back or not prompt_token_ids:
+            return []
+        most = _CLEANED_CONTEXT if self.clean_up else 1
+        found: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            skipped = skip_special_tokens and token_id in self.special
+            if skipped or self.tokenizer.id_to_token(token_id) is None:
+                continue
+            found.append(token_id)
+            # The bytes of a run are one text.
+            if len(found) >= most and token_id not in self.byte_ids:
+                break
+        return found[::-1]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> TextDecoding:
@@ -47,6 +75,13 @@ class TextDecoding:
             tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
         )
         return cls(backend, clean_up=bool(tokenizer.clean_up_tokenization_spaces) and (asked or not corrupts))
+
+
+def _looks_back(tokenizer: Tokenizer) -> bool:
+    """Return whether the text of a token depends on whether it is the first one."""
+    decoder = tokenizer.decoder
+    # Without a decoder there is a space between two tokens.
+    return decoder is None or not set(_types(json.loads(decoder.__getstate__()))) <= _LOCAL
 
 
 def _byte_ids(tokenizer: Tokenizer) -> Iterator[int]:
@@ -93,6 +128,11 @@ class SpaceCleaner:
         self._window = window
         self._shorten()
         return given
+
+    def begin_behind(self, text: str) -> int:
+        """Take in the text that stands before; return the number of characters that are given out of it
+        later."""
+        return len(_cleaned(text)) - len(self.feed(text))
 
     def rest(self) -> str:
         """Return what was held back, at the end of the text."""

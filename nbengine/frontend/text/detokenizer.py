@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -28,15 +28,18 @@ class IncrementalDetokenizer:
         """The tokens of the last update that stood behind the token that completed a stop string."""
 
     @staticmethod
-    def from_new_request(decoding: TextDecoding | None, params: SamplingParams) -> IncrementalDetokenizer:
-        """Make the detokenizer that `params` ask for."""
+    def from_new_request(
+        decoding: TextDecoding | None, params: SamplingParams, context: Sequence[int] = ()
+    ) -> IncrementalDetokenizer:
+        """Make the detokenizer that `params` ask for; `context` has the tokens before the text
+        (`TextDecoding.context_of`)."""
         if decoding is None or not params.detokenize:
             return IncrementalDetokenizer()
         if decoding.byte_ids:
-            return ByteRunDetokenizer(decoding, params)
+            return ByteRunDetokenizer(decoding, params, context)
         if params.spaces_between_special_tokens or params.skip_special_tokens:
-            return FastIncrementalDetokenizer(decoding, params)
-        return JoinedSpecialTokens(decoding, params)
+            return FastIncrementalDetokenizer(decoding, params, context)
+        return JoinedSpecialTokens(decoding, params, context)
 
     def update(self, new_token_ids: list[int], finish_reason: FinishReason | None) -> str | None:
         """Take in what the engine sampled; return the stop string that this completed, if any.
@@ -61,17 +64,19 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
     """A detokenizer that uses the tokenizers library's `DecodeStream`.
 
     Tokens that end within a character are held back until it is complete; the end of the request flushes
-    them, so that the whole text is `tokenizer.decode(token_ids)`, and no text that was given out changes
-    later. The token that ended the request (end of sequence or one of `stop_token_ids`) and the stop string
+    them, so that the whole text is `tokenizer.decode(prompt + token_ids)` without that of the prompt, and no
+    text that was given out changes later. The token that ended the request (end of sequence or one of `stop_token_ids`) and the stop string
     are left out unless `include_stop_str_in_output`.
     """
 
     __slots__ = (
         "_cleaner",
+        "_context",
         "_include_stop",
         "_matcher",
         "_min_tokens",
         "_num_characters",
+        "_num_of_context",
         "_parts",
         "_pending",
         "_skip_special",
@@ -79,20 +84,28 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         "_tokenizer",
     )
 
-    def __init__(self, decoding: TextDecoding, params: SamplingParams) -> None:
+    def __init__(self, decoding: TextDecoding, params: SamplingParams, context: Sequence[int] = ()) -> None:
         super().__init__()
         self._tokenizer = decoding.tokenizer
+        self._context = list(context)
         self._cleaner = SpaceCleaner() if decoding.clean_up else None
         self._skip_special = params.skip_special_tokens
         self._step: Callable[[Tokenizer, int | list[int]], str | None] = DecodeStream(
-            skip_special_tokens=self._skip_special
+            ids=self._context, skip_special_tokens=self._skip_special
         ).step
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._matcher = StopStringMatcher(params.stop) if params.stop else None
         self._parts: list[str] = []
         self._num_characters = 0
+        self._num_of_context = 0
+        """The characters of the context that the cleaner still holds."""
         self._pending = False
+        if self._context:
+            before = self._decode_all()
+            self._num_characters = len(before)
+            if self._cleaner is not None:
+                self._num_of_context = self._cleaner.begin_behind(before)
 
     def update(self, new_token_ids: list[int], finish_reason: FinishReason | None) -> str | None:
         if finish_reason is not None:
@@ -127,7 +140,7 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
     def _append(self, chunk: str) -> str | None:
         self._num_characters += len(chunk)
         if self._cleaner is not None:
-            chunk = self._cleaner.feed(chunk)
+            chunk = self._behind_context(self._cleaner.feed(chunk))
         self._parts.append(chunk)
         return None if self._matcher is None else self._match(chunk)
 
@@ -151,7 +164,7 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         if stop is None and self._pending:
             stop = self._append(self._decode_all()[self._num_characters :])
         if stop is None and self._cleaner is not None:
-            rest = self._cleaner.rest()
+            rest = self._behind_context(self._cleaner.rest())
             self._parts.append(rest)
             stop = self._match(rest)
         if stop is None:
@@ -159,6 +172,12 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         else:
             self.num_dropped_tokens += len(end)
         return stop
+
+    def _behind_context(self, text: str) -> str:
+        """Leave out what is the context's of the text that the cleaner gives out."""
+        left_out = min(self._num_of_context, len(text))
+        self._num_of_context -= left_out
+        return text[left_out:]
 
     def _refused(self, error: Exception) -> str | None:
         """Go on without the library's stream, which a decoder with a rule of its own has surprised."""
@@ -173,7 +192,8 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         return None if text.endswith("\ufffd") else text[self._num_characters :]
 
     def _decode_all(self) -> str:
-        return self._tokenizer.decode(self.token_ids, skip_special_tokens=self._skip_special)
+        token_ids = [*self._context, *self.token_ids] if self._context else self.token_ids
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
 
 
 class ByteRunDetokenizer(FastIncrementalDetokenizer):
@@ -185,8 +205,8 @@ class ByteRunDetokenizer(FastIncrementalDetokenizer):
 
     __slots__ = ("_byte_ids", "_run", "_special")
 
-    def __init__(self, decoding: TextDecoding, params: SamplingParams) -> None:
-        super().__init__(decoding, params)
+    def __init__(self, decoding: TextDecoding, params: SamplingParams, context: Sequence[int] = ()) -> None:
+        super().__init__(decoding, params, context)
         self._byte_ids = decoding.byte_ids
         self._special = decoding.special
         self._run: list[int] = []
@@ -238,12 +258,14 @@ class JoinedSpecialTokens(FastIncrementalDetokenizer):
 
     __slots__ = ("_special",)
 
-    def __init__(self, decoding: TextDecoding, params: SamplingParams) -> None:
-        super().__init__(decoding, params)
+    def __init__(self, decoding: TextDecoding, params: SamplingParams, context: Sequence[int] = ()) -> None:
+        super().__init__(decoding, params, context)
         self._special = decoding.special
 
     def _append(self, chunk: str) -> str | None:
         last_two = self.token_ids[-2:]
+        if len(last_two) == 1:
+            last_two = [*self._context[-1:], *last_two]
         if len(last_two) == 2 and all(token_id in self._special for token_id in last_two):
             content = self._special[last_two[1]]
             if chunk == f" {content}":

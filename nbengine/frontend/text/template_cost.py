@@ -23,6 +23,8 @@ from typing import Any
 from jinja2 import Environment, nodes
 from jinja2.nodes import Node
 
+from nbengine.plain import plain as plain_value
+
 MAX_STEPS = 10**8
 """The most characters that a plain template may write at worst: 100 MB, within a fraction of a second."""
 
@@ -322,6 +324,7 @@ def _size(data: object) -> tuple[int, int]:
 def plain(value: Any) -> Any:
     """Copy a value of the caller's, made of texts, numbers, lists and dicts; anything else becomes a text
     that names its type."""
+    value = plain_value(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -8,6 +8,7 @@ all memory. jinja2's sandbox keeps a template from the file system, not from tha
 from __future__ import annotations
 
 import atexit
+import re
 import sys
 import threading
 from typing import Any
@@ -25,6 +26,8 @@ messages."""
 RENDER_BYTES = 512 << 20
 """The memory that a template may take, beside what the process has at its start."""
 _MAX_REASON_LENGTH = 1000
+_COMPLAINT = re.compile(r"(?:(?P<place>line \d+): )?TemplateError: (?P<text>.*)", re.DOTALL)
+"""The reason that `reason_of` gives where a template has called `raise_exception`."""
 _TEMPLATE_FILE = "<template>"
 """The name of the file in the frames that jinja2 makes for a template without one."""
 
@@ -121,6 +124,13 @@ def reason_of(error: BaseException) -> str:
     line, message = _line(error), getattr(error, "message", None) or str(error)
     place = "" if line is None else f"line {line}: "
     return f"{place}{type(error).__name__}: {message}"[:_MAX_REASON_LENGTH]
+
+
+def complaint_in(reason: str) -> tuple[str, str] | None:
+    """Return what a template says itself (`raise_exception`) and the line where it does, None if it has
+    failed in another way; `reason` is that of `reason_of`."""
+    found = _COMPLAINT.fullmatch(reason)
+    return None if found is None else (found["text"], found["place"] or "")
 
 
 def _line(error: BaseException) -> int | None:

@@ -40,10 +40,7 @@ async def tokenize(request: Request) -> Response:
 def _tokens(service: EngineService, asked: TokenizeRequest) -> list[int]:
     if asked.prompt is not None:
         encoder = service.engine.input_processor.encoder
-        try:
-            return encoder.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-        except (TypeError, UnicodeEncodeError):
-            raise InvalidArgumentError("prompt", asked.prompt, "a text that UTF-8 can write") from None
+        return encoder.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     chat = ChatCompletionRequest(
         messages=asked.messages or [],
         tools=asked.tools,

@@ -108,7 +108,6 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None
         ("enable_prefix_caching", 1),
         ("chat_template", 5),
         ("dtype", 32),
-        ("seed", None),
     ],
 )
 def test_a_wrong_type_is_a_type_error(name: str, value: Any) -> None:

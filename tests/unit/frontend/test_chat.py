@@ -52,10 +52,7 @@ def test_text_parts_are_joined(tokenizer: PreTrainedTokenizerFast) -> None:
         ("hello", r"messages must be a list"),
         ({"role": "user", "content": "x"}, r"messages must be a list"),
         (["hello"], r"messages\[0\] must be a dict"),
-        (
-            [*HELLO, {"role": "robot", "content": "x"}],
-            r"messages\[1\]\['role'\] must be one of system.*'robot'",
-        ),
+        ([*HELLO, {"role": 5, "content": "x"}], r"messages\[1\]\['role'\] must be a string.*, got 5"),
         ([{"content": "x"}], r"messages\[0\]\['role'\].*got None"),
         ([{"role": "user"}], r"messages\[0\]\['content'\]"),
         ([{"role": "user", "content": 3}], r"messages\[0\]\['content'\] must be a string"),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nbengine.frontend.outputs.logprobs import LogprobsProcessor, TokenTexts
 from nbengine.frontend.text.decoding import SpaceCleaner, TextDecoding
 from nbengine.frontend.text.detokenizer import IncrementalDetokenizer
-from nbengine.ipc.messages import FinishReason
+from nbengine.ipc.messages import FinishReason, LogprobsLists
 from nbengine.sampling_params import SamplingParams
 from tests.unit.frontend.conftest import byte_level_tokenizer
 
@@ -94,9 +95,16 @@ def made(kind: str, cleans_up: bool) -> PreTrainedTokenizerFast:
     )
 
 
-def streamed(tokenizer: PreTrainedTokenizerFast, steps: list[list[int]], params: SamplingParams) -> list[str]:
+def streamed(
+    tokenizer: PreTrainedTokenizerFast,
+    steps: list[list[int]],
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+) -> list[str]:
     """Return what a request shows after each step; the last one is the whole text."""
-    detokenizer = IncrementalDetokenizer.from_new_request(TextDecoding.of(tokenizer), params)
+    decoding = TextDecoding.of(tokenizer)
+    context = decoding.context_of(prompt, skip_special_tokens=params.skip_special_tokens)
+    detokenizer = IncrementalDetokenizer.from_new_request(decoding, params, context)
     deltas = []
     for number, step in enumerate(steps, 1):
         finished = number == len(steps)
@@ -120,6 +128,76 @@ def test_what_a_stream_shows_is_a_prefix_of_what_transformers_decodes_and_in_the
     shown = streamed(tokenizer, steps, SamplingParams(skip_special_tokens=skip))
     assert shown[-1] == tokenizer.decode(ids, skip_special_tokens=skip)
     assert all(shown[-1].startswith(text) for text in shown)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(skip=st.booleans(), cleans_up=st.booleans(), data=st.data())
+def test_prompt_and_text_together_are_what_transformers_decodes_of_all_tokens(
+    kind: str, skip: bool, cleans_up: bool, data: st.DataObject
+) -> None:
+    tokenizer = made(kind, cleans_up)
+    ids = st.lists(st.integers(0, len(tokenizer) + 2), max_size=12)
+    prompt = data.draw(ids)
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    # A prompt is a text: it does not end within a character.
+    assume("\ufffd" not in before)
+    written = data.draw(ids)
+    whole = tokenizer.decode([*prompt, *written], skip_special_tokens=skip)
+    # Bytes may break the character before them, and the clean-up may take a space of the prompt's.
+    assume(whole.startswith(before))
+    shown = streamed(
+        tokenizer,
+        [[token_id] for token_id in written] or [[]],
+        SamplingParams(skip_special_tokens=skip),
+        prompt,
+    )
+    assert before + shown[-1] == whole
+    assert all(whole.startswith(before + text) for text in shown)
+
+
+def test_only_decoders_that_look_back_need_the_prompt() -> None:
+    needing = {kind for kind in KINDS if TextDecoding.of(made(kind, False)).looks_back}
+    assert needing == set(KINDS) - {"byte-level BPE", "SentencePiece BPE that keeps the first space"}
+    tokenizer = made("SentencePiece BPE", False)
+    decoding = TextDecoding.of(tokenizer)
+    the, bos = tokenizer.convert_tokens_to_ids(["▁the", "<s>"])
+    byte = tokenizer.convert_tokens_to_ids("<0x41>")
+    for prompt, skip, context in (
+        ([bos, the, bos], True, [the]),
+        ([bos, the, bos], False, [bos]),
+        ([bos], True, []),
+        ([the, the, byte, byte], True, [the, byte, byte]),
+        ([the, 10**6], True, [the]),
+        (None, True, []),
+    ):
+        assert decoding.context_of(prompt, skip_special_tokens=skip) == context
+
+
+def test_stop_strings_see_the_space_before_the_first_word() -> None:
+    tokenizer = made("SentencePiece BPE", False)
+    the, a = tokenizer.convert_tokens_to_ids(["▁the", "▁a"])
+    for context, stop in (([the], " a"), ([], None)):
+        params = SamplingParams(stop=[" a"])
+        detokenizer = IncrementalDetokenizer.from_new_request(TextDecoding.of(tokenizer), params, context)
+        assert detokenizer.update([a], None) == stop
+
+
+@pytest.mark.parametrize("kind", ["SentencePiece BPE", "Unigram", "no decoder"])
+@pytest.mark.parametrize("has_prompt", [True, False])
+def test_texts_of_log_probabilities_add_up_to_the_text(kind: str, has_prompt: bool) -> None:
+    tokenizer = made(kind, False)
+    texts = TokenTexts(tokenizer.backend_tokenizer)
+    names = ["the", "fox", "a"] if kind == "no decoder" else ["▁the", "a", "▁a", "s"]
+    written = tokenizer.convert_tokens_to_ids(names)
+    processor = LogprobsProcessor(texts, SamplingParams(logprobs=0), is_first=not has_prompt)
+    count = len(written)
+    processor.update(LogprobsLists([[token] for token in written], [[-1.0]] * count, [1] * count), count)
+    pieces = [
+        entry[token].decoded_token for entry, token in zip(processor.take() or (), written, strict=True)
+    ]
+    prompt = written[:1] if has_prompt else []
+    shown = streamed(tokenizer, [written], SamplingParams(), prompt)
+    assert "".join(map(str, pieces)) == shown[-1]
 
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "SentencePiece BPE", "Unigram with bytes"])

@@ -186,7 +186,10 @@ def test_what_is_no_template_is_refused_with_line_and_reason() -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("a\n{{ raise_exception('no tools here') }}", "line 2: TemplateError: no tools here"),
+        (
+            "a\n{{ raise_exception('no tools here') }}",
+            "messages are refused by the chat template, line 2: no tools here",
+        ),
         ("a\nb\n{{ nothing.there }}", "line 3: UndefinedError: 'nothing' is undefined"),
         ("a\n{% if %}", "line 2: TemplateSyntaxError: Expected an expression"),
         ("a\n\n{{ 1 / 0 }}", "line 3: ZeroDivisionError: division by zero"),

@@ -117,8 +117,13 @@ def test_the_text_is_the_streams_wherever_it_was_cut(kind: str, request: pytest.
         )
         finish = rng.choice(FINISHES)
         wanted = streamed(tokenizer, [[token] for token in ids], params, finish)
+        context = TextDecoding(tokenizer).context_of([1], skip_special_tokens=params.skip_special_tokens)
         record = TranscriptRecord(
-            TranscriptMark("s", "", "r-1", 1.0), pack_tokens(ids), 1, decoding_params(params), finish
+            TranscriptMark("s", "", "r-1", 1.0, context=context),
+            pack_tokens(ids),
+            1,
+            decoding_params(params),
+            finish,
         )
         found = completion_of(record, TextDecoding(tokenizer))
         assert found == wanted

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbengine.json_schemas import for_grammar
+
 TEXT = "TEXT"
 """The terminal that is any text."""
 GAP = "gap"
@@ -79,8 +81,9 @@ class Lark:
 
     def json(self, name: str, schema: Mapping[str, Any]) -> str:
         """Add a rule for JSON that follows a schema; return its name."""
-        options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
-        return self.rule(name, "%json " + json.dumps({**schema, **options}, ensure_ascii=True))
+        readable = for_grammar(schema)
+        options = {"x-guidance": {"whitespace_pattern": _WHITESPACE, "lenient": True}}
+        return self.rule(name, "%json " + json.dumps({**readable, **options}, ensure_ascii=True))
 
 
 def either(*bodies: str) -> str:
