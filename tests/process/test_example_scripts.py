@@ -1,18 +1,36 @@
-"""The scripts in examples/scripts run as they are, in an interpreter of their own, and show what they promise."""
+"""The scripts in examples/scripts run as they are and show what they promise: some in an interpreter of their own with
+their engine's processes, the others in this process with the engine, and in `make thorough` all of them by themselves."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process_support.leaks import leftovers, take_snapshot
 
+from nbengine import LLMEngine
+from tests.support.thorough import amount
+
 SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
+ALL = sorted(SCRIPTS.glob("*.py"))
+BY_THEMSELVES = [
+    path
+    for path in ALL
+    if path.stem
+    in amount(
+        # The engine has processes: the streams of AsyncLLM, what its process imports, and the memory that it holds.
+        ("async_streaming", "inside_the_scheduler", "own_model", "sleep_mode"),
+        thorough=[path.stem for path in ALL],
+    )
+]
+IN_THIS_PROCESS = [path for path in ALL if path not in BY_THEMSELVES]
 
 Check = Callable[[list[str]], None]
 
@@ -153,15 +171,14 @@ CHECKS: dict[str, Check] = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_runs_and_shows_what_it_promises(
+@pytest.mark.parametrize("path", BY_THEMSELVES, ids=lambda path: path.stem)
+def test_a_script_runs_by_itself_and_shows_what_it_promises(
     path: Path, private_runtime_dir: Path, private_socket_dir: Path
 ) -> None:
     directories = [private_runtime_dir, private_socket_dir]
     before = take_snapshot(directories)
     # Relative, as its docstring says.
     command = [sys.executable, f"examples/scripts/{path.name}"]
-    assert path.read_text().splitlines()[2].startswith(f"python {command[1]}")
     done = subprocess.run(
         command, cwd=SCRIPTS.parents[1], capture_output=True, text=True, timeout=100, check=False
     )
@@ -173,5 +190,35 @@ def test_a_script_runs_and_shows_what_it_promises(
     CHECKS[path.stem](done.stdout.splitlines())
 
 
-def test_every_script_is_checked() -> None:
-    assert {path.stem for path in SCRIPTS.glob("*.py")} == set(CHECKS)
+@pytest.mark.parametrize("path", IN_THIS_PROCESS, ids=lambda path: path.stem)
+def test_a_script_shows_what_it_promises(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[LLMEngine] = []
+    make = LLMEngine.from_engine_args
+
+    def make_here(*args: Any, **options: Any) -> LLMEngine:
+        made.append(make(*args, **{**options, "multiprocess": False}))
+        return made[-1]
+
+    # The progress bar of a script would leave a thread that looks after it.
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
+    # What LLM has inside, too.
+    monkeypatch.setattr(LLMEngine, "from_engine_args", make_here)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        for engine in made:
+            engine.shutdown()
+    assert len(made) == 1
+    CHECKS[path.stem](capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_a_script_says_how_it_is_run_and_is_checked(path: Path) -> None:
+    assert path.read_text().splitlines()[2].startswith(f"python examples/scripts/{path.name}")
+    assert path.stem in CHECKS
+
+
+def test_every_check_has_its_script() -> None:
+    assert {path.stem for path in ALL} == set(CHECKS)

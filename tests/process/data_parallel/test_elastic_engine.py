@@ -10,9 +10,10 @@ import pytest
 from nbengine import AsyncLLM, SamplingParams
 from nbengine.errors import NBEngineError
 from nbengine.sampling_params import RequestOutputKind
+from tests.support.thorough import amount
 
-NUM_STREAMS = 64
-NUM_TOKENS = 60
+NUM_STREAMS = amount(24, thorough=64)
+NUM_TOKENS = amount(40, thorough=60)
 DEADLINE = 120.0
 
 pytestmark = pytest.mark.timeout(240)

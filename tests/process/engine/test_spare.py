@@ -30,10 +30,19 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def support_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
+def support_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Engines with the fake executor need no torch, and to import it would take longer than most tests here."""
+    (tmp_path / "left_out").mkdir()
+    (tmp_path / "left_out" / "torch.py").write_text("raise ImportError('left out')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'left_out'}{os.pathsep}{SUPPORT_PATH}")
     yield
     spare.drop_spare()
+
+
+@pytest.fixture
+def with_torch(support_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let spare cores import all that they do elsewhere."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
 
 
 def kept_spare() -> tuple[psutil.Process, psutil.Process]:
@@ -79,6 +88,7 @@ def test_its_processes_become_the_engine_which_logs_and_ends_like_any_other(boun
     assert "[core 0] nbengine.engine.start_log: start: takes requests after" in log
 
 
+@pytest.mark.usefixtures("with_torch")
 def test_an_engine_that_is_ordered_at_once_starts_when_its_spare_has_imported() -> None:
     spare.keep_spare()
     info = wait_until_ready(launch_engine(fake_config()))

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,16 +25,16 @@ REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-@pytest.fixture
-def machines(no_leftovers: None) -> Iterator[TwoMachines]:
+@pytest.fixture(scope="module")
+def machines(no_leftovers_of_module: None) -> Iterator[TwoMachines]:
     machines = TwoMachines()
     yield machines
     machines.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(machines: TwoMachines) -> Iterator[EngineUnderTest]:
-    """An engine here, a token a step of 20 ms."""
+    """An engine here, a token a step of 20 ms, for all tests of this file up to the one that kills it."""
     knobs = {"vocab_size": 260, "step_seconds": 0.02}
     config = fake_config(
         knobs,
@@ -60,105 +60,91 @@ def far_client(
     private_runtime_dir: Path,
     private_socket_dir: Path,
     tmp_path: Path,
-) -> Callable[[], FarClient]:
-    """Start a client there that has nothing of the engine's but a copy of its connection file."""
+) -> Iterator[FarClient]:
+    """A client there that has nothing of the engine's but a copy of its connection file."""
     hidden = [private_runtime_dir, private_socket_dir, Path("/dev/shm")]
-
-    def start() -> FarClient:
-        client = machines.client(connection_file(engine.name), tmp_path / "home", hidden)
-        assert "end" in client.hear("attach"), engine.log()
-        return client
-
-    return start
+    client = machines.client(connection_file(engine.name), tmp_path / "home", hidden)
+    assert "end" in client.hear("attach"), engine.log()
+    yield client
+    client.close()
 
 
-def test_a_client_on_another_machine_uses_the_engine(
-    engine: EngineUnderTest, machines: TwoMachines, far_client: Callable[[], FarClient]
+def test_a_client_on_another_machine_uses_the_engine_and_outlives_its_missing_pid(
+    engine: EngineUnderTest, machines: TwoMachines, far_client: FarClient
 ) -> None:
-    client = far_client()
     assert engine.info.address("host.sock").startswith(f"tcp://{machines.here_address}:")
     for number in range(6):
-        client.say("generate", f"r{number}", 10 * number, 20)
+        far_client.say("generate", f"r{number}", 10 * number, 20)
     for number in range(6):
-        tokens, last = client.collect(f"r{number}")
+        tokens, last = far_client.collect(f"r{number}")
         assert tokens == list(range(10 * number + 1, 10 * number + 21))
         assert "end" in last
-    client.say("stats")
-    assert client.hear(stats=...)["stats"] > 0
-    client.say("memory")
-    assert client.hear(tensors=...)["tensors"] is False
-
-
-def test_a_client_on_another_machine_outlives_its_missing_pid(
-    engine: EngineUnderTest, far_client: Callable[[], FarClient]
-) -> None:
-    client = far_client()
+    far_client.say("stats")
+    assert far_client.hear(stats=...)["stats"] > 0
+    far_client.say("memory")
+    assert far_client.hear(tensors=...)["tensors"] is False
     # Several looks at the clients' processes, and heartbeats enough to renew the lease.
-    client.say("generate", "long", 0, 180)
-    tokens, last = client.collect("long")
+    far_client.say("generate", "long", 0, 180)
+    tokens, last = far_client.collect("long")
     assert len(tokens) == 180
     assert "end" in last
     assert "is gone" not in engine.log()
 
 
-def test_a_client_hears_that_the_engine_was_killed(
-    engine: EngineUnderTest, far_client: Callable[[], FarClient]
+def test_a_cable_that_is_out_for_long_ends_requests_with_an_error_and_can_be_plugged_in_again(
+    engine: EngineUnderTest, machines: TwoMachines, far_client: FarClient
 ) -> None:
-    client = far_client()
-    client.say("generate", "r", 0, 100_000)
-    assert client.hear("r")["tokens"]
+    far_client.say("generate", "r", 0, 100_000)
+    assert far_client.hear("r")["tokens"]
+    machines.pull_cable()
+    pulled = time.monotonic()
+    _, last = far_client.collect("r")
+    assert last["error"] == "LeaseExpiredError"
+    assert "the connection to its host broke" in last["message"]
+    assert time.monotonic() - pulled < LEASE + SLACK
+    machines.plug_cable()
+    far_client.say("generate", "again", 0, 5)
+    tokens, last = far_client.collect("again")
+    while last.get("error") == "LeaseExpiredError":
+        time.sleep(0.05)
+        far_client.say("generate", "again", 0, 5)
+        tokens, last = far_client.collect("again")
+    assert tokens == [1, 2, 3, 4, 5]
+    assert "end" in last
+
+
+def test_a_cable_that_stays_out_leaves_the_engine_out_of_reach(
+    engine: EngineUnderTest, machines: TwoMachines, far_client: FarClient
+) -> None:
+    far_client.say("generate", "r", 0, 100_000)
+    assert far_client.hear("r")["tokens"]
+    machines.pull_cable()
+    far_client.collect("r")
+    far_client.say("generate", "later", 0, 1)
+    last = far_client.collect("later")[1]
+    while last["error"] != "EngineDeadError":
+        time.sleep(0.05)
+        far_client.say("generate", "later", 0, 1)
+        last = far_client.collect("later")[1]
+    assert "out of reach at tcp://" in last["message"]
+    # The engine has given the client up, too, and goes on.
+    assert engine.host.poll() is None
+    machines.plug_cable()
+
+
+def test_a_client_hears_that_the_engine_was_killed(engine: EngineUnderTest, far_client: FarClient) -> None:
+    far_client.say("generate", "r", 0, 100_000)
+    assert far_client.hear("r")["tokens"]
     killed = time.monotonic()
     for process in engine.processes():
         os.kill(process.pid, signal.SIGKILL)
     engine.host.wait()
     # Nothing of it is left that could; elsewhere `reap` would come upon its files.
     remove_engine_files(engine.info)
-    _, last = client.collect("r")
+    _, last = far_client.collect("r")
     assert last["error"] in ("EngineDeadError", "LeaseExpiredError")
-    client.say("generate", "later", 0, 1)
-    while client.collect("later")[1]["error"] != "EngineDeadError":
-        client.say("generate", "later", 0, 1)
+    far_client.say("generate", "later", 0, 1)
+    while far_client.collect("later")[1]["error"] != "EngineDeadError":
+        far_client.say("generate", "later", 0, 1)
         time.sleep(0.05)
     assert time.monotonic() - killed < LEASE + SLACK
-
-
-def test_a_cable_that_is_out_for_long_ends_requests_with_an_error_and_can_be_plugged_in_again(
-    engine: EngineUnderTest, machines: TwoMachines, far_client: Callable[[], FarClient]
-) -> None:
-    client = far_client()
-    client.say("generate", "r", 0, 100_000)
-    assert client.hear("r")["tokens"]
-    machines.pull_cable()
-    pulled = time.monotonic()
-    _, last = client.collect("r")
-    assert last["error"] == "LeaseExpiredError"
-    assert "the connection to its host broke" in last["message"]
-    assert time.monotonic() - pulled < LEASE + SLACK
-    machines.plug_cable()
-    client.say("generate", "again", 0, 5)
-    tokens, last = client.collect("again")
-    while last.get("error") == "LeaseExpiredError":
-        time.sleep(0.05)
-        client.say("generate", "again", 0, 5)
-        tokens, last = client.collect("again")
-    assert tokens == [1, 2, 3, 4, 5]
-    assert "end" in last
-
-
-def test_a_cable_that_stays_out_leaves_the_engine_out_of_reach(
-    engine: EngineUnderTest, machines: TwoMachines, far_client: Callable[[], FarClient]
-) -> None:
-    client = far_client()
-    client.say("generate", "r", 0, 100_000)
-    assert client.hear("r")["tokens"]
-    machines.pull_cable()
-    client.collect("r")
-    client.say("generate", "later", 0, 1)
-    last = client.collect("later")[1]
-    while last["error"] != "EngineDeadError":
-        time.sleep(0.05)
-        client.say("generate", "later", 0, 1)
-        last = client.collect("later")[1]
-    assert "out of reach at tcp://" in last["message"]
-    # The engine has given the client up, too, and goes on.
-    assert engine.host.poll() is None

@@ -29,9 +29,11 @@ NODE_ENVIRONMENT = {
     # None is started before it is needed.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    # A node that is gone is noticed as soon as by default, one that has no processor for a while is waited for.
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_failure_threshold": "15",
+    # A node that is gone refuses to be asked and is noticed soon; each question to one that has no processor for a while
+    # waits for an answer, 30 s in all.
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_health_check_failure_threshold": "3",
 }
 
 

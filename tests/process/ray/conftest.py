@@ -8,6 +8,11 @@ import pytest
 from process_support.ray_cluster import RayCluster
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests that break the cluster behind all others."""
+    items.sort(key=lambda item: item.get_closest_marker("breaks_the_cluster") is not None)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayCluster]:
     cluster = RayCluster([{"CPU": 1}, {"CPU": 1}])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 
 import pytest
+from process_support.raw_client import RawClient
 from process_support.ray_cluster import START, on_cluster
 
 from nbengine.client.engines.directory import reap
@@ -14,9 +16,24 @@ from nbengine.ipc.control_messages import EngineDead, EngineLost, EngineReady, R
 from nbengine.ipc.messages import encode_announcement
 
 
+@pytest.fixture(scope="module", autouse=True)
+def clean_nodes(cluster, no_leftovers_of_module: None) -> Iterator[None]:
+    """Check that what the tests share, and the last of them ends, leaves nothing on the nodes."""
+    yield
+    cluster.wait_clean()
+
+
+@pytest.fixture(scope="module")
+def engine(cluster, start_shared_engine):
+    """An engine for all tests of this file up to the one that kills it."""
+    return start_shared_engine(parallel=on_cluster(cluster), lease=600.0)
+
+
 @pytest.fixture
-def engine(cluster, start_engine):
-    return start_engine(parallel=on_cluster(cluster), lease=600.0)
+def client(engine) -> Iterator[RawClient]:
+    client = engine.client().attach(START)
+    yield client
+    client.close()
 
 
 def hosts_of(cluster, name: str) -> dict[int, str]:
@@ -43,8 +60,7 @@ def generate(client, rank: int, name: str) -> list[int]:
     return client.tokens(name)
 
 
-def test_each_rank_answers_on_a_node_of_its_own(cluster, engine) -> None:
-    client = engine.client().attach(START)
+def test_each_rank_answers_on_a_node_of_its_own(cluster, engine, client) -> None:
     assert sorted(hosts_of(cluster, engine.name).values()) == ["n0", "n1"]
     for rank in (0, 1):
         assert generate(client, rank, f"to {rank}") == [4, 5, 6, 7, 8, 9, 10, 11]
@@ -55,8 +71,7 @@ def test_each_rank_answers_on_a_node_of_its_own(cluster, engine) -> None:
     assert generate(client, 1, "after reaping") == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_a_rank_that_loses_a_process_is_started_again(cluster, engine) -> None:
-    client = engine.client().attach(START)
+def test_a_rank_that_loses_a_process_is_started_again(cluster, engine, client) -> None:
     for rank, incarnation, choose, cause in (
         (
             1,
@@ -80,8 +95,7 @@ def test_a_rank_that_loses_a_process_is_started_again(cluster, engine) -> None:
         assert generate(client, rank, f"again {incarnation} {rank}") == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_nothing_outlives_a_killed_host(cluster, engine) -> None:
-    client = engine.client().attach(START)
+def test_nothing_outlives_a_killed_host(cluster, engine, client) -> None:
     assert cluster.leftovers()
     os.kill(engine.host.pid, signal.SIGKILL)
     cluster.wait_clean()
@@ -95,3 +109,4 @@ def test_a_core_that_fails_is_explained_by_its_own_log(cluster, start_engine) ->
     dead = client.hear(EngineDead, START)
     assert "RuntimeError: out of luck; caused by ValueError: the root of it" in dead.cause
     assert "ValueError: the root of it" in dead.log_tail
+    cluster.wait_clean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbengine import LLM, SamplingParams
+from tests.support.thorough import amount
 
 PROMPTS = [{"prompt_token_ids": [3, 14, 15, 92, 65, 35]}, {"prompt_token_ids": list(range(2, 40))}]
 OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_model_len": 128}
@@ -20,10 +21,10 @@ def tokens(llm: LLM) -> list[list[int]]:
     ("model", "places"),
     [
         ("random-tiny", {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}),
-        ("random-tiny", {"data_parallel_size": 2, "data_parallel_backend": "ray"}),
         ("random-tiny-moe", {"data_parallel_size": 2, "data_parallel_backend": "ray"}),
+        # What those that step together share, and nothing to exchange.
+        *amount([], thorough=[("random-tiny", {"data_parallel_size": 2, "data_parallel_backend": "ray"})]),
     ],
-    ids=["workers", "engine cores", "engine cores in lock step"],
 )
 def test_the_tokens_are_those_of_one_process(cluster, model: str, places: dict) -> None:
     alone = LLM(model, multiprocess=False, **OPTIONS)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
-from process_support.ray_cluster import START, RayCluster, on_cluster
+from process_support.ray_cluster import START, on_cluster
 
 from nbengine.ipc.control_messages import EngineDead, EngineLost, EngineReady, RanksChanged
 from nbengine.ipc.messages import encode_announcement
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    """A cluster that a test may break."""
-    cluster = RayCluster([{"CPU": 1}, {"CPU": 1}])
-    yield cluster
-    cluster.close()
-
-
+@pytest.mark.breaks_the_cluster
 def test_a_rank_whose_node_is_lost_comes_back_on_another_one(cluster, start_engine) -> None:
     engine = start_engine(parallel=on_cluster(cluster, ray_timeout=START), lease=600.0)
     client = engine.client().attach(START)

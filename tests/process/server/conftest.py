@@ -127,10 +127,16 @@ def serve(no_leftovers: None) -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="module")
-def shared_server(no_leftovers_of_module: None) -> Iterator[Served]:
-    """An engine and its server for all tests of a file."""
+def start_shared_server(no_leftovers_of_module: None) -> Iterator[Serve]:
+    """Start an engine and a server for it; both are ended after the last test of the file."""
     with serving() as start:
-        yield start()
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_server(start_shared_server: Serve) -> Served:
+    """An engine and its server for all tests of a file."""
+    return start_shared_server()
 
 
 @pytest.fixture
