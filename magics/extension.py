@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from IPython.core.extensions import ExtensionManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
@@ -111,7 +113,12 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Remove the magics from `shell` and detach from its engines, which go on for their `keep_alive`."""
+    """Remove the magics from `shell` and detach from its engines, which go on for their `keep_alive`.
+
+    `%reload_ext` unloads and loads at once: it changes nothing, so that engines, conversations and settings stay.
+    """
+    if _is_reloading():
+        return
     extension = Extension.loaded.pop(shell, None)
     if extension is None:
         return
@@ -119,6 +126,16 @@ def unload(shell: InteractiveShell) -> None:
     message = extension.leave()
     if message:
         print(message)
+
+
+def _is_reloading() -> bool:
+    """Return whether IPython unloads the extension to load it at once; it says so in no other way."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is ExtensionManager.reload_extension.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _import_between_cells() -> None:

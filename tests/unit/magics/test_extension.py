@@ -10,6 +10,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import NBEngineError
+from nbengine.magics.config import NBEngine
 from nbengine.magics.extension import load, unload
 from nbengine.magics.session import AsyncLLMBackend
 from tests.unit.magics.conftest import FakeBackend, FakeClient
@@ -60,7 +61,28 @@ def test_branches_end_with_the_extension(shell: InteractiveShell, engine: FakeCl
     assert engine.aborted
 
 
-def test_a_reloaded_extension_finds_its_engine_again(
+def test_reload_ext_keeps_what_the_notebook_had(
+    shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.extension_manager.loaded.add("nbengine")
+    shell.run_cell("%config NBEngine.footer = False").raise_error()
+    shell.run_cell("%%chat -o said\nhi\n").raise_error()
+    before = len(shell.configurables)
+    for _ in range(2):
+        shell.run_cell("%reload_ext nbengine").raise_error()
+    assert engine.calls == []
+    assert len(shell.configurables) == before
+    (config,) = [item for item in shell.configurables if isinstance(item, NBEngine)]
+    assert config.footer is False
+    shell.run_cell("%%chat -o said\nand again\n").raise_error()
+    assert len(engine.requests) == 2
+    assert [message["role"] for message in shell.user_ns["said"].messages] == ["user", "assistant"] * 2
+    shell.run_cell("%unload_ext nbengine").raise_error()
+    assert engine.calls == ["detach"]
+    assert "goes on without this notebook" in capsys.readouterr().out
+
+
+def test_an_extension_that_was_unloaded_and_loaded_finds_its_engine_again(
     shell: InteractiveShell, engine: FakeClient, backend: FakeBackend
 ) -> None:
     unload(shell)
