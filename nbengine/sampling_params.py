@@ -130,6 +130,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     `prompt_logprobs=K` for those of the prompt's tokens. `stop` and `bad_words` take 1,024 strings each, of
     65,536 characters together, `stop_token_ids`, `allowed_token_ids` and `logit_bias` 524,288 token ids each.
     A number may be one of NumPy or torch, a list a tuple or an array.
+    The text of a special token, such as "<|im_end|>", ends the answer at that token if it is in `stop`, also where
+    special tokens have no text, and forbids that token if it is in `bad_words`.
     `spaces_between_special_tokens=False` leaves out the spaces that a tokenizer of words puts between special
     tokens, where `skip_special_tokens=False` keeps these.
 

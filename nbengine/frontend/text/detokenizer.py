@@ -72,6 +72,7 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
     __slots__ = (
         "_cleaner",
         "_context",
+        "_hidden_stops",
         "_include_stop",
         "_matcher",
         "_min_tokens",
@@ -96,6 +97,12 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._matcher = StopStringMatcher(params.stop) if params.stop else None
+        self._hidden_stops: dict[int, str] = {}
+        """The special tokens that have no text, although it is asked for as a stop string."""
+        if params.stop and self._skip_special:
+            self._hidden_stops = {
+                token_id: content for token_id, content in decoding.special.items() if content in params.stop
+            }
         self._parts: list[str] = []
         self._num_characters = 0
         self._num_of_context = 0
@@ -112,6 +119,9 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
             return self._finish(new_token_ids, finish_reason)
         for position, token_id in enumerate(new_token_ids, 1):
             self.token_ids.append(token_id)
+            if token_id in self._hidden_stops and len(self.token_ids) >= self._min_tokens:
+                self.num_dropped_tokens = len(new_token_ids) - position
+                return self._end_at(self._hidden_stops[token_id])
             try:
                 chunk = self._step(self._tokenizer, token_id)
             except Exception as error:  # noqa: BLE001 (the library raises no narrower class)
@@ -161,17 +171,29 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         ends_in_stop_token = finish_reason is FinishReason.STOP and not self._include_stop
         end = new_token_ids[-1:] if ends_in_stop_token else []
         stop = self.update(new_token_ids[: len(new_token_ids) - len(end)], None)
-        if stop is None and self._pending:
-            stop = self._append(self._decode_all()[self._num_characters :])
-        if stop is None and self._cleaner is not None:
-            rest = self._behind_context(self._cleaner.rest())
-            self._parts.append(rest)
-            stop = self._match(rest)
+        if stop is None:
+            stop = self._flush()
         if stop is None:
             self.token_ids += end
         else:
             self.num_dropped_tokens += len(end)
         return stop
+
+    def _flush(self) -> str | None:
+        """Write what is held back, since no more text comes; return the stop string that it completes."""
+        stop = self._append(self._decode_all()[self._num_characters :]) if self._pending else None
+        if stop is None and self._cleaner is not None:
+            rest = self._behind_context(self._cleaner.rest())
+            self._parts.append(rest)
+            stop = self._match(rest)
+        return stop
+
+    def _end_at(self, content: str) -> str:
+        """End the text at a special token without text whose `content` is a stop string."""
+        stop = self._flush()
+        if stop is None and self._include_stop:
+            self._parts.append(content)
+        return stop or content
 
     def _behind_context(self, text: str) -> str:
         """Leave out what is the context's of the text that the cleaner gives out."""

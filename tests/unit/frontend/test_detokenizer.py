@@ -182,6 +182,27 @@ def test_the_token_that_stops_a_request_has_no_text_unless_it_is_asked_for(byte_
         assert detokenizer.token_ids == ids
 
 
+@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_special_tokens_text_is_a_stop_string_also_where_the_token_has_none(
+    kind: str, include: bool, size: int, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    special, content = next(iter(TextDecoding(tokenizer).special.items()))
+    before = tokenizer.encode("a fox é", add_special_tokens=False).ids
+    # The first one comes before `min_tokens`.
+    ids = [special, *before, special, 5]
+    params = SamplingParams(stop=["zzz", content], min_tokens=2, include_stop_str_in_output=include)
+    steps = [ids[at : at + size] for at in range(0, len(ids), size)]
+    deltas, stop, detokenizer = stream(tokenizer, steps, params)
+    assert stop == content
+    assert detokenizer.token_ids == [special, *before, special]
+    assert "".join(deltas) == tokenizer.decode(before) + (content if include else "")
+    plain = SamplingParams(stop=["zzz"])
+    assert stream(tokenizer, steps, plain)[1] is None
+
+
 def test_no_stop_string_counts_before_min_tokens(byte_level: Tokenizer) -> None:
     ids = [byte_level.encode(character).ids[0] for character in "aXbXcX"]
     deltas, stop, detokenizer = stream(
