@@ -88,7 +88,7 @@ def shared_server(start_shared_server: Serve) -> Any:
 
 
 def link_of(descriptor: str) -> str | None:
-    """What a descriptor of a process, in /proc, leads to; None if it is closed."""
+    """Return what a descriptor of a process, in /proc, leads to; None if it is closed."""
     try:
         return os.readlink(descriptor)
     except FileNotFoundError:
