@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nbengine import LLM, InvalidArgumentError, SamplingParams, StructuredOutputsParams
+from tests.support.thorough import amount
 
 SCHEMA = {
     "type": "object",
@@ -137,7 +138,9 @@ def test_a_prompt_without_marks_has_no_budget_and_the_others_go_on(llm: LLM) -> 
 
 
 def test_engine_cores_of_their_own_are_told_where_reasoning_is() -> None:
-    with LLM("random-tiny", chat_template=TEMPLATE, max_model_len=512, data_parallel_size=2) as engine:
+    # All of them read the same file.
+    size = amount(1, thorough=2)
+    with LLM("random-tiny", chat_template=TEMPLATE, max_model_len=512, data_parallel_size=size) as engine:
         answers = chat(engine, [asked(seed, thinking_budget=BUDGET) for seed in range(8)])
         for reasoning, answer in answers:
             assert reasoning

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,13 @@ NOTICED = 60.0
 """Seconds within which the end of a worker must be known."""
 
 
-@contextlib.contextmanager
-def starting(cluster, directory: Path) -> Iterator[Callable[..., FakeRayExecutor]]:
-    """Start executors; those that are left are ended behind the block."""
+@pytest.fixture
+def start_executor(cluster, no_leftovers: None, tmp_path: Path) -> Iterator:
     executors: list[FakeRayExecutor] = []
     for name in ("s", "m"):
-        (directory / name).mkdir(mode=0o700)
+        (tmp_path / name).mkdir(mode=0o700)
     files = ExecutorFiles(
-        str(directory / "s"), str(directory / "m"), str(directory / "engine.log"), engine="tested"
+        str(tmp_path / "s"), str(tmp_path / "m"), str(tmp_path / "engine.log"), engine="tested"
     )
 
     def start(**knobs) -> FakeRayExecutor:
@@ -40,21 +38,6 @@ def starting(cluster, directory: Path) -> Iterator[Callable[..., FakeRayExecutor
         executor.shutdown()
 
 
-@pytest.fixture
-def start_executor(cluster, no_leftovers: None, tmp_path: Path) -> Iterator[Callable[..., FakeRayExecutor]]:
-    with starting(cluster, tmp_path) as start:
-        yield start
-
-
-@pytest.fixture(scope="module")
-def shared_executor(
-    cluster, no_leftovers_of_module: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FakeRayExecutor]:
-    """One for two tests, of which the second loses a worker."""
-    with starting(cluster, tmp_path_factory.mktemp("shared")) as start:
-        yield start()
-
-
 def worker(cluster, rank: int):
     """The process of a worker, and its node."""
     for node in cluster.nodes:
@@ -63,15 +46,8 @@ def worker(cluster, rank: int):
     raise AssertionError(f"no worker {rank}")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def clean_nodes(cluster, no_leftovers_of_module: None) -> Iterator[None]:
-    """Check that nothing is left on the nodes; tests whose executor is not shared look for themselves."""
-    yield
-    cluster.wait_clean()
-
-
-def test_calls_and_answers_go_between_nodes_in_order(cluster, shared_executor) -> None:
-    executor = shared_executor
+def test_calls_and_answers_go_between_nodes_in_order(cluster, start_executor) -> None:
+    executor = start_executor()
     assert {worker(cluster, rank)[1].directory.name for rank in (0, 1)} == {"n0", "n1"}
     assert executor.collective_rpc("rank") == [0, 1]
     assert executor.collective_rpc("pid") == [worker(cluster, rank)[0].pid for rank in (0, 1)]
@@ -85,10 +61,8 @@ def test_calls_and_answers_go_between_nodes_in_order(cluster, shared_executor) -
 
 # Engine cores lose a keeper in each run, too.
 @pytest.mark.parametrize("victim", amount(["worker", "actor"], thorough=["worker", "keeper", "actor"]))
-def test_a_worker_that_is_lost_ends_all_calls_with_the_cause(
-    cluster, start_executor, request: pytest.FixtureRequest, victim: str
-) -> None:
-    executor = request.getfixturevalue("shared_executor") if victim == "worker" else start_executor()
+def test_a_worker_that_is_lost_ends_all_calls_with_the_cause(cluster, start_executor, victim: str) -> None:
+    executor = start_executor()
     process, node = worker(cluster, 1)
     waiting = executor.collective_rpc("trouble", ("native", "native"), non_block=True)
     chosen = {"worker": process, "keeper": process.parent(), "actor": node.actors()[0]}[victim]
@@ -110,7 +84,6 @@ def test_a_worker_that_is_lost_ends_all_calls_with_the_cause(
 def test_a_worker_that_does_not_start_is_explained(cluster, start_executor) -> None:
     with pytest.raises(EngineStartError, match=r"worker 1 \(TP1\): 12 GiB of weights do not fit"):
         start_executor(ranks={"1": {"start_by": "memory"}})
-    cluster.wait_clean()
 
 
 def test_nothing_outlives_a_killed_engine_core(cluster, start_engine) -> None:

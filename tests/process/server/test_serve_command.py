@@ -7,14 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
 import openai
 import psutil
 import pytest
-from process_support.engine_under_test import wait_for
+from process_support.engine_under_test import FAKE_EXECUTOR, SUPPORT_PATH, wait_for
 
 from nbengine.client.engines.directory import list_engines
 
@@ -29,11 +29,21 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def command(no_leftovers: None, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+def options() -> list[str]:
+    """Options of a test's engine."""
+    return []
+
+
+@pytest.fixture
+def command(
+    no_leftovers: None, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """`nbengine serve` with a key, at a port, with its output in a file."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
     port = free_port()
     output = tmp_path / "output"
     arguments = ["serve", "random-tiny", "--port", str(port), "--served-model-name", "mine", "--log-requests"]
+    arguments += options
     with output.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", START, *arguments, "--api-key", KEY],
@@ -49,19 +59,27 @@ def command(no_leftovers: None, tmp_path: Path) -> Iterator[tuple[subprocess.Pop
 START = "import sys; from nbengine.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
+@pytest.fixture
+def status(command: tuple[subprocess.Popen[bytes], int, Path]) -> Iterator[Callable[[str], int]]:
+    """The status with which a path of the server answers; 0 while nothing listens."""
+    # Each client of its own would read all certificates.
+    with httpx2.Client(base_url=f"http://127.0.0.1:{command[1]}") as http:
+
+        def status(path: str) -> int:
+            try:
+                return http.get(path).status_code
+            except httpx2.ConnectError:
+                return 0
+
+        yield status
+
+
 @pytest.mark.timeout(300)
 def test_it_serves_until_it_is_told_to_end_and_takes_its_engine_with_it(
-    command: tuple[subprocess.Popen[bytes], int, Path],
+    command: tuple[subprocess.Popen[bytes], int, Path], status: Callable[[str], int]
 ) -> None:
     process, port, output = command
     url = f"http://127.0.0.1:{port}"
-
-    def status(path: str) -> int:
-        try:
-            return httpx2.get(f"{url}{path}").status_code
-        except httpx2.ConnectError:
-            return 0
-
     wait_for(lambda: status("/health") == 200, "the server to listen", deadline=60)
     seen = {status("/ready")}
     wait_for(lambda: status("/ready") == 200, "the engine to be ready", deadline=120)
@@ -83,18 +101,12 @@ def test_it_serves_until_it_is_told_to_end_and_takes_its_engine_with_it(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [["--distributed-executor-backend", FAKE_EXECUTOR]], ids=["no model"])
 def test_it_ends_with_a_clear_line_when_its_engine_dies(
-    command: tuple[subprocess.Popen[bytes], int, Path],
+    command: tuple[subprocess.Popen[bytes], int, Path], status: Callable[[str], int]
 ) -> None:
-    process, port, output = command
-
-    def is_ready() -> bool:
-        try:
-            return httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-        except httpx2.ConnectError:
-            return False
-
-    wait_for(is_ready, "the engine to be ready", deadline=120)
+    process, _, output = command
+    wait_for(lambda: status("/ready") == 200, "the engine to be ready", deadline=120)
     [engine] = list_engines()
     os.kill(engine.info.host_pid, signal.SIGKILL)
     assert process.wait(60) == 1
