@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterable, Mapping, Sized
 from collections.abc import Set as AbstractSet
+from os import PathLike, fsdecode
 from typing import TypeGuard
 
 _PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
@@ -52,8 +52,8 @@ def _number(value: object) -> object:
 
 def plain_name(value: object) -> object:
     """Return the text of a path or of torch's name of a type, else what `plain` returns."""
-    if isinstance(value, os.PathLike):
-        return os.fsdecode(value)
+    if isinstance(value, PathLike):
+        return fsdecode(value)
     kind = type(value)
     if (kind.__module__, kind.__name__) == ("torch", "dtype"):
         return str(value).removeprefix("torch.")

@@ -56,9 +56,11 @@ async def collect(llm: AsyncLLM, first: int, max_tokens: int = 20, rank: int | N
     return seen
 
 
-async def begin(llm: AsyncLLM, rank: int | None = None) -> AsyncGenerator[RequestOutput, None]:
+async def begin(
+    llm: AsyncLLM, rank: int | None = None, first: int = 1
+) -> AsyncGenerator[RequestOutput, None]:
     """A stream that has begun, and would go on for long."""
-    stream = llm.generate(tokens(1), params(FOREVER), data_parallel_rank=rank)
+    stream = llm.generate(tokens(first), params(FOREVER), data_parallel_rank=rank)
     await anext(stream)
     return stream
 
@@ -163,8 +165,10 @@ async def test_a_call_to_a_killed_rank_fails_at_once(start_async: StartAsync) ->
 
 
 async def test_a_rank_whose_model_breaks_is_reported_with_its_cause(start_async: StartAsync) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"fail_at_token": 30, "step_seconds": 0.005})
-    lucky = await begin(llm, 0)
+    knobs = {"fail_at_token": 30, "step_seconds": 0.005, "vocab_size": 100_000}
+    llm = start_async(data_parallel_size=2, knobs=knobs)
+    # It counts on from there, and never comes to 30.
+    lucky = await begin(llm, 0, first=30)
     with pytest.raises(RequestLostError, match="the model broke at token 30"):
         await collect(llm, 20, rank=1)
     assert (await anext(lucky)).outputs[0].finish_reason is None
