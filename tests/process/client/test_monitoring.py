@@ -80,8 +80,8 @@ async def test_the_port_counts_every_request_of_every_client_once_and_the_stat_l
             ("request_prompt_tokens_sum", "0"): 6,
             ("num_requests_running", "0"): 0,
         }
-        wait_for(lambda: expected.items() <= fetch(address).items(), "the figures", 10)
-        wait_for(lambda: sum(e.num_generation_tokens for e in notes.newest.engines) == 22, "the same", 10)
+        wait_for(lambda: expected.items() <= fetch(address).items(), "the figures")
+        wait_for(lambda: sum(e.num_generation_tokens for e in notes.newest.engines) == 22, "the same")
         wait_for(
             lambda: [e.requests.finished for e in notes.newest.engines if e.requests] == [[0, 2, 0, 0]] * 2,
             "the ends",
@@ -99,12 +99,12 @@ async def test_a_core_that_was_started_again_counts_from_nothing(start_async: St
     for rank in (0, 1):
         await run(llm, rank, 5)
     key = "generation_tokens_total"
-    wait_for(lambda: fetch(address)[key, "1"] == 5, "the tokens", 10)
+    wait_for(lambda: fetch(address)[key, "1"] == 5, "the tokens")
     (pid,) = [core.pid for core in newest(llm.connection).ready if core.rank == 1]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: fetch(address)[key, "1"] == 0, "the new count", 10)
+    wait_for(lambda: fetch(address)[key, "1"] == 0, "the new count")
     await run(llm, 1, 3)
-    wait_for(lambda: fetch(address)[key, "1"] == 3, "the new tokens", 10)
+    wait_for(lambda: fetch(address)[key, "1"] == 3, "the new tokens")
     assert fetch(address)[key, "0"] == 5
 
 
@@ -116,9 +116,10 @@ def test_a_port_in_use_keeps_the_engine_from_starting_and_says_why(start_async: 
 
 
 async def test_a_stop_string_counts_as_a_stop_in_the_engine(start_async: StartAsync) -> None:
-    llm = start_async(metrics_port=0)
+    # The engine must not come to the end by itself before it hears of the stop string.
+    llm = start_async(metrics_port=0, knobs={"step_seconds": 0.01, "max_position_embeddings": 100_000})
     text = llm.get_tokenizer().decode([9])
-    params = SamplingParams(max_tokens=50, ignore_eos=True, stop=[text], output_kind=DELTA)
+    params = SamplingParams(max_tokens=50_000, ignore_eos=True, stop=[text], output_kind=DELTA)
     async for output in llm.generate({"prompt_token_ids": [5]}, params):
         last = output
     assert last.outputs[0].finish_reason == "stop"
@@ -134,4 +135,4 @@ async def test_a_stop_string_counts_as_a_stop_in_the_engine(start_async: StartAs
             for line in lines
         )
 
-    wait_for(ended, "the end", 10)
+    wait_for(ended, "the end")

@@ -67,7 +67,7 @@ def test_a_host_does_not_wait_for_a_pipe_that_a_forked_process_holds() -> None:
         try:
             process.kill()
             process.wait()
-            wait_for(lambda: not psutil.pid_exists(int(host)), "the end of the host", 5)
+            wait_for(lambda: not psutil.pid_exists(int(host)), "the end of the host")
             assert psutil.pid_exists(int(held))
         finally:
             os.kill(int(held), signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_a_keeper_ends_with_its_owner_though_a_forked_process_holds_the_line() -
         try:
             process.kill()
             process.wait()
-            wait_for(lambda: not keepers(), "the end of the keeper", 5)
+            wait_for(lambda: not keepers(), "the end of the keeper")
             assert psutil.pid_exists(int(held))
         finally:
             os.kill(int(held), signal.SIGKILL)
