@@ -65,8 +65,8 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
 
     Tokens that end within a character are held back until it is complete; the end of the request flushes
     them, so that the whole text is `tokenizer.decode(prompt + token_ids)` without that of the prompt, and no
-    text that was given out changes later. The token that ended the request (end of sequence or one of `stop_token_ids`) and the stop string
-    are left out unless `include_stop_str_in_output`.
+    text that was given out changes later. The token that ended the request (end of sequence or one of
+    `stop_token_ids`) and the stop string are left out unless `include_stop_str_in_output`.
     """
 
     __slots__ = (
@@ -100,8 +100,9 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         self._hidden_stops: dict[int, str] = {}
         """The special tokens that have no text, although it is asked for as a stop string."""
         if params.stop and self._skip_special:
+            stops = set(params.stop)
             self._hidden_stops = {
-                token_id: content for token_id, content in decoding.special.items() if content in params.stop
+                token_id: content for token_id, content in decoding.special.items() if content in stops
             }
         self._parts: list[str] = []
         self._num_characters = 0

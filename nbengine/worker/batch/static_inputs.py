@@ -52,7 +52,7 @@ class _Layout:
     part: int
     """Elements from one part of `longs` to the next: token ids, positions, the slots of each group."""
     tables: list[int]
-    """Where the block table of each group begins in `ints`, behind the lengths of the sequences."""
+    """The places in `ints` at which the groups' block tables begin; the lengths of the sequences come before them."""
     num_longs: int
     num_ints: int
     input_ids: Tensor
