@@ -92,6 +92,11 @@ class CudaGraphs:
         self._pool = None
 
 
+def graph_recorder(device: torch.device, *, enforce_eager: bool) -> GraphRecorder | None:
+    """Make the recorder of a worker's decode steps; None where they are not recorded."""
+    return CudaGraphs(device) if device.type == "cuda" and not enforce_eager else None
+
+
 class DecodeGraphs:
     """The graphs of a model's decode steps, by their shapes. A shape's first step is computed as always, which compiles
     what it needs, its second one is recorded."""

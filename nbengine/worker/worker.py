@@ -43,7 +43,7 @@ from nbengine.scheduler.output import (
 )
 from nbengine.units import size
 from nbengine.worker.batch.async_output import CudaTransfer
-from nbengine.worker.decode_graphs import CudaGraphs
+from nbengine.worker.decode_graphs import graph_recorder
 from nbengine.worker.elastic import change_group, resized
 from nbengine.worker.encoder_runner import EncoderRunner
 from nbengine.worker.joining import choose_device, join
@@ -140,8 +140,7 @@ class Worker:
             self.model = decoder
             overlaps = self.config.scheduler.async_scheduling and self.device.type == "cuda"
             transfer = CudaTransfer if overlaps else None
-            records = self.device.type == "cuda" and not config.enforce_eager
-            recorder = CudaGraphs(self.device) if records else None
+            recorder = graph_recorder(self.device, enforce_eager=config.enforce_eager)
             self.model_runner = ModelRunner(
                 self.config, decoder, self.device, self.precision.kv_dtype, transfer, self._parallel, recorder
             )

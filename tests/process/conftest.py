@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,26 +30,28 @@ def private_socket_dir() -> Iterator[Path]:
         yield Path(directory)
 
 
+@contextmanager
+def nothing_is_left_in(*directories: Path) -> Iterator[None]:
+    """Check that nothing is there at the end that was not there before."""
+    set_modules_aside()
+    before = take_snapshot(list(directories))
+    yield
+    found = leftovers(before, list(directories))
+    assert not found, "left behind: " + "; ".join(found)
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[None]:
     """Check that no process, thread, socket, file or shared-memory segment outlives its test."""
-    directories = [private_runtime_dir, private_socket_dir]
-    set_modules_aside()
-    before = take_snapshot(directories)
-    yield
-    found = leftovers(before, directories)
-    assert not found, "left behind: " + "; ".join(found)
+    with nothing_is_left_in(private_runtime_dir, private_socket_dir):
+        yield
 
 
 @pytest.fixture(scope="module")
 def no_leftovers_of_module(private_runtime_dir: Path, private_socket_dir: Path) -> Iterator[None]:
     """Check the same of what the tests of a file share, which each of them finds there already."""
-    directories = [private_runtime_dir, private_socket_dir]
-    set_modules_aside()
-    before = take_snapshot(directories)
-    yield
-    found = leftovers(before, directories)
-    assert not found, "left behind: " + "; ".join(found)
+    with nothing_is_left_in(private_runtime_dir, private_socket_dir):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from nbengine.models.step_output import StepOutput
 from nbengine.worker import decode_graphs
 from nbengine.worker import worker as worker_module
 from nbengine.worker.batch.static_inputs import MOST_ROWS, padded_rows, padded_tokens
-from nbengine.worker.decode_graphs import Graph
+from nbengine.worker.decode_graphs import CudaGraphs, Graph, graph_recorder
 from nbengine.worker.model_runner import ModelRunner
 from tests.unit.worker.conftest import MAX_MODEL_LEN, NUM_BLOCKS, Driver, Runner
 
@@ -130,19 +130,26 @@ def test_what_cannot_be_recorded_is_computed_as_always_and_said_once(
 
 
 def test_the_graph_that_was_not_used_for_longest_goes(
-    runner: ModelRunner, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, new_runner: Runner
+    runner: ModelRunner, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "MOST_GRAPHS", 1)
-    expected = requests_to(Driver(new_runner()))
-    driver = Driver(runner)
-    assert requests_to(driver) == expected
-    first = recorder.num_attempts
-    assert first > 1
-    for name in ("again", "and again"):
-        driver.add(name, [3, 4], SamplingParams(temperature=0), 4)
+    monkeypatch.setattr(decode_graphs, "MOST_GRAPHS", 2)
+    driver, recorded = Driver(runner), []
+    # One and two requests are recorded, one is used again, four take the place of two.
+    for turn, count in enumerate((1, 2, 1, 4, 1, 2)):
+        before = recorder.num_attempts
+        for number in range(count):
+            driver.add(f"{turn} {number}", [3, 4], SamplingParams(temperature=0), 4)
         driver.run()
-    # The graph of one row is the latest one, and stays.
-    assert recorder.num_attempts == first
+        recorded.append(recorder.num_attempts - before)
+    assert recorded == [1, 1, 0, 1, 0, 1]
+    assert len({tuple(request.output) for request in driver.done.values()}) == 1
+
+
+def test_steps_are_recorded_on_a_gpu_unless_eager_ones_are_asked_for() -> None:
+    gpu = torch.device("cuda", 0)
+    assert isinstance(graph_recorder(gpu, enforce_eager=False), CudaGraphs)
+    assert graph_recorder(gpu, enforce_eager=True) is None
+    assert graph_recorder(CPU, enforce_eager=False) is None
 
 
 def test_graphs_are_forgotten_when_the_kv_cache_moves(runner: ModelRunner, recorder: Recorder) -> None:
