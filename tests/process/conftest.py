@@ -56,12 +56,16 @@ def no_leftovers_of_module(private_runtime_dir: Path, private_socket_dir: Path) 
 
 @pytest.fixture(scope="module")
 def start_shared_engine(no_leftovers_of_module: None) -> Iterator[StartEngine]:
-    """Start an engine with the fake executor for all tests of a file, which leave it as it is."""
+    """Start an engine with the fake executor for all tests of a file, which leave it as it is.
+
+    It is there with all its processes: one that came later would be found by the first test, and kept against it.
+    """
     engines: list[EngineUnderTest] = []
 
     def start(knobs: dict | None = None, **config) -> EngineUnderTest:
         engine = EngineUnderTest(fake_config(knobs, **config))
         engines.append(engine)
+        engine.wait_ready()
         return engine
 
     yield start

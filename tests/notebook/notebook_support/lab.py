@@ -208,8 +208,14 @@ def run_command(page: Page, command: str) -> None:
 
 def run_cell(page: Page, cell: int) -> None:
     """Start a code cell without waiting for its end; the notebook has no cells of other kinds."""
-    page.evaluate("(cell) => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = cell; }", cell)
-    run_command(page, "notebook:run-cell")
+    # In one turn: the end of a click into another cell makes that one active, and may come at any time.
+    page.evaluate(
+        """(cell) => {
+            window.jupyterapp.shell.currentWidget.content.activeCellIndex = cell;
+            window.jupyterapp.commands.execute('notebook:run-cell');
+        }""",
+        cell,
+    )
 
 
 def save(page: Page) -> None:

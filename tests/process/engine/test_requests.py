@@ -24,16 +24,12 @@ NUM_REQUESTS = amount(2000, thorough=10_000)
 
 @pytest.fixture(scope="module")
 def shared_engine(start_shared_engine) -> EngineUnderTest:
-    engine = start_shared_engine()
-    engine.wait_ready()
-    return engine
+    return start_shared_engine()
 
 
 @pytest.fixture(scope="module")
 def shared_slow_engine(start_shared_engine) -> EngineUnderTest:
-    engine = start_shared_engine({"step_seconds": 0.01})
-    engine.wait_ready()
-    return engine
+    return start_shared_engine({"step_seconds": 0.01})
 
 
 def with_clients(engine: EngineUnderTest) -> Iterator[EngineUnderTest]:

@@ -159,15 +159,13 @@ TO_CLIENT = [
 def engine(request: pytest.FixtureRequest, start_shared_engine: StartEngine) -> EngineUnderTest:
     """One for all tests, since each of them shows that the engine outlives what they send."""
     # Mutated requests for shutdown or scaling would end it rightly; so would stats of a rank that is there.
-    engine = start_shared_engine(
+    return start_shared_engine(
         parallel=ParallelConfig(
             distributed_executor_backend=FAKE_EXECUTOR,
             data_parallel_address=None if request.param == "one machine" else "127.0.0.1",
         ),
         lease=60.0,
     )
-    engine.wait_ready()
-    return engine
 
 
 @pytest.fixture(autouse=True)

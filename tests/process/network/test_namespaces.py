@@ -49,6 +49,8 @@ def engine(machines: TwoMachines) -> Iterator[EngineUnderTest]:
     model = resolve_model(dataclasses.replace(config.model, model="random-tiny"))
     config = dataclasses.replace(config, model=model)
     engine = EngineUnderTest(config, prefix=machines.on_here())
+    # A core that came later would be found by the first test, and kept against it.
+    engine.wait_ready()
     yield engine
     engine.close()
 
