@@ -36,7 +36,14 @@ if TYPE_CHECKING:
     from nbengine.frontend.observability.tracing import RequestTracer
     from nbengine.frontend.requests.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from nbengine.metrics.stats import EngineStats, SchedulerStats
-    from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ToolCall
+    from nbengine.outputs import (
+        CompletionOutput,
+        Logprob,
+        PromptProgress,
+        RequestMetrics,
+        RequestOutput,
+        ToolCall,
+    )
     from nbengine.pooling_outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -87,7 +94,14 @@ _HOMES = {
     "nbengine.frontend.observability.stat_loggers": ("LoggingStatLogger", "StatLogger"),
     "nbengine.frontend.observability.tracing": ("RequestTracer",),
     "nbengine.metrics.stats": ("EngineStats", "SchedulerStats"),
-    "nbengine.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "ToolCall"),
+    "nbengine.outputs": (
+        "CompletionOutput",
+        "Logprob",
+        "PromptProgress",
+        "RequestMetrics",
+        "RequestOutput",
+        "ToolCall",
+    ),
     "nbengine.pooling_outputs": (
         "ClassificationOutput",
         "ClassificationRequestOutput",
@@ -139,6 +153,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptProgress",
     "PromptType",
     "RequestError",
     "RequestLog",

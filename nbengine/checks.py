@@ -65,6 +65,12 @@ def require_int(name: str, value: object) -> int:
     return found
 
 
+def require_callback(name: str, value: object) -> None:
+    """Raise `InvalidTypeError` unless `value` can be called or is None."""
+    if value is not None and not callable(value):
+        raise InvalidTypeError(name, value, "a function, or None")
+
+
 def require_bool(name: str, value: object, allowed: str = "True or False") -> bool:
     """Return the truth value that `value` stands for (`plain`); raise if it is anything else."""
     found = plain(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,37 @@ import msgspec
 
 SHORTEST_SPAN = 0.02
 """Seconds that a request's tokens must span for a speed to be made of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """The part of a prompt that the engine has read, after a step that has not read all of it.
+
+    Of `num_prompt_tokens` tokens, `num_read_tokens` have keys and values, `num_cached_tokens` of them from the prefix
+    cache. `seconds` is the time since the engine took up the request. As text it is a line for people.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_read_tokens: int
+    num_cached_tokens: int
+    seconds: float
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate the seconds to the first token from the pace so far; None before there is one."""
+        num_computed = self.num_read_tokens - self.num_cached_tokens
+        if num_computed <= 0:
+            return None
+        return (self.num_prompt_tokens - self.num_read_tokens) * self.seconds / num_computed
+
+    def __str__(self) -> str:
+        parts = [f"reading {self.num_read_tokens:,} of {self.num_prompt_tokens:,} tokens"]
+        if self.num_cached_tokens:
+            parts.append(f"{self.num_cached_tokens:,} reused")
+        if self.seconds_left is not None:
+            parts.append(f"{math.ceil(self.seconds_left):,} s to go")
+        return ", ".join(parts)
 
 
 @dataclass(slots=True)
@@ -29,6 +61,9 @@ class RequestMetrics:
     data_parallel_ranks: tuple[int, ...] = ()
     """The engine cores that compute the request: with `n > 1` those of all completions, in the order of their
     first outputs."""
+    prompt_progress: PromptProgress | None = None
+    """The latest progress of a prompt that takes several steps; None where one step reads it. With `n > 1` that
+    of the first completion."""
 
     @property
     def time_to_first_token(self) -> float | None:

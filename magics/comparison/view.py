@@ -14,9 +14,9 @@ from nbengine.magics.answers.diff import diff_html, diff_text, word_diff
 from nbengine.magics.comparison.arguments import ComparisonPlan
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.generation.markdown import unfenced
-from nbengine.magics.generation.render import pretty_json
+from nbengine.magics.generation.render import pretty_json, prompt_line
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import UPDATE_SECONDS, SilentView, View, pause_after
+from nbengine.magics.generation.view import ERASE_LINE, UPDATE_SECONDS, SilentView, View, pause_after
 from nbengine.magics.tokens.feed import kept_alternatives
 from nbengine.magics.tokens.view import shaded
 from nbengine.sampling_params import SamplingParams
@@ -29,7 +29,6 @@ from nbengine.widgets.words import count, harmless, joined, print_quietly, secon
 
 MOST_SHADED = 5000
 """The most tokens that a saved grid shades one by one: they make about half a megabyte."""
-_ERASE_LINE = "\r\x1b[2K"
 
 
 class GridState:
@@ -46,16 +45,19 @@ class GridState:
         self._params = params
         self._started = time.monotonic()
         self._pace = Pace()
-        self._known: list[object] = [None] * len(result)
+        self._known: list[tuple[object, object]] = [(None, None)] * len(result)
         self.take(result)
 
     def take(self, result: ComparisonResult) -> bool:
         """Take in the results that have changed, and return whether any has."""
         # Whatever a result takes in, its list of outputs is another one then.
-        changed = [index for index, found in enumerate(result) if found.outputs is not self._known[index]]
-        for index in changed:
-            self.cells[index] = self._live_cell(index)
-            self._known[index] = result[index].outputs
+        changed = []
+        for index, found in enumerate(result):
+            outputs, progress = self._known[index]
+            if found.outputs is not outputs or found.metrics.prompt_progress is not progress:
+                changed.append(index)
+                self.cells[index] = self._live_cell(index)
+                self._known[index] = found.outputs, found.metrics.prompt_progress
         self._pace.take(time.monotonic(), self.num_tokens)
         return bool(changed)
 
@@ -149,8 +151,8 @@ class GridState:
         elif result.finished:
             state = "done"
         else:
-            state = "running" if tokens else "waiting"
-        foot = count(tokens, "token") + (" ✓" if state == "done" else "") if tokens else ""
+            state = "running" if tokens or prompt_line(result) else "waiting"
+        foot = count(tokens, "token") + (" ✓" if state == "done" else "") if tokens else prompt_line(result)
         answers = tuple(answer.text for answer in result.outputs) if tokens else ()
         return GridCell(answers, state, foot, "" if error is None else _cause(error))
 
@@ -223,7 +225,7 @@ class GridTerminalView:
         self._state.take(result)
         self._print(result, complete_only=True)
         if sys.stdout.isatty() and self._printed < len(self._state.cells):
-            print(f"{_ERASE_LINE}\x1b[2m[{self._state.head}]\x1b[0m", end="", flush=True)
+            print(f"{ERASE_LINE}\x1b[2m[{self._state.head}]\x1b[0m", end="", flush=True)
 
     def finish(self, result: ComparisonResult, note: str = "") -> None:
         """Print the remaining answers and the sums."""
@@ -238,7 +240,7 @@ class GridTerminalView:
             if complete_only and not result[index].finished:
                 break
             if sys.stdout.isatty():
-                print(_ERASE_LINE, end="")
+                print(ERASE_LINE, end="")
             print(harmless(cell_text(state.layout.label(index), state.final_cell(index))) + "\n")
             self._printed = index + 1
 

@@ -11,7 +11,7 @@ from nbengine.magics.conversations.answer import Answer, answer_in
 from nbengine.magics.conversations.conversation import Conversation, Exchange
 from nbengine.magics.generation.render import answer_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView, View
+from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView, PromptLine, View
 from nbengine.widgets.live import in_kernel
 from nbengine.widgets.words import MUTED, PLAIN, PROSE, count, harmless, joined, muted, print_quietly
 
@@ -110,14 +110,19 @@ class ChatTerminalView:
         self._notes = notes
         self._printed = 0
         self._is_reasoning = False
+        self._line = PromptLine()
 
     def update(self, result: GenerationResult) -> None:
         """Print the part that has been added."""
+        if self._line.show(result):
+            return
+        self._line.erase()
         if self._appearance.stream:
             self._print(answer_in(result.text, self._reading, complete=False))
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the remaining text and the footer."""
+        self._line.erase()
         answer = answer_in(result.text, self._reading)
         self._print(answer)
         if self._is_reasoning:

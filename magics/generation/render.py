@@ -17,6 +17,8 @@ _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"
 """Strings, the last of which may lack its end, brackets, and the text between them except white space."""
 _DEEPEST_INDENTATION = 100
 """The deepest indented level: without a limit, blanks would grow with the square of the text's length."""
+LONG_PROMPT_SECONDS = 1.0
+"""Seconds from which on a prompt takes so long that people want to know how far it is."""
 _HEADINGS = {
     "text/html": f'<div style="{MUTED}">{{}}.</div>',
     "text/markdown": "**{}.**\n\n",
@@ -103,6 +105,15 @@ def indented_json(text: str) -> str:
 
 def _new_line(depth: int) -> str:
     return "\n" + "  " * min(depth, _DEEPEST_INDENTATION)
+
+
+def prompt_line(result: GenerationResult) -> str:
+    """Say how much of the prompt has been read; empty where that takes no time, and once the answer has begun."""
+    progress = result.metrics.prompt_progress
+    if progress is None or any(completion.token_ids for completion in result.outputs):
+        return ""
+    whole = progress.seconds + (progress.seconds_left or 0.0)
+    return str(progress) if whole >= LONG_PROMPT_SECONDS else ""
 
 
 def footer_of(result: GenerationResult) -> str:

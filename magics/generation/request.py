@@ -13,7 +13,7 @@ from nbengine.magics.answers.kept import Answer
 from nbengine.magics.generation.lost import LOST, LostClient
 from nbengine.magics.generation.ongoing import OngoingRequests
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.outputs import RequestOutput
+from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.sampling_params import SamplingParams
 
 _NEEDS_START = "its answer follows a grammar, which cannot begin in the middle"
@@ -24,6 +24,7 @@ class Collector(Protocol):
 
     request_id: str
     engine_request_id: str
+    on_prompt_progress: Callable[[PromptProgress], object] | None
 
     async def get(self) -> RequestOutput:
         """Wait for the next output."""
@@ -120,6 +121,8 @@ class Request:
         """The error with which the request was refused or has failed."""
         self.on_end: list[Callable[[NBEngineError | None], object]] = []
         """Functions that are called when the request ends, with the error if one ended it."""
+        self.on_progress: Callable[[], object] | None = None
+        """The function that the reader calls when more of a long prompt has been read, as `result.metrics` says."""
         self._prompt = prompt
         self._rank = rank
         self._written = written
@@ -139,10 +142,16 @@ class Request:
             written=self._written,
             transcript=result.prompt,
         )
+        self.collector.on_prompt_progress = self._note_progress
         result.request_id = self.collector.request_id
         engine_request_id = self.collector.engine_request_id
         origin.ongoing.add(engine_request_id, foreground=foreground)
         self._answer = origin.ongoing.answers.begin(engine_request_id, result, origin.client.name)
+
+    def _note_progress(self, progress: PromptProgress) -> None:
+        self.result.metrics.prompt_progress = progress
+        if self.on_progress is not None:
+            self.on_progress()
 
     def abort(self) -> None:
         """Ask the engine to end the request if it has not ended."""

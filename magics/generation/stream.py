@@ -166,12 +166,18 @@ class Generation(Stream[GenerationResult]):
         super().__init__(request.result, [request], view, waited_for)
         assert request.collector is not None, "the request has not been sent"
         self._collector = request.collector
+        request.on_progress = self._show_progress
 
     async def _step(self) -> bool:
         return self._take(await self._collector.get())
 
     def _step_blocking(self, timeout: float | None = None) -> bool:
         return self._take(self._collector.get_blocking(timeout))
+
+    def _show_progress(self) -> None:
+        # The request runs, so that nothing else holds it up.
+        self.waits.has_begun = True
+        self._view.update(self.result)
 
     def _take(self, output: RequestOutput) -> bool:
         self.waits.has_begun = True

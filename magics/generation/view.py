@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.render import answers_bundle, footer_of
+from nbengine.magics.generation.render import answers_bundle, footer_of, prompt_line
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.open_views import ClosableView
@@ -20,6 +21,7 @@ UPDATE_SECONDS = 0.04
 """Seconds between two updates of a cell: few enough to look like writing, enough for the iopub channel."""
 _CHARACTERS_PER_SECOND = 250_000
 """Jupyter's server drops output above a megabyte a second; each update sends the whole answer again."""
+ERASE_LINE = "\r\x1b[2K"
 DUTY = 0.1
 """The share of the time that may go into drawing."""
 _UPDATES_PER_SECOND = 250
@@ -79,11 +81,12 @@ class CellView:
             self._live.show(answers_bundle([], appearance.format, appearance.placeholder, complete=False))
 
     def update(self, result: GenerationResult) -> None:
-        """Replace the answer and set the pace by what that cost."""
-        if not self._appearance.stream or result.finished:
+        """Replace the answer, or what is said of a long prompt, and set the pace by what that cost."""
+        reading = prompt_line(result)
+        if result.finished or not (self._appearance.stream or reading):
             return
         started = time.perf_counter()
-        size = self._live.show(self._bundle(result, complete=False))
+        size = self._live.show(self._bundle(result, reading, complete=False))
         cost = time.perf_counter() - started
         self._streaming.add(self)
         self.interval = pause_after(size, cost, len(self._streaming))
@@ -102,6 +105,27 @@ class CellView:
         return answers_bundle(outputs, self._appearance.format, footer, complete=complete)
 
 
+class PromptLine:
+    """The line of a terminal that says how much of a long prompt has been read, until something else is printed."""
+
+    def __init__(self) -> None:
+        self._is_shown = False
+
+    def show(self, result: GenerationResult) -> bool:
+        """Show it if there is something to say, and return whether there is."""
+        line = prompt_line(result)
+        if line and sys.stdout.isatty():
+            self._is_shown = True
+            print(f"{ERASE_LINE}\x1b[2m[{line}]\x1b[0m", end="", flush=True)
+        return bool(line)
+
+    def erase(self) -> None:
+        """Make room for what is printed next."""
+        if self._is_shown:
+            self._is_shown = False
+            print(ERASE_LINE, end="", flush=True)
+
+
 class TerminalView:
     """A view that prints the answer as it comes, and further completions at the end; printed text stays."""
 
@@ -110,15 +134,20 @@ class TerminalView:
     def __init__(self, appearance: Appearance) -> None:
         self._appearance = appearance
         self._printed = 0
+        self._line = PromptLine()
 
     def update(self, result: GenerationResult) -> None:
         """Print the part that has been added."""
+        if self._line.show(result):
+            return
+        self._line.erase()
         if self._appearance.stream and len(result.text) > self._printed:
             print(harmless(result.text[self._printed :]), end="", flush=True)
             self._printed = len(result.text)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Print the remaining text and the footer."""
+        self._line.erase()
         print(harmless(result.text[self._printed :]))
         for completion in result.outputs[1:]:
             print(f"\n{completion.index + 1}.\n{harmless(completion.text)}")

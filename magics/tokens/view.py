@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.render import answers_bundle
+from nbengine.magics.generation.render import answers_bundle, prompt_line
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import DUTY, UPDATE_SECONDS, Appearance, View
 from nbengine.magics.tokens.branch import Branch
@@ -63,6 +63,9 @@ class TokensView:
         if self._rendered is not None:
             self._rendered.update(result)
             self.interval = self._rendered.interval
+            return
+        if (reading := prompt_line(result)) and not result.finished:
+            self._live.show(answers_bundle([], "text", reading, complete=False))
             return
         if not self._appearance.stream or result.finished:
             return

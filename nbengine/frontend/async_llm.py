@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from nbengine.checks import check_session
+from nbengine.checks import check_session, require_callback
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
@@ -29,7 +29,7 @@ from nbengine.frontend.control import AsyncControl, Control, ControlOf
 from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.observability.request_watch import RequestObserver
 from nbengine.frontend.options import EngineOptions, with_engine_options
-from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_collector import PromptCallback, RequestOutputCollector
 from nbengine.frontend.outputs.transcripts import Transcripts, mark
 from nbengine.frontend.parsing.reading import answer_of
 from nbengine.frontend.requests.beside_loop import beside_loop
@@ -283,11 +283,16 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         data_parallel_rank: int | None = None,
         transcript: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        on_prompt_progress: PromptCallback | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a request's outputs, as `sampling_params.output_kind` says; arguments and errors are those
-        of `submit`.
+        """Stream a request's outputs, as `sampling_params.output_kind` says; the other arguments and errors are
+        those of `submit`.
 
         Closing the generator or cancelling its task aborts the request.
+
+        Args:
+            on_prompt_progress: what is called with a `PromptProgress`, on this event loop, while the first output is
+                awaited and steps have read a part of the prompt and not all of it. What it raises ends the stream.
 
         Raises:
             RequestError: the engine refused this request.
@@ -304,7 +309,10 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             transcript=transcript,
             trace_headers=trace_headers,
         )
-        collector = self._send(prompt, *await beside_loop(prompt, prepare))
+        require_callback("on_prompt_progress", on_prompt_progress)
+        prepared = await beside_loop(prompt, prepare)
+        prepared[-1].on_prompt_progress = on_prompt_progress
+        collector = self._send(prompt, *prepared)
         finished = False
         try:
             while not finished:

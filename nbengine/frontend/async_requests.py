@@ -70,6 +70,8 @@ class AsyncRequests:
         """Process a batch of outputs; a failure here, which would be a bug, ends the requests instead of
         stalling them."""
         try:
+            if outputs.prompts_read:
+                self._output_processor.process_prompts_read(outputs.prompts_read)
             processed = self._output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         except Exception as error:
             logger.exception("outputs of the engine cannot be processed")

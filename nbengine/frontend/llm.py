@@ -16,6 +16,7 @@ from nbengine.frontend.control import Control
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.offline import Offline, TqdmChoice
 from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.parsing.formats import AUTO
 from nbengine.frontend.pooling import OfflinePooling
 from nbengine.frontend.progress_line import progress_line
@@ -77,6 +78,7 @@ class LLM(Control, OfflinePooling):
         *,
         use_tqdm: TqdmChoice = True,
         priority: Sequence[int] | None = None,
+        on_prompt_progress: PromptCallback | None = None,
     ) -> list[RequestOutput]:
         """Generate the completions of each prompt and return them in the order of the prompts.
 
@@ -87,6 +89,9 @@ class LLM(Control, OfflinePooling):
             sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params()`.
             use_tqdm: show a progress bar, or a callable that makes one.
             priority: of each prompt, lower goes first, with `scheduling_policy="priority"`.
+            on_prompt_progress: what is called with a `PromptProgress` after each step that has read a part of a
+                prompt and not all of it; `request_id` counts the prompts of all calls from 0. What it raises ends
+                the call.
 
         Raises:
             InvalidArgumentError, NotSupportedError: a prompt or parameter; no request is left running.
@@ -100,7 +105,7 @@ class LLM(Control, OfflinePooling):
         priorities = [] if priority is None else list(priority)
         if priority is not None and len(priorities) != len(sequence):
             raise InvalidArgumentError("priority", priority, f"as long as prompts ({len(sequence)})")
-        return self._run(RequestOutput, sequence, params, use_tqdm, priorities)
+        return self._run(RequestOutput, sequence, params, use_tqdm, priorities, on_prompt_progress)
 
     def chat(
         self,
@@ -116,6 +121,7 @@ class LLM(Control, OfflinePooling):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_parser: str = AUTO,
         tool_parser: str = AUTO,
+        on_prompt_progress: PromptCallback | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or of several.
 
@@ -140,6 +146,7 @@ class LLM(Control, OfflinePooling):
             reasoning_parser: the name of the parser that finds reasoning, "none", or "auto": chosen by the
                 template.
             tool_parser: the name of the parser that finds calls of `tools`, "none" or "auto".
+            on_prompt_progress: see `generate`.
 
         Raises:
             InvalidArgumentError: a message or a tool is malformed, the template refuses them
@@ -163,7 +170,9 @@ class LLM(Control, OfflinePooling):
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, on_prompt_progress=on_prompt_progress
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's generation config recommends."""

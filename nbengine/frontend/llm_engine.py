@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from nbengine.checks import require_callback
 from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.client.link.ownership import Owned, finalize
 from nbengine.client.making import make_client
@@ -15,6 +16,7 @@ from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import Control
 from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.observability.request_watch import RequestObserver
+from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.parsing.reading import answer_of
 from nbengine.frontend.requests.input_processor import PromptType, prompt_text
 from nbengine.frontend.requests.prompting import Prompting
@@ -78,6 +80,7 @@ class LLMEngine(Prompting, Control, Inspection):
         arrival_time: float | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        on_prompt_progress: PromptCallback | None = None,
     ) -> str:
         """Queue a request and return its internal id (`request_id` plus 8 random characters).
 
@@ -88,6 +91,8 @@ class LLMEngine(Prompting, Control, Inspection):
             arrival_time: seconds of `time.monotonic()`, now if None.
             priority: lower goes first, with `scheduling_policy="priority"`.
             data_parallel_rank: the engine core that is to have it; None leaves the choice to the client.
+            on_prompt_progress: what `step` calls with a `PromptProgress` after each step that has read a part of the
+                prompt and not all of it.
 
         Raises:
             InvalidArgumentError, NotSupportedError: the request is not possible; nothing was queued.
@@ -95,6 +100,7 @@ class LLMEngine(Prompting, Control, Inspection):
         """
         self.engine_core.check_alive()
         data_parallel_rank = checked_rank(data_parallel_rank, self.engine_core.engine_ranks)
+        require_callback("on_prompt_progress", on_prompt_progress)
         answer = answer_of(prompt)
         request = self.input_processor.process_inputs(
             request_id,
@@ -105,7 +111,9 @@ class LLMEngine(Prompting, Control, Inspection):
             data_parallel_rank=data_parallel_rank,
         )
         self.input_processor.assign_request_id(request)
-        to_send = self.output_processor.add_request(request, prompt_text(prompt), answer=answer)
+        to_send = self.output_processor.add_request(
+            request, prompt_text(prompt), answer=answer, on_prompt_progress=on_prompt_progress
+        )
         try:
             for part in to_send:
                 self.engine_core.add_request(part)
@@ -129,6 +137,8 @@ class LLMEngine(Prompting, Control, Inspection):
         if self._errors:
             raise self._errors.popleft()
         outputs = self.engine_core.get_output()
+        if outputs.prompts_read:
+            self.output_processor.process_prompts_read(outputs.prompts_read)
         processed = self.output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         if processed.reqs_to_abort:
             self.engine_core.abort_requests(processed.reqs_to_abort, stopped=processed.stopped)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from nbengine.errors import NBEngineError
+from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.sampling_params import PoolingParams, SamplingParams
@@ -37,13 +38,14 @@ class Offline:
         params: Sequence[SamplingParams | PoolingParams],
         use_tqdm: TqdmChoice,
         priorities: Sequence[int] = (),
+        on_prompt_progress: PromptCallback | None = None,
     ) -> list[T]:
         """Return the outputs of all prompts, in their order; an error, or an interrupt, leaves no request
         running."""
         total = sum(own.n if isinstance(own, SamplingParams) else 1 for own in params)
         with self._busy:
             try:
-                positions = self._add(prompts, params, priorities or [0] * len(prompts))
+                positions = self._add(prompts, params, priorities or [0] * len(prompts), on_prompt_progress)
                 with _Bar(total, use_tqdm) as bar:
                     return self._collect(kind, positions, bar)
             except BaseException:
@@ -55,11 +57,14 @@ class Offline:
         prompts: Sequence[PromptType],
         params: Sequence[SamplingParams | PoolingParams],
         priorities: Sequence[int],
+        on_prompt_progress: PromptCallback | None,
     ) -> dict[str, int]:
         positions = {}
         for position, (prompt, own, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             request_id = str(next(self._request_counter))
-            self.llm_engine.add_request(request_id, prompt, own, priority=priority)
+            self.llm_engine.add_request(
+                request_id, prompt, own, priority=priority, on_prompt_progress=on_prompt_progress
+            )
             positions[request_id] = position
         return positions
 

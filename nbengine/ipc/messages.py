@@ -164,6 +164,20 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
         return self.finish_reason is not None
 
 
+class PromptRead(msgspec.Struct, array_like=True, gc=False):
+    """The part of a prompt that has been read after a step that has not read all of it.
+
+    Of `num_prompt_tokens` tokens `num_read_tokens` have keys and values, of which `num_cached_tokens` came from the prefix cache; `seconds` is the
+    time since the engine core took up the request.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_read_tokens: int
+    num_cached_tokens: int
+    seconds: float
+
+
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     """Answer to a utility call: `failure_message` is None on success."""
 
@@ -190,6 +204,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     returned: list[str] | None = None
     """Requests of this client that the core, which leaves, has not begun and will not:
     another rank takes them."""
+    prompts_read: list[PromptRead] | None = None
+    """The requests of this client whose prompts take several steps, of which this was not the last."""
 
 
 class UtilityRequest(msgspec.Struct, array_like=True, gc=False):

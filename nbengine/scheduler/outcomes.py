@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from nbengine.errors import NBEngineError
-from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, PromptRead
 from nbengine.ipc.peer_log import printable
 from nbengine.scheduler.faults import describe_fault
 from nbengine.scheduler.output import Fault, ModelRunnerOutput, SchedulerOutput
@@ -113,6 +113,30 @@ class RequestOutcomes(SchedulerState):
                 and request.num_computed_tokens == request.num_tokens - 1
             ):
                 request.spec_token_ids = drafts[: self.num_lookahead_tokens]
+
+    def _tell_prompts_read(
+        self, by_client: dict[int, EngineCoreOutputs], plan: SchedulerOutput, timestamp: float
+    ) -> None:
+        """Tell the clients how much has been read of the prompts that a step has not completed."""
+        for request_id in plan.incomplete_req_ids:
+            request = self.requests.get(request_id)
+            if request is None or plan.step < request.first_step or request.num_output_tokens:
+                continue
+            request.num_read_tokens += plan.num_scheduled_tokens[request_id]
+            # One that was preempted since has lost what was read.
+            if request.status is not RequestStatus.RUNNING or request.pooling_params is not None:
+                continue
+            outputs = by_client.setdefault(
+                request.client_index, EngineCoreOutputs(self.engine_index, timestamp=timestamp)
+            )
+            read = PromptRead(
+                request_id,
+                request.num_prompt_tokens,
+                request.num_read_tokens,
+                request.num_cached_tokens,
+                timestamp - request.scheduled_at,
+            )
+            outputs.prompts_read = [*(outputs.prompts_read or ()), read]
 
     def _tell_ended(self, by_client: dict[int, EngineCoreOutputs], timestamp: float) -> None:
         for client, request_ids in self._ended_by_client.items():

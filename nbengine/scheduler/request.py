@@ -87,6 +87,7 @@ class Request:
         "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_read_tokens",
         "num_slots",
         "num_tokens",
         "number",
@@ -156,6 +157,8 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        self.num_read_tokens = 0
+        """Tokens whose keys and values the steps that were answered have left, while the prompt is incomplete."""
         self.spec_token_ids: list[int] = []
         """Drafts to be verified in the next step."""
         # No step's outcome is for a request that was not admitted.

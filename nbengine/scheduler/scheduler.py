@@ -282,6 +282,7 @@ class Scheduler(RequestOutcomes):
             plan.state_slots[request_id] = request.state_slot, request.state_source
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed + num_new
+        request.num_read_tokens = num_computed
         if request.num_computed_tokens < request.num_tokens:
             plan.incomplete_req_ids.add(request_id)
         request.record_event(EngineCoreEventType.SCHEDULED, now)
@@ -379,4 +380,6 @@ class Scheduler(RequestOutcomes):
         }
         if self._ended_by_client:
             self._tell_ended(by_client, timestamp)
+        if scheduler_output.incomplete_req_ids:
+            self._tell_prompts_read(by_client, scheduler_output, timestamp)
         return by_client

@@ -271,7 +271,7 @@ class CoreLink:
             self._send_calls(self.calls.answer(outputs.engine_index, outputs.utility_output))
             return
         self.router.take_in(outputs)
-        if outputs.outputs or outputs.finished_requests:
+        if outputs.outputs or outputs.finished_requests or outputs.prompts_read:
             self._consumer.on_outputs(outputs)
         if outputs.returned:
             self._on_returned(outputs.returned, (outputs.engine_index, outputs.incarnation))

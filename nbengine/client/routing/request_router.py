@@ -105,6 +105,9 @@ class RequestRouter:
                 self.balancer.end(entry.home.rank, begun=True)
         if stale:
             outputs.outputs = [output for output in outputs.outputs if output.request_id not in stale]
+        if outputs.prompts_read:
+            known = ((read, in_flight.get(read.request_id)) for read in outputs.prompts_read)
+            outputs.prompts_read = [read for read, entry in known if entry is not None and entry.home == home]
         if outputs.finished_requests:
             outputs.finished_requests = [name for name in outputs.finished_requests if self._take(name, home)]
 

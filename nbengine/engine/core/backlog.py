@@ -81,6 +81,10 @@ class Backlog:
             if request_ids := getattr(outputs, name):
                 setattr(merged, name, [*(getattr(merged, name) or ()), *request_ids])
                 last.num_bytes += _ID_BYTES * len(request_ids)
+        if outputs.prompts_read:
+            newest = {read.request_id: read for read in (*(merged.prompts_read or ()), *outputs.prompts_read)}
+            last.num_bytes += _ID_BYTES * (len(newest) - len(merged.prompts_read or ()))
+            merged.prompts_read = list(newest.values())
         for output in self.filter(outputs).outputs:
             _add_output(last, output)
         self.num_bytes += last.num_bytes - before

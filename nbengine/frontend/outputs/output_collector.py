@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from nbengine.errors import NBEngineError
-from nbengine.outputs import RequestOutput, joined
+from nbengine.outputs import PromptProgress, RequestOutput, joined
 from nbengine.sampling_params import RequestOutputKind
 
 _MAX_PARTS = 64
 """Deltas that wait side by side before they are joined: joining copies all that is unread."""
 
 Waiter = asyncio.Future[None]
+PromptCallback = Callable[[PromptProgress], object]
 
 
 class RequestOutputCollector:
@@ -34,6 +35,11 @@ class RequestOutputCollector:
         """The unique id under which the engine knows the request; `abort` takes either."""
         self.trace_headers: Mapping[str, str] | None = None
         """The headers with which the request came, for its observers."""
+        self.on_prompt_progress: PromptCallback | None = None
+        """The function that the reader calls, while it waits, with the progress of a prompt that takes several
+        steps."""
+        self._progress: PromptProgress | None = None
+        """The progress of which the reader has not been told."""
         self._cumulative = output_kind is RequestOutputKind.CUMULATIVE
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -63,6 +69,24 @@ class RequestOutputCollector:
             waiter, self._waiter = self._waiter, None
             return waiter
 
+    def report(self, progress: PromptProgress) -> Waiter | None:
+        """Note how much of the prompt has been read. If a coroutine waits and wants to know, return the future that
+        it waits on, to be given to `wake`."""
+        with self._lock:
+            self._progress = progress
+            if self.on_prompt_progress is None:
+                return None
+            self._changed.notify_all()
+            waiter, self._waiter = self._waiter, None
+            return waiter
+
+    def tell_progress(self) -> None:
+        """Call `on_prompt_progress` with the progress that has been noted and not told."""
+        with self._lock:
+            progress, self._progress = self._progress, None
+        if progress is not None and self.on_prompt_progress is not None:
+            self.on_prompt_progress(progress)
+
     def put_error(self, error: Exception) -> None:
         """End the stream with an error, which the reader gets after what is still unread."""
         with self._lock:
@@ -78,16 +102,22 @@ class RequestOutputCollector:
         Raises:
             NBEngineError: the request failed, or its last output has been taken already.
         """
+        if self._progress is not None:
+            self.tell_progress()
         with self._lock:
             return self._take()
 
     async def get(self) -> RequestOutput:
         """Wait for the next output; raises as `get_nowait` does."""
         while True:
+            if self._progress is not None:
+                self.tell_progress()
             with self._lock:
                 output = self._take()
                 if output is not None:
                     return output
+                if self._is_due:
+                    continue
                 waiter = asyncio.get_running_loop().create_future()
                 self._waiter = waiter
             await waiter
@@ -103,18 +133,28 @@ class RequestOutputCollector:
         deadline = None if timeout is None else time.monotonic() + timeout
         output = None
         try:
-            with self._changed:
-                while (output := self._take()) is None:
-                    remaining = None if deadline is None else deadline - time.monotonic()
-                    if remaining is not None and remaining <= 0:
-                        raise TimeoutError(f"request {self.request_id} gave no output within {timeout:g} s")
-                    self._wait(remaining)
+            while output is None:
+                if self._progress is not None:
+                    self.tell_progress()
+                with self._changed:
+                    while (output := self._take()) is None and not self._is_due:
+                        remaining = None if deadline is None else deadline - time.monotonic()
+                        if remaining is not None and remaining <= 0:
+                            raise TimeoutError(
+                                f"request {self.request_id} gave no output within {timeout:g} s"
+                            )
+                        self._wait(remaining)
         except KeyboardInterrupt:
             # It may come between taking an output and returning it.
             if output is not None:
                 self._put_back(output)
             raise
         return output
+
+    @property
+    def _is_due(self) -> bool:
+        """Tell whether the reader is to be told of the prompt."""
+        return self._progress is not None and self.on_prompt_progress is not None
 
     def _put_back(self, output: RequestOutput) -> None:
         with self._lock:

@@ -14,7 +14,12 @@ from nbengine.errors import InvalidArgumentError, RequestError
 from nbengine.frontend.observability.request_watch import RequestWatch
 from nbengine.frontend.outputs.divided_text import DividedText
 from nbengine.frontend.outputs.logprobs import LogprobsProcessor, TokenTexts
-from nbengine.frontend.outputs.output_collector import RequestOutputCollector, Waiter, wake
+from nbengine.frontend.outputs.output_collector import (
+    PromptCallback,
+    RequestOutputCollector,
+    Waiter,
+    wake,
+)
 from nbengine.frontend.outputs.parallel_sampling import ParentRequest, make_children
 from nbengine.frontend.outputs.pooling_state import PoolingStates
 from nbengine.frontend.outputs.request_state import RequestState
@@ -27,6 +32,7 @@ from nbengine.ipc.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    PromptRead,
 )
 from nbengine.outputs import RequestOutput
 from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
@@ -77,10 +83,12 @@ class OutputProcessor:
         queue: RequestOutputCollector | None = None,
         continuation: Continuation | None = None,
         answer: AnswerReading | None = None,
+        on_prompt_progress: PromptCallback | None = None,
     ) -> list[EngineCoreRequest]:
         """Register a request and return the requests that are then to be sent to the engine core: n of them
         with `n > 1`, and none where what is written of the answer already is its end. With `answer` its
-        outputs have reasoning, content and calls.
+        outputs have reasoning, content and calls. Without a `queue`, `process_prompts_read` calls
+        `on_prompt_progress`.
 
         A pooling request is registered with `pooling.add` instead if a future waits for its outcome.
 
@@ -99,6 +107,7 @@ class OutputProcessor:
         external_id = request.external_req_id or request.request_id
         if queue is None:
             queue = RequestOutputCollector(params.output_kind, external_id, request.request_id)
+            queue.on_prompt_progress = on_prompt_progress
         answer_params = params if continuation is None else continuation.params
         if answer is not None and answer.format.keeps_special_tokens:
             answer_params = msgspec.structs.replace(answer_params, skip_special_tokens=False)
@@ -194,6 +203,25 @@ class OutputProcessor:
             output = queue.get_nowait()
             if output is not None:
                 result.request_outputs.append(output)
+
+    def process_prompts_read(self, prompts_read: Iterable[PromptRead]) -> None:
+        """Tell those who want to know how much of their prompts has been read.
+
+        Raises:
+            Exception: whatever the function of a request without a collector raises.
+        """
+        waiters = []
+        for read in prompts_read:
+            state = self.request_states.get(read.request_id)
+            if state is None or not state.is_first:
+                continue
+            progress = state.update_from_prompt(read)
+            if (waiter := state.queue.report(progress)) is not None:
+                waiters.append(waiter)
+            elif state.is_polled:
+                state.queue.tell_progress()
+        if waiters:
+            wake(waiters)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """End requests with `finish_reason="abort"` and the text they have.

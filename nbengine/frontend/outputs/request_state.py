@@ -14,8 +14,9 @@ from nbengine.ipc.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    PromptRead,
 )
-from nbengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nbengine.outputs import CompletionOutput, PromptProgress, RequestMetrics, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 _FINISH_REASONS = {reason: str(reason) for reason in FinishReason}
@@ -114,6 +115,22 @@ class RequestState:
             if output.new_logprobs is not None:
                 self.logprobs.update(output.new_logprobs, num_new)
         return stop_string
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether this is the first completion of its request."""
+        return self._index == 0
+
+    def update_from_prompt(self, read: PromptRead) -> PromptProgress:
+        """Take in how much of the prompt the engine core has read."""
+        progress = self.metrics.prompt_progress = PromptProgress(
+            self.external_req_id,
+            read.num_prompt_tokens,
+            read.num_read_tokens,
+            read.num_cached_tokens,
+            read.seconds,
+        )
+        return progress
 
     def make_delta(
         self, finish_reason: FinishReason | None, stop_reason: int | str | None

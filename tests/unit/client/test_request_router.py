@@ -11,7 +11,7 @@ from nbengine.client.routing.request_router import RequestRouter
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from nbengine.errors import RequestLostError
 from nbengine.ipc.control_messages import EngineReady
-from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, PromptRead
 from nbengine.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -114,9 +114,14 @@ def test_outputs_of_another_core_or_start_are_left_out() -> None:
             incarnation=incarnation,
             outputs=[EngineCoreOutput("mine", [5]), EngineCoreOutput("unknown", [6])],
             finished_requests=["unknown"],
+            prompts_read=[PromptRead(name, 9, 4, 0, 0.5) for name in ("mine", "unknown")],
         )
         router.take_in(outputs)
         assert not outputs.finished_requests
+        assert outputs.prompts_read is not None
+        assert [read.request_id for read in outputs.prompts_read] == [
+            out.request_id for out in outputs.outputs
+        ]
         return [output.request_id for output in outputs.outputs]
 
     assert (taken(0, 0), taken(1, 1), taken(1, 0)) == ([], [], ["mine"])

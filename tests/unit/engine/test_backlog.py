@@ -17,6 +17,7 @@ from nbengine.ipc.messages import (
     EngineCoreOutputs,
     FinishReason,
     LogprobsLists,
+    PromptRead,
 )
 from nbengine.metrics.requests import RequestStats
 from nbengine.metrics.stats import SchedulerStats
@@ -63,7 +64,12 @@ def histories(draw: st.DrawFn) -> list[object]:
                 ended.add(request_id)
             outputs.append(output)
         gone = draw(GONE) or None
-        items.append(EngineCoreOutputs(outputs=outputs, timestamp=float(number), finished_requests=gone))
+        read = [PromptRead(name, 100, number, 0, 0.5) for name in draw(GONE)] or None
+        items.append(
+            EngineCoreOutputs(
+                outputs=outputs, timestamp=float(number), finished_requests=gone, prompts_read=read
+            )
+        )
     return items
 
 
@@ -169,6 +175,19 @@ def test_what_a_leaving_core_hands_back_is_merged_and_never_given_up() -> None:
     (outputs,) = drain(backlog)
     assert outputs.returned == ["a", "b", "c"]
     assert outputs.outputs == []
+
+
+def test_the_newest_word_on_each_prompt_stays_and_is_counted() -> None:
+    backlog = Backlog()
+    for number, name in enumerate("abab"):
+        backlog.add(EngineCoreOutputs(prompts_read=[PromptRead(name, 9, number, 0, 0.5)]))
+        assert backlog.num_bytes >= min(number + 1, 2) * len(name)
+    one = backlog.num_bytes
+    backlog.add(EngineCoreOutputs(prompts_read=[PromptRead("b", 9, 7, 0, 0.5)]))
+    assert backlog.num_bytes == one
+    outputs = backlog.pop()
+    assert [(read.request_id, read.num_read_tokens) for read in outputs.prompts_read] == [("a", 2), ("b", 7)]
+    assert backlog.num_bytes == 0
 
 
 def test_the_newest_statistics_stay() -> None:

@@ -253,8 +253,13 @@ class Simulation:
         }
         by_client = self.scheduler.update_from_output(plan, output)
         got: dict[str, EngineCoreOutput] = {}
+        read: dict[str, tuple[int, int, int]] = {}
         for client, outputs in by_client.items():
-            assert outputs.outputs or outputs.finished_requests
+            assert outputs.outputs or outputs.finished_requests or outputs.prompts_read
+            for part in outputs.prompts_read or ():
+                assert self.live[part.request_id].client == client
+                assert part.seconds > 0
+                read[part.request_id] = part.num_prompt_tokens, part.num_read_tokens, part.num_cached_tokens
             for item in outputs.outputs:
                 assert item.request_id not in got
                 got[item.request_id] = item
@@ -262,6 +267,7 @@ class Simulation:
             assert outputs.finished_requests == self.to_be_told.pop(client, None)
         assert not self.to_be_told, "clients are told with the next outputs"
         assert got.keys() == expected.keys()
+        assert read == self._read_by(step)
         self.reference.answered = plan.step
         for req_id, tokens in expected.items():
             num_drafts = len(plan.scheduled_spec_decode_tokens.get(req_id, ()))
@@ -300,6 +306,20 @@ class Simulation:
         assert not self.worker.states.keys() - self.scheduler.finished_req_ids
 
     # Checks.
+
+    def _read_by(self, step: InFlight) -> dict[str, tuple[int, int, int]]:
+        """Say how long the prompts are that a step has not completed, how much of them it and those before it have
+        read, and how much was found: what is planned, less what is still in flight."""
+        read = {}
+        for req_id in step.plan.incomplete_req_ids:
+            answer, request = step.answers[req_id], self.reference.find(req_id)
+            if self.live.get(req_id) is not answer or answer.tokens or request not in self.reference.running:
+                continue
+            assert request is not None
+            due = [later.plan.num_scheduled_tokens.get(req_id, 0) for later in self.in_flight]
+            read[req_id] = len(answer.prompt), request.computed - sum(due), request.cached_at_first
+            TOTALS["prompts read in part"] += 1
+        return read
 
     def _receive(self, item: EngineCoreOutput, step: int, sampled: list[int], num_drafts: int) -> None:
         answer = self.live[item.request_id]

@@ -1,0 +1,132 @@
+"""How far a long prompt has been read: what the engine core says, and who is told of it, where."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tokenizers import Tokenizer
+
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_processor import OutputProcessor
+from nbengine.frontend.text.decoding import TextDecoding
+from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, PromptRead
+from nbengine.outputs import CompletionOutput, PromptProgress, RequestOutput
+from nbengine.sampling_params import RequestOutputKind, SamplingParams
+
+
+def progress(read: int = 50) -> PromptProgress:
+    return PromptProgress("r", 100, read, 10, 2.0)
+
+
+def collector() -> RequestOutputCollector:
+    return RequestOutputCollector(RequestOutputKind.DELTA, "r", "r-1")
+
+
+def output() -> RequestOutput:
+    return RequestOutput("r", "p", [1], [CompletionOutput(0, "a", [1], finish_reason="length")], True)
+
+
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        (("r", 8000, 3200, 1100, 4.0), "reading 3,200 of 8,000 tokens, 1,100 reused, 10 s to go"),
+        (("r", 8000, 4000, 0, 0.5), "reading 4,000 of 8,000 tokens, 1 s to go"),
+        # What was reused took no time, so nothing is known of the pace.
+        (("r", 8000, 1100, 1100, 4.0), "reading 1,100 of 8,000 tokens, 1,100 reused"),
+        # A request that was preempted begins again.
+        (("r", 8000, 0, 1100, 4.0), "reading 0 of 8,000 tokens, 1,100 reused"),
+    ],
+)
+def test_progress_is_a_line_for_people(known: tuple[str, int, int, int, float], text: str) -> None:
+    assert str(PromptProgress(*known)) == text
+
+
+async def test_a_coroutine_is_told_on_its_own_loop_while_it_waits() -> None:
+    queue, told = collector(), []
+
+    def note(part: PromptProgress) -> None:
+        told.append((part.num_read_tokens, asyncio.get_running_loop()))
+        if part.num_read_tokens < 70:
+            report(progress(part.num_read_tokens + 10))
+        else:
+            threading.Thread(target=queue.put, args=(output(),)).start()
+
+    def report(part: PromptProgress) -> None:
+        waiter = queue.report(part)
+        assert waiter is None, "the reader, who is here, does not wait"
+
+    queue.on_prompt_progress = note
+    report(progress())
+    assert (await asyncio.wait_for(queue.get(), 60)).finished
+    assert told == [(read, asyncio.get_running_loop()) for read in (50, 60, 70)]
+
+
+def test_a_blocking_reader_is_told_in_its_own_thread() -> None:
+    queue, told = collector(), []
+    heard = threading.Event()
+
+    def note(part: PromptProgress) -> None:
+        told.append((part.num_read_tokens, threading.current_thread()))
+        heard.set()
+
+    def write() -> None:
+        queue.report(progress())
+        heard.wait(60)
+        queue.put(output())
+
+    queue.on_prompt_progress = note
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert queue.get_blocking(timeout=60).finished
+    writer.join()
+    assert told == [(50, threading.current_thread())]
+
+
+def test_a_reader_that_looks_now_and_then_is_told_of_the_newest_once() -> None:
+    queue, told = collector(), []
+    queue.on_prompt_progress = told.append
+    queue.report(progress(20))
+    queue.report(progress(30))
+    assert queue.get_nowait() is None
+    assert queue.get_nowait() is None
+    assert told == [progress(30)]
+
+
+def test_what_a_function_raises_reaches_the_reader_and_loses_no_output() -> None:
+    queue = collector()
+
+    def refuse(_: PromptProgress) -> None:
+        raise KeyboardInterrupt
+
+    queue.on_prompt_progress = refuse
+    queue.report(progress())
+    queue.put(output())
+    with pytest.raises(KeyboardInterrupt):
+        queue.get_blocking(timeout=60)
+    assert queue.get_blocking(timeout=60).finished
+
+
+def test_nobody_is_woken_who_does_not_want_to_know() -> None:
+    queue = collector()
+    assert queue.report(progress()) is None
+    with pytest.raises(TimeoutError):
+        queue.get_blocking(timeout=0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_progress_of_the_first_completion_is_that_of_the_request(byte_level: Tokenizer, n: int) -> None:
+    processor, told = OutputProcessor(TextDecoding(byte_level)), []
+    params = SamplingParams(n=n, output_kind=RequestOutputKind.FINAL_ONLY)
+    request = EngineCoreRequest("r-1", [1] * 100, params, external_req_id="r")
+    ids = [child.request_id for child in processor.add_request(request, "p", on_prompt_progress=told.append)]
+    processor.process_prompts_read([PromptRead(name, 100, 30, 10, 0.5) for name in (*ids, "unknown")])
+    assert told == [PromptProgress("r", 100, 30, 10, 0.5)]
+    processor.process_prompts_read([PromptRead(name, 100, 60, 10, 0.75) for name in ids[1:]])
+    assert len(told) == 1
+    assert processor.process_outputs([EngineCoreOutput(name, [7]) for name in ids]).request_outputs == []
+    (last,) = processor.process_outputs(
+        [EngineCoreOutput(name, [7], finish_reason=FinishReason.LENGTH) for name in ids]
+    ).request_outputs
+    assert last.metrics.prompt_progress == told[0]
