@@ -93,7 +93,7 @@ def test_instances_in_different_threads_do_not_disturb_each_other(make_batch, sm
     start = threading.Barrier(len(batches))
 
     def work(i: int) -> None:
-        start.wait(timeout=30)
+        start.wait(timeout=60)
         outputs[i] = [batches[i].run() for _ in range(5)]
 
     workers = [threading.Thread(target=work, args=(i,)) for i in outputs]

@@ -59,7 +59,7 @@ def test_the_runner_runs_on_as_many_threads_as_asked_and_waits_for_them():
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int64)
     def kernel(argument: int) -> None:
-        together.wait(timeout=30)
+        together.wait(timeout=60)
         seen.append((threading.get_native_id(), argument))
 
     address = ctypes.cast(kernel, ctypes.c_void_p).value

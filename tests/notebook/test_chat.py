@@ -25,7 +25,7 @@ def run_cell(kernel: Kernel, code: str, cell_id: str) -> Cell:
 
 
 def completions(kernel: Kernel, text: str) -> list[str]:
-    reply = kernel.client.complete(text, len(text), reply=True, timeout=30)["content"]
+    reply = kernel.client.complete(text, len(text), reply=True, timeout=60)["content"]
     assert reply["cursor_end"] == len(text)
     return [text[: reply["cursor_start"]] + match for match in reply["matches"]]
 
@@ -39,7 +39,7 @@ def test_a_conversation_is_edited_by_running_its_cells_again(kernel: Kernel, cle
     assert completions(kernel, "%%chat --undo") == ["%%chat --undo"]
     kernel.run("%engine start random-tiny --num-blocks 256 --name box")
     assert completions(kernel, "%engine stop ") == ["%engine stop box"]
-    reply = kernel.client.execute("%%chat?", reply=True, timeout=30)["content"]
+    reply = kernel.client.execute("%%chat?", reply=True, timeout=60)["content"]
     (page,) = reply["payload"]
     assert "--undo [N]" in page["data"]["text/plain"]
 

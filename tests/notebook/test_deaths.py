@@ -12,6 +12,7 @@ import psutil
 import pytest
 from engine_processes import processes_of
 from notebook_support.kernel import Kernel
+from notebook_support.lab import DEADLINE_SECONDS
 from notebook_support.leaks import shared_memory
 from notebook_support.paced import start_line
 
@@ -37,8 +38,8 @@ def remains_of(info: ConnectionInfo) -> list[object]:
     return [*session_processes(info), *files, *shared_memory(run_dir.parent)]
 
 
-def assert_gone(info: ConnectionInfo, within: float) -> None:
-    end = time.monotonic() + within
+def assert_gone(info: ConnectionInfo) -> None:
+    end = time.monotonic() + DEADLINE_SECONDS
     while remains := remains_of(info):
         assert time.monotonic() < end, remains
         time.sleep(0.02)
@@ -71,7 +72,7 @@ def test_a_killed_engine_is_told_with_its_log_and_leaves_nothing(
     assert reason == "abort"
     assert text
     assert (ALPHABET * 200).startswith(text)
-    assert_gone(info, within=10)
+    assert_gone(info)
     assert "no engine is running here" in kernel.run_any("%%generate\nhi\n").text
     kernel.run(start_line(tokens_per_second=1000))
     assert the_engine().name == info.name
@@ -93,7 +94,7 @@ def test_a_killed_kernel_leaves_nothing_after_the_keep_alive(
     # The kernel's lease ends with its process, its request with the lease; only then the keep-alive begins.
     psutil.wait_procs(processes, timeout=KEEP_ALIVE + 5)
     assert time.monotonic() - killed_at >= KEEP_ALIVE - 0.1
-    assert_gone(info, within=10)
+    assert_gone(info)
     assert "keep_alive" in observer.run(f"%engine logs {info.name}").text
 
 

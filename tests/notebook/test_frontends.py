@@ -137,7 +137,7 @@ def test_a_dashboards_messages_come_while_cells_are_busy_where_the_kernel_can_ta
     kernel_of.finish(cell)
     browser.wait_for(lambda: len(browser.answers) == 2)
     assert browser.answers[1]["error"] is None
-    kernel_of.run("result = later.result(5)")
+    kernel_of.run("result = later.result(60)")
     assert_aborted(kernel_of, "result")
 
     # A script that is loaded again gets everything.

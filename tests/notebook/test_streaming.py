@@ -99,7 +99,7 @@ def test_an_interrupt_of_a_cell_that_awaits_a_handle_leaves_the_generation_alone
     notebook.finish(cell)
     assert cell.status == "error"
     assert notebook.value("other.done") is False
-    notebook.run("other.cancel()\nresult = other.result(5)")
+    notebook.run("other.cancel()\nresult = other.result(60)")
     assert notebook.value("result.finish_reason") == "abort"
     wait_until_idle(notebook)
 
@@ -114,11 +114,11 @@ def test_an_interrupt_reaches_a_cell_that_blocks(notebook: Kernel) -> None:
 
 
 def test_the_background_goes_on_while_other_cells_run(notebook: Kernel) -> None:
+    notebook.run("%%generate -a -o long --max-tokens 3000\nhi\n")
     first = notebook.run("%%generate -a -o later --max-tokens 60\nhi\n")
-    assert first.ended - first.started < 1
-    other = notebook.run("print('meanwhile', later.done)")
+    other = notebook.run("print('meanwhile', long.done)")
     assert "meanwhile False" in other.text
-    done = notebook.run("result = await later\nprint(result.text)")
+    done = notebook.run("long.cancel()\nresult = await later\nprint(result.text)")
     assert (ALPHABET * 3)[:60] in done.text
     notebook.pump(lambda: "60 tokens" in first.text, "the footer of the background cell")
     assert len(first.outputs) == 1

@@ -106,7 +106,7 @@ def test_a_click_on_an_alternative_branches_into_a_tab_that_streams_and_can_be_s
     page.get_by_role("button", name="Stop").click()
     widget.exchange()
     assert client.aborted == ["branch-1"]
-    assert tree[1].result(5).finish_reason == "abort"
+    assert tree[1].result(60).finish_reason == "abort"
     widget.wait_for(".nbt-footer", "ended early")
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
     assert "3 of 7 prompt tokens reused" in page.inner_text(".nbt-footer")
@@ -123,7 +123,7 @@ def test_a_click_on_an_alternative_branches_into_a_tab_that_streams_and_can_be_s
     widget.exchange()
     expect(page.locator(".nbt-forked")).to_have_text([" capital", " Paris"])
     expect(tabs.first).to_have_attribute("aria-selected", "true")
-    tree[2].result(5)
+    tree[2].result(60)
 
 
 def test_everything_can_be_done_with_the_keyboard(widget: TokensPage) -> None:
@@ -161,7 +161,7 @@ def test_everything_can_be_done_with_the_keyboard(widget: TokensPage) -> None:
     expect(page.get_by_role("tab").nth(1)).to_be_focused()
     assert client.aborted == []
     tree[1].cancel()
-    tree[1].result(5)
+    tree[1].result(60)
 
 
 def test_the_focus_stays_where_somebody_works(widget: TokensPage) -> None:
@@ -194,7 +194,7 @@ def test_the_focus_stays_where_somebody_works(widget: TokensPage) -> None:
     stop.focus()
     page.keyboard.press("Enter")
     widget.exchange()
-    tree[1].result(5)
+    tree[1].result(60)
     widget.wait_for(".nbt-footer", "ended early")
     expect(stop).to_be_hidden()
     expect(widget.token(2)).to_be_focused()

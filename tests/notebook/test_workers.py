@@ -45,6 +45,6 @@ def test_each_worker_of_an_engine_is_seen_from_its_start_to_its_end(
     assert re.search(rf" {info.host_pid} +4 ", kernel.run("%engine ps").text)
 
     assert "4 processes are gone" in kernel.run("%engine stop").text
-    _, alive = psutil.wait_procs(processes, timeout=8)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
     assert list_connections() == []

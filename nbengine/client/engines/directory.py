@@ -139,7 +139,9 @@ def stop_engine(info: ConnectionInfo, *, drain: bool = False, timeout: float = S
     context: zmq.Context[zmq.Socket[bytes]] = info.make_context()
     control = make_socket(context, info.address("host.sock"), zmq.DEALER, bind=False)
     try:
-        control.send(encode_control(Shutdown(drain)))
+        # Where the engine has turned this process down already, nobody is there to send to.
+        with contextlib.suppress(zmq.Again):
+            control.send(encode_control(Shutdown(drain)), zmq.NOBLOCK)
         gone = wait_for_host(info, timeout) if info.is_here else _says_that_it_ends(control, timeout)
     finally:
         control.close()

@@ -15,7 +15,6 @@ from nbengine.client.link.engine_watch import EngineWatch
 from nbengine.client.link.host_connection import HostConnection
 from nbengine.errors import NBEngineError
 from nbengine.ipc.control_messages import Shutdown
-from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.shortage import RESERVE, DescriptorReserve, Setbacks, check_room, persist
 from nbengine.runtime.connection import ConnectionInfo, remove_engine_files
 
@@ -84,5 +83,5 @@ class EngineEnd:
     def _ask_from_afar(self) -> None:
         with contextlib.suppress(NBEngineError):
             connection = HostConnection(self._info, zmq.Poller(), linger=CONNECT_LINGER_MS)
-            connection.socket.send(encode_control(Shutdown()))
+            connection.send(Shutdown())
             connection.close()

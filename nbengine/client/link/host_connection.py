@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 
@@ -9,6 +10,8 @@ import zmq
 
 from nbengine.errors import NBEngineError
 from nbengine.ipc.connection_watch import ConnectionWatch
+from nbengine.ipc.control_messages import ClientToHost
+from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import is_tcp
 from nbengine.runtime.connection import ConnectionInfo
@@ -42,6 +45,15 @@ class HostConnection:
             self._stands = stands
             self.unreachable_at = math.inf if stands else min(self.unreachable_at, now + self._patience)
         return self._broke
+
+    def send(self, message: ClientToHost) -> None:
+        """Send a message, without waiting.
+
+        It is lost where the host has turned the connection down, as it does with wrong keys: the socket has nobody
+        to send to then, and `unreachable_at` comes.
+        """
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(encode_control(message), zmq.NOBLOCK)
 
     def reopen(self) -> None:
         """Connect again after the connection broke: messages on their way may be lost, in both directions.

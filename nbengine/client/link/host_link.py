@@ -54,7 +54,7 @@ from nbengine.ipc.control_messages import (
     Stalled,
 )
 from nbengine.ipc.doorkeeper import Doorkeeper
-from nbengine.ipc.handshake import ControlDecoder, encode_control
+from nbengine.ipc.handshake import ControlDecoder
 from nbengine.ipc.liveness import ProcessIdentity, machine_id
 from nbengine.ipc.peer_log import PeerLog
 from nbengine.ipc.protocol import PROTOCOL, client_mismatch
@@ -236,7 +236,7 @@ class HostLink:
             self._listener.on_dead(EngineDeadError(f"the link to the engine's host failed: {error!r}"))
             # Without this message the lease would never lapse, since this process goes on.
             with contextlib.suppress(zmq.ZMQError):
-                self._host.socket.send(encode_control(Detach()), zmq.NOBLOCK)
+                self._host.send(Detach())
         finally:
             self._close()
 
@@ -285,7 +285,7 @@ class HostLink:
     def _attach(self) -> None:
         """Ask for a lease, if this process has descriptors left: the cores will connect to this client."""
         if self._door.look():
-            self._host.socket.send(encode_control(self._lease.request()))
+            self._host.send(self._lease.request())
         else:
             self._lease.ask_at = time.monotonic() + WATCH_INTERVAL
 
@@ -299,7 +299,7 @@ class HostLink:
                 case message:
                     if isinstance(message, Heartbeat):
                         self._host_answers.asked(time.monotonic())
-                    self._host.socket.send(encode_control(message))
+                    self._host.send(message)
 
     def _receive(self) -> None:
         while not self._closed:
@@ -310,7 +310,7 @@ class HostLink:
             try:
                 self._on_message(self._decoder.decode(frame))
             except ProtocolMismatchError as error:
-                self._host.socket.send(encode_control(Detach()))
+                self._host.send(Detach())
                 self._on_refusal(client_mismatch(f"engine {self.info.name}", error.theirs, PROTOCOL))
             except WireError as error:
                 message = "dropped a message of the host of engine %s: %s"
@@ -402,7 +402,7 @@ class HostLink:
             return
         if self._lease.heartbeat(now):
             self._host_answers.asked(now)
-            self._host.socket.send(encode_control(Heartbeat()))
+            self._host.send(Heartbeat())
         if now >= self._next_look:
             self._next_look = now + WATCH_INTERVAL
             self._door.look()

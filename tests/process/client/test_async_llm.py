@@ -99,7 +99,7 @@ def test_threads_and_loops_of_any_kind_can_use_it_at_once(llm: AsyncLLM) -> None
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert results == {
         "blocking": list(range(101, 121)),
         "loop 10": list(range(11, 31)),

@@ -292,7 +292,7 @@ def test_logs_show_the_end_of_the_log_and_follow_it(
     follower.start()
     wait_for(lambda: "client 1 detached" in capsys.readouterr().out, "the end of the log so far")
     stop_engine(info)
-    follower.join(10)
+    follower.join(60)
     assert not follower.is_alive()
     assert "the engine was shut down" in capsys.readouterr().out
     assert main(["logs", "logged"]) == 0
@@ -311,7 +311,7 @@ def test_logs_show_and_follow_the_log_of_a_worker(
     follower = threading.Thread(target=main, args=(["logs", "-f", "logged", "--rank", "0"],))
     follower.start()
     stop_engine(info)
-    follower.join(10)
+    follower.join(60)
     assert not follower.is_alive()
     assert "the engine was shut down" not in capsys.readouterr().out
 

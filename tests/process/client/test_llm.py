@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,7 +89,7 @@ def test_threads_that_generate_at_once_get_their_own_outputs(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert results == {first: counting(first + 1) for first in (20, 40, 60, 80)}
 
 
@@ -101,14 +100,15 @@ def test_an_interrupt_aborts_the_requests_and_the_llm_stays_usable(llm: LLM) -> 
         wait_for(lambda: llm.stats().engines_running, "running requests")
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = llm.stats().engines[0].num_generation_tokens
     interrupter = threading.Thread(target=interrupt_when_running)
     interrupter.start()
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["hello", "world"], endless, use_tqdm=False)
     interrupter.join()
-    assert time.monotonic() - start < 5
     wait_for(lambda: not llm.stats().engines_running, "the end of the aborted requests")
+    # They have not come to their ends.
+    assert llm.stats().engines[0].num_generation_tokens - before < 2 * 400
     (output,) = llm.generate({"prompt_token_ids": [7]}, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == counting(8)
 
@@ -128,9 +128,9 @@ def test_utility_calls_return_or_raise_what_the_engine_says(llm: LLM) -> None:
     assert engine.call_utility("ping", timeout=60) == "pong"
     assert engine.get_supported_tasks() == ("generate",)
     with pytest.raises(UtilityError, match="no utility method 'nonsense'"):
-        engine.call_utility("nonsense", timeout=5)
+        engine.call_utility("nonsense", timeout=60)
     with pytest.raises(UtilityError, match="cannot be encoded"):
-        engine.call_utility("ping", object(), timeout=5)
+        engine.call_utility("ping", object(), timeout=60)
 
 
 def test_a_request_that_the_engine_refuses_fails_alone(llm: LLM) -> None:

@@ -124,7 +124,7 @@ class Cores:
 
     @staticmethod
     def _end(process: subprocess.Popen[str]) -> None:
-        process.communicate(json.dumps({"do": "close"}) + "\n", timeout=30)
+        process.communicate(json.dumps({"do": "close"}) + "\n", timeout=60)
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_nobody_takes_the_place_of_an_engine_core(start_engine: StartEngine) -> 
     for message in (Hello(0, 1), EngineDead("a lie")):
         at_host.send(encode_control(message))
     at_client.send(encode_incarnation(0))
-    assert client.input.poll(10_000)
+    assert client.input.poll(60_000)
     # The client of the package drops it: it does not know the client's secret.
     assert client.input.recv_multipart() == [engine_identity(0), encode_incarnation(0)]
     other = engine.client().attach()

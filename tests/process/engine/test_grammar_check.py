@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -98,6 +99,6 @@ def test_it_ends_with_the_process_that_started_it() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     pid = int(done.stdout)
-    if psutil.pid_exists(pid):
-        psutil.wait_procs([psutil.Process(pid)], timeout=10)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(60)
     assert not psutil.pid_exists(pid)

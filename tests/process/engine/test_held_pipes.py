@@ -100,11 +100,11 @@ def test_a_lifeline_takes_nothing_that_is_meant_for_others_and_sees_the_end() ->
     woken = threading.Event()
     lifeline._wake = woken.set
     lifeline._signal_writer.send(b"\0")
-    assert woken.wait(5)
+    assert woken.wait(60)
     assert ours.recv(100) == b"a message"
     assert waiting.is_alive()
     theirs.close()
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive()
     for end in (ours, lifeline._signals, lifeline._signal_writer):
         end.close()

@@ -69,6 +69,6 @@ def test_a_core_that_is_let_go_ends_with_all_that_it_has_started(start: Callable
     with pytest.raises(TimeoutError, match=r"engine core 3 has not ended within 0\.01 s"):
         core.wait(0.01)
     core.close()
-    core.wait(10.0)
+    core.wait(60)
     wait_for(lambda: not is_running(child), "the end of its child")
     assert not psutil.pid_exists(pid)

@@ -280,5 +280,5 @@ def test_the_ranks_identity_and_its_incarnation_introduce_the_core(engine: Engin
     client = engine.client()
     client.tell(client.attach_message())
     index = client.hear(Attached).client_index
-    assert client.input.poll(10_000)
+    assert client.input.poll(60_000)
     assert client.input.recv_multipart() == [client.identity(0), encode_announcement(index, 0)]

@@ -93,7 +93,7 @@ def run_while_stopped(
     # So that the reader is stopped before it has anything to read.
     assert fast.call("pause_generation", "keep", False) == (None, None)
     reader = start_reader(engine)
-    wait_for(lambda: fast.call("stats")[1][2] == NUM_REQUESTS, "the reader's requests", 30)
+    wait_for(lambda: fast.call("stats")[1][2] == NUM_REQUESTS, "the reader's requests")
     stop(reader.pid)
     peak = before = core.memory_info().rss
     assert fast.call("resume_generation") == (None, None)

@@ -136,7 +136,7 @@ def test_a_name_in_use_is_refused_and_the_older_engine_goes_on(start_engine) -> 
     first = start_engine(name="taken")
     client = first.client().attach()
     second = start_engine(name="taken")
-    second.host.wait(10)
+    second.host.wait(60)
     assert second.host.returncode == 1
     assert "an engine named 'taken' is running" in second.log()
     assert not second.run_dir.exists()

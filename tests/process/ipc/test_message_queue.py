@@ -56,7 +56,7 @@ class Child:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(20)
+        self._process.wait(60)
 
     def end(self) -> int:
         """End it in an orderly way, from whatever state, and return its exit status."""
@@ -65,7 +65,7 @@ class Child:
         self._process.send_signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
-            return self._process.wait(20)
+            return self._process.wait(60)
         finally:
             self._process.kill()
             self._process.wait()

@@ -219,7 +219,7 @@ async def test_an_engine_core_without_its_host_ends(start_networked: StartEngine
     stop(engine.host.pid)
     try:
         client.wait_dead(20)
-        wait_for(lambda: core.status() == psutil.STATUS_ZOMBIE, "the end of the core", 20)
+        wait_for(lambda: core.status() == psutil.STATUS_ZOMBIE, "the end of the core")
         assert "the connection to the engine's host broke" in engine.log()
     finally:
         engine.host.send_signal(signal.SIGCONT)

@@ -117,7 +117,7 @@ class RayNode:
 
     def wait_clean(self) -> None:
         """Wait until engines have left nothing."""
-        wait_for(lambda: not self.leftovers(), "the end of what engines have left", 20)
+        wait_for(lambda: not self.leftovers(), "the end of what engines have left")
 
     def close(self) -> None:
         while processes := [*self.processes(), *self.engine_processes()]:

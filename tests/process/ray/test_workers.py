@@ -53,7 +53,7 @@ def test_calls_and_answers_go_between_nodes_in_order(cluster, start_executor) ->
     assert executor.collective_rpc("pid") == [worker(cluster, rank)[0].pid for rank in (0, 1)]
     large = os.urandom(3 << 20)
     calls = [executor.collective_rpc("echo", (n, large), non_block=True) for n in range(8)]
-    assert [call.result(20) for call in calls] == [[((n, large), {})] * 2 for n in range(8)]
+    assert [call.result(60) for call in calls] == [[((n, large), {})] * 2 for n in range(8)]
     with pytest.raises(RuntimeError, match="out of order"):
         executor.collective_rpc("trouble", ("runtime", "runtime"))
     assert executor.collective_rpc("rank", unique_reply_rank=1) == 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LONG = 600
 
 
-def scale(client: RawClient, size: int, deadline: float = 30.0) -> None:
+def scale(client: RawClient, size: int, deadline: float = 60.0) -> None:
     """Change the number, and take notice of newcomers."""
     client.tell(ScaleElasticEP(size))
     while not isinstance(message := client.hear(deadline=deadline), Scaled):

@@ -209,7 +209,7 @@ def by_the_death_of_its_host(info: ConnectionInfo) -> None:
     listener = Listener()
     link = HostLink(info, "s", f"ipc://{info.run_dir}/c-2.in", f"ipc://{info.run_dir}/c-2.out", listener)
     link.start()
-    assert isinstance(listener.dead.result(10), EngineStartError)
+    assert isinstance(listener.dead.result(60), EngineStartError)
     link.join()
 
 

@@ -24,7 +24,7 @@ def test_a_bridge_sees_the_end_of_its_owner_though_the_line_is_held_open(
     serving.join(0.05)
     assert serving.is_alive()
     parents.append(1)
-    serving.join(5)
+    serving.join(60)
     assert not serving.is_alive()
     connection.close()
     ours.close()

@@ -205,7 +205,7 @@ def test_outputs_of_a_client_that_there_is_no_descriptor_for_wait_for_it(
     assert scarce.failures == 0
     output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs()))
     output_queue.put(ENGINE_CORE_DEAD)
-    thread.join(5)
+    thread.join(60)
     assert [received(pulls[name])[0] for name in ("c.out", "d.out")] == [ENGINE_CORE_DEAD] * 2
 
 
@@ -222,5 +222,5 @@ def test_a_client_without_a_socket_can_leave_and_the_end_does_not_wait_for_it(
         output_queue.put((index, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [1])])))
     output_queue.put(DetachClient(1))
     output_queue.put(ENGINE_CORE_DEAD)
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()

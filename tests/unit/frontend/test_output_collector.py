@@ -95,7 +95,7 @@ async def test_a_coroutine_misses_nothing_that_another_thread_puts(kind: Request
     producer.start()
     seen: list[int] = []
     while True:
-        item = queue.get_nowait() or await asyncio.wait_for(queue.get(), 10)
+        item = queue.get_nowait() or await asyncio.wait_for(queue.get(), 60)
         seen = [*seen, *item.outputs[0].token_ids] if kind is DELTA else item.outputs[0].token_ids
         if item.finished:
             break
@@ -178,7 +178,7 @@ def interrupt_when_armed() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
 
     def interrupt() -> None:
-        armed.wait(10)
+        armed.wait(60)
         while not done.wait(0.05):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
 
@@ -200,7 +200,7 @@ async def test_a_cancelled_wait_leaves_the_collector_usable() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiter
     queue.put(output("a", [1]))
-    assert (await asyncio.wait_for(queue.get(), 5)).outputs[0].text == "a"
+    assert (await asyncio.wait_for(queue.get(), 60)).outputs[0].text == "a"
 
 
 def test_a_reader_whose_loop_is_closed_does_not_disturb_the_producer() -> None:

@@ -244,7 +244,7 @@ async def test_an_output_that_cannot_be_processed_leaves_no_reader_of_another_as
     with pytest.raises(TypeError):
         harness.processor.process_outputs(steps)
     harness.processor.fail_requests(EngineDeadError("a bug"))
-    first, second = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), 5)
+    first, second = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), 60)
     assert isinstance(first, RequestOutput)
     assert isinstance(second, EngineDeadError)
 

@@ -138,7 +138,7 @@ def test_work_on_a_long_text_leaves_the_loop_to_others_and_short_texts_do_not_wa
         goes_on = threading.Event()
         asyncio.get_running_loop().call_soon(goes_on.set)
         # Only the loop can end this wait.
-        assert await beside_loop("x" * LONG_TEXT, lambda: goes_on.wait(10))
+        assert await beside_loop("x" * LONG_TEXT, lambda: goes_on.wait(60))
         here = await beside_loop({"prompt": "short"}, threading.current_thread)
         assert here is threading.current_thread()
 

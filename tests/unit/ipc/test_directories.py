@@ -389,19 +389,19 @@ def test_a_thread_that_removes_what_another_one_is_removing_waits_for_it(
     def slowly(*arguments: Any) -> None:
         if not begun.is_set():
             begun.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
         empty(*arguments)
 
     monkeypatch.setattr(directories, "_empty", slowly)
     first, second = (threading.Thread(target=made.remove) for _ in range(2))
     first.start()
-    assert begun.wait(20)
+    assert begun.wait(60)
     second.start()
     # The thread that returns may end the process, and the removal with it.
     second.join(0.1)
     assert second.is_alive()
     go_on.set()
     for thread in (second, first):
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     assert not any(map(os.path.exists, made.paths))

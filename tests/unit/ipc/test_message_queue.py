@@ -305,7 +305,7 @@ def test_who_waits_is_woken_by_a_shutdown_of_either_end(make_queue: MakeQueue, n
             writer.close()
         else:
             reader.shutdown()
-        thread.join(20)
+        thread.join(60)
         assert results == [
             "the writer of a message queue has shut down"
             if which
@@ -328,7 +328,7 @@ def test_a_writer_who_waits_is_woken_by_its_own_shutdown(make_queue: MakeQueue) 
     thread = threading.Thread(target=send)
     thread.start()
     writer.close()
-    thread.join(20)
+    thread.join(60)
     assert results == ["this end of a message queue has shut down"]
 
 

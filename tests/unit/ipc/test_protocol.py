@@ -224,7 +224,7 @@ def test_a_client_that_is_not_understood_leaves_the_engine_alone(tmp_path: Path,
         identity, attach = host.recv_multipart()
         assert ControlDecoder[ClientToHost](ClientToHost).decode(attach).protocol == PROTOCOL
         host.send_multipart([identity, answer])
-        assert listener.is_dead.wait(10)
+        assert listener.is_dead.wait(60)
         link.join()
         if answer is ATTACHED_1:
             _, detach = host.recv_multipart()

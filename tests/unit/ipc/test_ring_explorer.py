@@ -69,7 +69,7 @@ class Lockstep:
         """Return what `perform` did when it was the end's turn; an end calls this for each of its steps."""
         if not self.running:
             return perform()
-        assert self._turn[end].acquire(timeout=20)
+        assert self._turn[end].acquire(timeout=60)
         value = perform()
         if self.running:
             self._seen = kind, cell, value
@@ -78,7 +78,7 @@ class Lockstep:
 
     def expect(self, end: int, kind: str, cell: Cell | None, value: int) -> None:
         self._turn[end].release()
-        assert self._done.acquire(timeout=20), f"end {end} does nothing, where {kind} of {cell} is due"
+        assert self._done.acquire(timeout=60), f"end {end} does nothing, where {kind} of {cell} is due"
         assert self._seen == (kind, cell, value if kind in ("load", "store", "expect") else 1)
 
     def stop(self) -> None:
@@ -224,7 +224,7 @@ def test_the_code_does_step_by_step_what_the_explored_programs_do(ends, seed: in
         lockstep.expect(end, step.kind, cell, value)
     lockstep.running = False
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

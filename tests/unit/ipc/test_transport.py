@@ -111,7 +111,7 @@ def test_ends_with_the_same_keys_exchange_messages(make_context: MakeContext, ho
     assert port_of(address) > 0
     push = make_socket(make_context(keys.for_clients()), address, zmq.PUSH, bind=False)
     push.send(b"x")
-    assert pull.poll(10_000)
+    assert pull.poll(60_000)
     assert pull.recv() == b"x"
     push.close()
     pull.close()
@@ -139,7 +139,7 @@ def test_several_contexts_each_let_their_own_engines_clients_in(make_context: Ma
         stranger.send(b"stranger")
         friend = make_socket(make_context(keys[number]), bound_address(pull), zmq.PUSH, bind=False)
         friend.send(b"friend")
-        assert pull.poll(10_000)
+        assert pull.poll(60_000)
         assert pull.recv() == b"friend"
         assert not pull.poll(50)
         stranger.close(linger=0)
@@ -179,7 +179,7 @@ def test_a_refusal_is_logged_once_a_minute(
         for _ in range(5):
             push = make_socket(context, bound_address(pull), zmq.PUSH, bind=False)
             monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-            assert monitor.poll(10_000)
+            assert monitor.poll(60_000)
             push.disable_monitor()
             monitor.close()
             push.close(linger=0)
@@ -203,13 +203,13 @@ def test_a_watch_tells_of_a_connection_that_comes_and_breaks(make_context: MakeC
     push = make_socket(client, bound_address(pull), zmq.PUSH, bind=False)
     watch = ConnectionWatch(client, "push")
     ConnectionWatch.announce(push, "push")
-    assert watch.socket.poll(10_000)
+    assert watch.socket.poll(60_000)
     assert watch.read() == [True]
     pull.close()
-    assert watch.socket.poll(10_000)
+    assert watch.socket.poll(60_000)
     assert watch.read() == [False]
     ConnectionWatch.withdraw(push)
-    assert watch.socket.poll(10_000)
+    assert watch.socket.poll(60_000)
     watch.read()
     assert watch.ended
     push.close()

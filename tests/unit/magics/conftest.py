@@ -357,7 +357,7 @@ class RecordingPublisher(DisplayPublisher):
             shown[display_id or object()] = data
         return list(shown.values())
 
-    def wait_for(self, text: str, timeout: float = 5.0) -> None:
+    def wait_for(self, text: str, timeout: float = 60.0) -> None:
         """Wait until some output holds `text`."""
         with self.changed:
             found = self.changed.wait_for(

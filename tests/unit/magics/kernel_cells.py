@@ -36,6 +36,6 @@ def in_cell(shell: InteractiveShell, cell: str, execution: str) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait, with the loop running, for at most five seconds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)

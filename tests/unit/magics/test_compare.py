@@ -265,7 +265,7 @@ def test_in_the_background_a_handle_stands_for_all(
     assert not handle.done
     for index in (0, 1):
         engine.emit(f"answer {index}", "stop", index)
-    assert [answer.text for answer in handle.result(5)] == ["answer 0", "answer 1"]
+    assert [answer.text for answer in handle.result(60)] == ["answer 0", "answer 1"]
     assert "answer" not in capsys.readouterr().out
 
 
@@ -276,7 +276,7 @@ def test_a_handle_ends_all_requests(shell: InteractiveShell, engine: FakeClient)
     engine.emit("whole", "stop", 1)
     handle = shell.user_ns["later"]
     handle.cancel()
-    result = handle.result(5)
+    result = handle.result(60)
     assert [(a.text, a.finish_reason) for a in result] == [
         ("half", "abort"),
         ("whole", "stop"),

@@ -57,7 +57,7 @@ def test_branches_end_with_the_extension(shell: InteractiveShell, engine: FakeCl
     engine.words = None
     branch = (said.last if magic == "chat" else said).branch(0, 7)
     unload(shell)
-    assert branch.result(5).finish_reason == "abort"
+    assert branch.result(60).finish_reason == "abort"
     assert engine.aborted
 
 
@@ -141,7 +141,7 @@ def test_a_kernel_imports_for_its_first_engine_when_the_cell_has_ended(
         monkeypatch.setattr("nbengine.magics.extension.import_early", note)
         load(shell, backend)
         calls.append("loaded")
-        await asyncio.wait_for(imported.wait(), 10)
+        await asyncio.wait_for(imported.wait(), 60)
 
     asyncio.run(load_in_a_kernel())
     assert calls == ["loaded", "imported"]

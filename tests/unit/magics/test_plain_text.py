@@ -66,7 +66,7 @@ def test_shaded_tokens_and_their_branches_are_not_typeset(folded: bool) -> None:
     tree, client = tree_of([(MATHEMATICS, 0.5, {"$a$": 0.3})], text=MATHEMATICS)
     branch = tree.branch(0, "$a$")
     client.write([(MATHEMATICS, 0.5, {})], "stop", text=f"$a${MATHEMATICS}")
-    branch.result(5)
+    branch.result(60)
     branch.error = MATHEMATICS
     assert is_plain(static_bundle(tree, footer=True, folded=folded)["text/html"], 3)
 

@@ -65,7 +65,7 @@ def test_all_of_a_comparison_and_branches_are_answers_of_their_own(
     assert engine.labels == ["hi", "hi"]
     assert engine.read == [(None, ["random-tiny-1"]), (None, ["random-tiny-2"])]
     said(shell, "%generate -o answer hi", capsys)
-    shell.user_ns["answer"].branch(1, 7).result(5)
+    shell.user_ns["answer"].branch(1, 7).result(60)
     listing = said(shell, "%engine recover -l", capsys).splitlines()[1:]
     assert [line.split()[-1] for line in listing] == [f"random-tiny-{number}" for number in (4, 3, 2, 1)]
     assert engine.labels[2:] == ["hi", "hi"]
@@ -80,7 +80,7 @@ def test_of_a_comparison_in_which_some_fail_only_the_others_count_as_seen(
     engine.emit("so far", index=0)
     engine.collectors[0].put_error(RequestLostError(1, "engine core 1 ended"))
     engine.emit("whole", "stop", index=1)
-    shell.user_ns["_"].result(5)
+    shell.user_ns["_"].result(60)
     assert engine.read == [(None, ["random-tiny-2"])]
     listing = said(shell, "%engine recover -l", capsys)
     assert "failed: RequestLostError: engine core 1 ended" in listing
@@ -153,7 +153,7 @@ def test_clearing_forgets_what_has_ended_here_and_there(
     assert said(shell, "%engine recover --clear", capsys) == "2 answers forgotten\n"
     assert said(shell, "%engine recover -l", capsys).count("random-tiny-2") == 1
     engine.emit("done", "stop")
-    shell.user_ns["_"].result(5)
+    shell.user_ns["_"].result(60)
     said(shell, "%engine recover --clear", capsys)
     assert said(shell, "%engine recover", capsys).startswith("nothing to recover")
 
@@ -192,7 +192,7 @@ def test_a_failed_answer_is_not_read_and_says_why(
     engine.emit("so far")
     engine.collectors[0].put_error(RequestLostError(1, "engine core 1 ended while it worked on it"))
     with pytest.raises(RequestLostError):
-        shell.user_ns["_"].result(5)
+        shell.user_ns["_"].result(60)
     assert engine.read == []
     assert "ended early: RequestLostError: engine core 1 ended" in said(shell, "%engine recover", capsys)
     engine.kept[None] = [kept("random-tiny-1", "so far and further", age=0, cause="")]
@@ -225,8 +225,8 @@ async def test_one_that_runs_in_the_background_streams_on_until_its_end(
     finisher = threading.Thread(target=_finish_when_shown, args=(publisher(kernel_shell), engine))
     finisher.start()
     kernel_shell.run_cell("%engine recover -o again").raise_error()
-    finisher.join(5)
-    kernel_shell.user_ns["handle"].result(5)
+    finisher.join(60)
+    kernel_shell.user_ns["handle"].result(60)
     heading, *shown = publisher(kernel_shell).outputs()
     assert "still being written" in heading["text/plain"]
     assert any(bundle["text/plain"].startswith("Once upon a time\n\n[2 tokens") for bundle in shown)
@@ -277,4 +277,4 @@ def test_an_interrupt_ends_the_showing_and_not_the_generation(
             shell.run_cell("%engine recover").raise_error()
     assert engine.aborted == []
     engine.emit("Hello", "stop")
-    assert handle.result(5).text == "Hello"
+    assert handle.result(60).text == "Hello"

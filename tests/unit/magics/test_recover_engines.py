@@ -147,6 +147,6 @@ def test_an_engine_that_died_leaves_the_kernel_its_own_answers(
     engine.emit("last words")
     engine.collectors[0].put_error(EngineDeadError("the engine core was killed"))
     with pytest.raises(EngineDeadError):
-        shell.user_ns["_"].result(5)
+        shell.user_ns["_"].result(60)
     engine.die()
     assert "last words" in said(shell, "%engine recover", capsys)

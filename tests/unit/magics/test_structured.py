@@ -117,12 +117,12 @@ def test_value_of_an_answer_that_was_cut_off_says_why(
     shell.run_cell("%%generate -a --json --max-tokens 1 -o handle\nMore\n").raise_error()
     handle = shell.user_ns["handle"]
     engine.emit('{"a": [1', finish_reason)
-    result = handle._partial if finish_reason is None else handle.result(timeout=10)
+    result = handle._partial if finish_reason is None else handle.result(timeout=60)
     with pytest.raises(IncompleteOutputError, match=words):
         _ = result.value
     if finish_reason is None:
         engine.emit("]}", "stop")
-        assert handle.result(timeout=10).value == {"a": [1]}
+        assert handle.result(timeout=60).value == {"a": [1]}
 
 
 def test_value_of_an_answer_that_was_cut_off_shows_one_line_and_no_traceback(
@@ -131,7 +131,7 @@ def test_value_of_an_answer_that_was_cut_off_shows_one_line_and_no_traceback(
     engine.words = None
     shell.run_cell("%%generate -a --json --max-tokens 1 -o handle\nMore\n").raise_error()
     engine.emit('{"a": [1', "length")
-    shell.user_ns["answer"] = shell.user_ns["handle"].result(timeout=10)
+    shell.user_ns["answer"] = shell.user_ns["handle"].result(timeout=60)
     capsys.readouterr()
     assert not shell.run_cell("answer.value").success
     (line,) = capsys.readouterr().out.splitlines()

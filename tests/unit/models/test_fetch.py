@@ -282,18 +282,18 @@ def test_of_two_at_once_one_fetches_and_both_get_the_file(
     def slow(*arguments: Any) -> Path:
         fetches.append(1)
         fetching.set()
-        assert waiting.wait(30)
+        assert waiting.wait(60)
         return from_first_source(*arguments)
 
     def second() -> Path:
-        assert fetching.wait(30)
+        assert fetching.wait(60)
         told = Reporter(lambda message: waiting.set() if "waiting" in message.detail else None, "fetch")
         return fetch_pinned(pinned(), target, told)
 
     monkeypatch.setattr(fetch, "_from_first_source", slow)
     with ThreadPoolExecutor(2) as pool:
         first, other = pool.submit(fetch_pinned, pinned(), target, QUIET), pool.submit(second)
-        assert first.result(30) == other.result(30)
+        assert first.result(60) == other.result(60)
     assert len(fetches) == 1
     assert (target / "tiny.gguf").read_bytes() == CONTENT
 

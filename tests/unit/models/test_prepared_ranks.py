@@ -183,7 +183,7 @@ def test_a_rank_in_the_midst_of_a_step_learns_that_another_has_left(
         began = time.monotonic()
         with pytest.raises(QueueClosedError, match="does not exchange tensors anymore"):
             batches.step([8, 9], seed=2, prepared=True)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
 
     on_threads(ranks(tmp_path, 2), body)
 

@@ -187,6 +187,6 @@ def test_it_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stat_loggers, "LOOK_INTERVAL", 0.01)
     source = Source()
     follower = StatsFollower(info(host_started=1), [], source)
-    assert source.closed.wait(10)
+    assert source.closed.wait(60)
     follower.close()
     assert not follower.is_running
