@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(PYTHON) tools/install.py $(VENV) $(if $(WHEELS),--wheels $(WHEELS))
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest -p tests.tools.cpu_seconds
 # Tests of one file share their engines, and stay in one process.
 WORKERS ?= 2
 # Tests of processes and notebooks wait a quarter of their time: a third pytest uses it.

@@ -18,7 +18,7 @@ _JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|\{\s*\}|\[\s*\]|[][{}:,]|[^][{}:,"
 _DEEPEST_INDENTATION = 100
 """The deepest indented level: without a limit, blanks would grow with the square of the text's length."""
 LONG_PROMPT_SECONDS = 1.0
-"""Seconds from which on a prompt takes so long that people want to know how far it is."""
+"""The shortest time of reading a prompt, in seconds, of which a cell speaks."""
 _HEADINGS = {
     "text/html": f'<div style="{MUTED}">{{}}.</div>',
     "text/markdown": "**{}.**\n\n",

@@ -14,7 +14,7 @@ import pytest
 
 PROPERTY = "cpu_seconds"
 COLLECTION = "(start and collection)"
-MOST_FILES = 60
+MOST_FILES = 40
 
 _by_file: Counter[str] = Counter()
 _STARTED = pytest.StashKey[float]()

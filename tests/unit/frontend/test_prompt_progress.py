@@ -1,4 +1,4 @@
-"""How far a long prompt has been read: what the engine core says, and who is told of it, where."""
+"""The engine core says how far it has read a long prompt, and those who asked are told where they wait."""
 
 from __future__ import annotations
 
