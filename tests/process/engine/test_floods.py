@@ -19,8 +19,8 @@ from nbengine.ipc.messages import ENGINE_CORE_DEAD, encode_incarnation, engine_i
 
 StartEngine = Callable[..., EngineUnderTest]
 FLOOD_SECONDS = 2.0
-MOST_GROWTH = 16 << 20
-"""Bytes that the host may grow by, far less than what is sent to it."""
+MOST_GROWTH = 64 << 20
+"""Bytes that the host may grow by: a fraction of what is sent to it, and more than its allocator may round up to."""
 MOST_LINES = 100
 _FLOOD = """
 import os, sys, threading, time
