@@ -68,6 +68,8 @@ def _schema(text: str, namespace: Mapping[str, object], prog: str) -> Any:
         reason = error.strerror
     except UnicodeDecodeError:
         reason = "it is not text"
+    except ValueError:
+        reason = "a path cannot have such characters"
     except RuntimeError as error:
         reason = str(error)  # `~name` is nobody's home directory
     raise UsageError(f"{prog}: --json {text}: neither a variable nor JSON in quotes, and as a file: {reason}")

@@ -24,6 +24,7 @@ from nbengine.config import EngineConfig
 from nbengine.ipc.transcripts import TranscriptRecord, records_of
 from nbengine.ipc.utilities import DEFAULT_PROFILE_STEPS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, ProfileReport
 from nbengine.metrics.stats import EngineStats, SchedulerStats
+from nbengine.plain import is_ordered, plain
 
 DEFAULT_PROFILE_DIR = "nbengine-profiles"
 
@@ -283,9 +284,9 @@ def wake_up(caller: Caller, tags: Sequence[str] | None = None) -> Arguments:
     del caller
     if tags is None:
         return (None,)
-    known = not isinstance(tags, str) and all(tag in SLEEP_TAGS for tag in tags)
+    known = is_ordered(tags) and all(tag in SLEEP_TAGS for tag in tags)
     require("tags", tags, known, "None or a list of " + ", ".join(SLEEP_TAGS))
-    return (list(tags),)
+    return ([plain(tag) for tag in tags],)
 
 
 @engine_call(bool, any)

@@ -154,7 +154,8 @@ class LLM(Control, OfflinePooling):
                 also `generate`.
             NotSupportedError: a message has an image or another part that is no text.
         """
-        conversations = [messages] if is_conversation(messages) else messages
+        is_one = is_conversation(messages) or not is_ordered(messages)
+        conversations = [messages] if is_one else messages
         prompts = [
             self.llm_engine.render_chat(
                 conversation,  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from nbengine.checks import one_of
 from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.frontend.offline import Offline, TqdmChoice
 from nbengine.frontend.requests.input_processor import prompt_list
@@ -19,7 +20,7 @@ from nbengine.pooling_outputs import (
     as_classification,
     as_embedding,
 )
-from nbengine.sampling_params import PoolingParams
+from nbengine.sampling_params import POOLING_TASKS, PoolingParams
 
 if TYPE_CHECKING:
     from nbengine.frontend.requests.input_processor import PromptType
@@ -72,6 +73,8 @@ class OfflinePooling(Offline):
             pooling_task: "encode" for the hidden state of every token, or one of the other tasks; None means
                 `pooling_params.task`, "encode" if that is None too.
         """
+        if pooling_task is not None:
+            one_of("pooling_task", pooling_task, POOLING_TASKS)
         return self._pool(pooling_task, prompts, pooling_params, truncate_prompt_tokens, use_tqdm, "encode")
 
     def classify(

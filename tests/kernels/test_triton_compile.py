@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.thorough import amount, combinations
+from tests.support.thorough import THOROUGH, amount, combinations
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -25,18 +24,12 @@ from nbengine.kernels.triton import short_convolution as convolution_triton
 from nbengine.kernels.triton import state_space as state_space_triton
 from nbengine.kernels.triton import write_kv as write_kv_triton
 from nbengine.kernels.triton.attention_rule import CHUNK, NO_SPAN, WINDOW
+from nbengine.models.checkpoints.storage import cache_dir
+from tests.kernels.kept_resources import FOLDER, KeptResources, Resources
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The resources of a compiled kernel: bytes of spilled registers and of shared memory a program."""
-
-    spilled: int
-    shared: int
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +39,23 @@ def private_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
 
 
+@pytest.fixture(scope="module")
+def kept():
+    return KeptResources(cache_dir() / FOLDER)
+
+
 @pytest.fixture
-def compile_for(capsys):
+def compile_for(capsys, kept):
     def compile_for(
         arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
     ) -> Resources:
         signature = {
             name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names
         }
+        place = kept.place(arch, kernel, signature, constants, options)
+        known = kept.find(place)
+        if known is not None:
+            return known
         aligned = {
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(kernel.arg_names)
@@ -66,7 +68,9 @@ def compile_for(capsys):
         report = capsys.readouterr().out
         spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill", report))
         assert "registers" in report
-        return Resources(spilled, compiled.metadata.shared)
+        found = Resources(spilled, compiled.metadata.shared)
+        kept.keep(place, found)
+        return found
 
     return compile_for
 
@@ -362,3 +366,19 @@ def test_splits_cover_the_context_and_none_is_empty(programs, max_seq_len):
     assert (splits - 1) * tokens < max_seq_len <= splits * tokens
     if programs >= 264:
         assert splits == 1
+
+
+def test_what_is_kept_belongs_to_one_kernel_and_one_way_of_compiling_it(tmp_path):
+    kept, kernel = KeptResources(tmp_path / "kept"), attention.merge_kernel
+    first = kept.place(80, kernel, {"a": "*i32"}, {"B": 1}, {})
+    others = [
+        kept.place(90, kernel, {"a": "*i32"}, {"B": 1}, {}),
+        kept.place(80, attention.attention_kernel, {"a": "*i32"}, {"B": 1}, {}),
+        kept.place(80, kernel, {"a": "*i64"}, {"B": 1}, {}),
+        kept.place(80, kernel, {"a": "*i32"}, {"B": 2}, {}),
+        kept.place(80, kernel, {"a": "*i32"}, {"B": 1}, {"num_warps": 8}),
+    ]
+    assert len({first, *others}) == 6
+    kept.keep(first, Resources(1, 2))
+    assert kept.find(first) == (None if THOROUGH else Resources(1, 2))
+    assert kept.find(others[0]) is None

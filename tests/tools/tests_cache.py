@@ -2,7 +2,8 @@
 
 The user's own would get entries for each model that a test makes, and nobody would ask for them again. Here they go when no
 run is left that uses them. What real models need costs seconds of computing, and is kept: the models themselves (links to
-the user's), their tokenizers and packed weights, and all compiled kernels, of which `KernelStore` keeps the last thousand.
+the user's), their tokenizers and packed weights, all compiled kernels, of which `KernelStore` keeps the last thousand, and what
+`tests/kernels/kept_resources.py` knows of Triton's.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def prune(own: Path, began: float) -> None:
     entries = [path for kind in KINDS if (own / kind).is_dir() for path in (own / kind).iterdir()]
     # Writers that were killed leave these.
     entries += (own / "kernels").glob(".*.tmp")
-    for path in entries:
-        limit = now - UNUSED_SECONDS if path.name.startswith(REAL) else began
+    reports = list((own / "triton").glob("*"))
+    for path in entries + reports:
+        limit = now - UNUSED_SECONDS if path.name.startswith(REAL) or path in reports else began
         with contextlib.suppress(OSError):
             if not path.is_symlink() and path.stat().st_mtime < limit:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -29,13 +29,10 @@ from nbengine.models.checkpoints.files import cache_dir, resolve_model
 from nbengine.runtime.connection import ConnectionInfo, log_dir
 from nbengine.runtime.directories import places
 from nbengine.sampling_params import StructuredOutputsParams
+from tests.support.odd_values import ANYTHING, LARGE, LONGEST, SURROGATE, short_line
 
-LONGEST = 1000
-"""Characters that a message may have, whatever it is about."""
-SURROGATE = "a\ud800b"
 UNDECODABLE = os.fsdecode(b"a\xffb")
 HUGE = "x" * 10**5
-LARGE = 10**400
 
 
 def nested(depth: int = 10_000) -> dict[str, Any]:
@@ -82,14 +79,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(launch, "_start_host", start)
     return place
-
-
-def short_line(error: NBEngineError) -> str:
-    """The message of an error, which is one short line."""
-    message = str(error)
-    assert len(message) <= LONGEST
-    assert message.isprintable(), message
-    return message
 
 
 def refused(call: Callable[[], object], *named: str) -> NBEngineError:
@@ -495,17 +484,6 @@ def test_every_odd_prompt_is_refused_by_name(processor: InputProcessor) -> None:
         refused(functools.partial(send, processor, "x", request_id), "request_id")
 
 
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text()
-    | st.binary()
-    | st.sampled_from([SURROGATE, LARGE]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
-    max_leaves=5,
-)
 PARAMS = st.dictionaries(st.sampled_from([*ODD_PARAMS, *("ignore_eos", "detokenize")]), ANYTHING, max_size=2)
 
 

@@ -77,6 +77,9 @@ def render_chat(
         require_text("chat_template", chat_template)
     if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
         raise InvalidTypeError("chat_template_kwargs", chat_template_kwargs, "a dict, or None")
+    for key in chat_template_kwargs or ():
+        if not isinstance(key, str):
+            raise InvalidTypeError("chat_template_kwargs", key, "a dict with strings as keys")
     if continue_final_message and add_generation_prompt:
         raise InvalidArgumentError(
             "continue_final_message", True, "False, unless add_generation_prompt is: both end the prompt"
