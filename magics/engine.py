@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -148,9 +149,13 @@ class EngineMagics(Magics):
         name = parser.parse_words(words).name
         attached = self._session.engines
         default = self._session.default
-        for engine in [self._session.get(name)] if name or not attached else attached:
+        engines = [self._session.get(name)] if name or not attached else attached
+        # All at once: several that are stuck keep nobody waiting for longer than one does.
+        with ThreadPoolExecutor(len(engines), "nbengine-status") as pool:
+            asked = [pool.submit(engine.client.stats_within, STATUS_SECONDS) for engine in engines]
+        for engine, answer in zip(engines, asked, strict=True):
             try:
-                stats, silent = engine.client.stats_within(STATUS_SECONDS)
+                stats, silent = answer.result()
             except EngineDeadError:
                 self._session.drop(engine)
                 raise

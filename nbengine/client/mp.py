@@ -273,9 +273,10 @@ class MPClient:
         """Take note that a part of the engine makes no progress, and log it."""
         self.stalls.note(stalled)
         logger.warning("engine %s: %s", self.info.name, self.stalls.describe(stalled.rank))
-        if self.ready is None and stalled.rank != HOST_RANK:
-            said = f"no progress for {stalled.seconds:.0f} s, {stalled.doing}"
-            self._readiness.tell(Progress("load", said, rank=stalled.rank))
+        if self.ready is None:
+            is_host = stalled.rank == HOST_RANK
+            said = f"{'no answer' if is_host else 'no progress'} for {stalled.seconds:.0f} s, {stalled.doing}"
+            self._readiness.tell(Progress("load", said, rank=None if is_host else stalled.rank))
 
     def on_recovered(self, rank: int) -> None:
         """Take note that a part of the engine goes on."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import hashlib
 import os
 import platform
 import select
@@ -64,6 +65,40 @@ def machine_id() -> str:
     with contextlib.suppress(FileNotFoundError):
         spaces.append(os.stat("/proc/self/ns/time").st_ino)
     return ":".join([boot, *map(str, spaces)])
+
+
+@functools.cache
+def lasting_machine_id() -> str:
+    """Return a text that this machine keeps when it is started again, and that no other machine has; empty if it
+    has none.
+
+    Machines that were copied from one image may share the number of the system, but not the name.
+    """
+    try:
+        with open("/etc/machine-id", encoding="ascii") as file:
+            number = file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    # The number itself is to be kept from others, as machine-id(5) says.
+    told = f"nbengine:{number}:{platform.node()}".encode()
+    return hashlib.sha256(told).hexdigest()[:32] if number else ""
+
+
+def was_started_again(machine: str, lasting: str) -> bool:
+    """Return whether this is the machine that had `machine` and `lasting` as its ids, and has been started again
+    since: no process of that time runs any more."""
+    if not lasting or machine == machine_id() or lasting != lasting_machine_id():
+        return False
+    before, now = _boot_of(machine), _boot_of(machine_id())
+    return None not in (before, now) and before != now
+
+
+def _boot_of(machine: str) -> uuid.UUID | None:
+    """Return the boot in a `machine_id`; None if it is not known."""
+    try:
+        return uuid.UUID(machine.partition(":")[0])
+    except ValueError:
+        return None
 
 
 def identity_of(pid: int) -> ProcessIdentity | None:

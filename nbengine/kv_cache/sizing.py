@@ -159,10 +159,15 @@ def num_blocks_for(spec: RankCacheSpec, cache_config: CacheConfig, available_byt
         return cache_config.num_gpu_blocks_override
     num_blocks = available_bytes // spec.page_size_bytes
     if num_blocks < 1:
+        # What is free is what the largest step leaves.
+        is_given = cache_config.kv_cache_memory_bytes is not None
+        lower = (
+            "block_size" if is_given else "block_size, max_num_batched_tokens, max_num_seqs or max_model_len"
+        )
         raise EngineStartError(
             f"no room for the KV cache: {size(available_bytes)} is available to it, and one block of "
             f"{spec.block_size} tokens takes {size(spec.page_size_bytes)}; "
-            f"raise {_source(cache_config)}, or lower block_size"
+            f"raise {_source(cache_config)}, or lower {lower}"
         )
     return num_blocks
 

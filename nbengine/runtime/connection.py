@@ -23,7 +23,7 @@ from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, NBEngineError, ProtocolMismatchError, shown
 from nbengine.ipc.control_messages import EngineReady
 from nbengine.ipc.curve import CurveKeys
-from nbengine.ipc.liveness import ProcessIdentity, is_alive, machine_id
+from nbengine.ipc.liveness import ProcessIdentity, is_alive, machine_id, was_started_again
 from nbengine.ipc.private import FULL, make_own_directory, opened_directory, read_own, reason_of, write_own
 from nbengine.ipc.protocol import FOR_UNNAMED, PROTOCOL, UNNAMED, client_mismatch, engine_mismatch
 from nbengine.ipc.transport import EngineContext, any_port, host_of, own_address
@@ -48,6 +48,7 @@ class ConnectionLabel(msgspec.Struct, kw_only=True):
     protocol: int = UNNAMED
     log_path: str = ""
     machine: str = ""
+    lasting_machine: str = ""
 
 
 class ConnectionInfo(msgspec.Struct, kw_only=True):
@@ -72,6 +73,8 @@ class ConnectionInfo(msgspec.Struct, kw_only=True):
     created: float = msgspec.field(default_factory=time.time)
     machine: str = ""
     """The `machine_id` of the host's machine; empty: this one."""
+    lasting_machine: str = ""
+    """The `lasting_machine_id` of the host's machine; empty: not known."""
     keys: CurveKeys | None = None
     """The keys of an engine on a network; None for an engine on this machine alone."""
     stalled: list[int] = []
@@ -115,12 +118,21 @@ class ConnectionInfo(msgspec.Struct, kw_only=True):
 
     @property
     def is_here(self) -> bool:
-        """Tell whether the host is on this machine, so that its pid means something."""
-        return self.machine in ("", machine_id())
+        """Tell whether the host is, or was, on this machine."""
+        return self.machine in ("", machine_id()) or self.is_before_boot
+
+    @property
+    def is_before_boot(self) -> bool:
+        """Tell whether this machine has been started again since: nothing of the engine runs any more, and its
+        pids mean nothing."""
+        return was_started_again(self.machine, self.lasting_machine)
 
     @property
     def host(self) -> ProcessIdentity:
-        """Return the host's process; it means something only if `is_here`."""
+        """Return the host's process, which is no process if that was before this machine's boot; it means
+        something only if `is_here`."""
+        if self.is_before_boot:
+            return ProcessIdentity(0, 0)
         return ProcessIdentity(self.host_pid, self.host_started)
 
     @property

@@ -6,6 +6,7 @@ again. It ends with the process that started it, because its input does.
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import selectors
@@ -17,21 +18,32 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from nbengine.errors import NBEngineError, RequestError
+from nbengine.ipc.liveness import ProcessState
+from nbengine.ipc.process_state import what_holds
 from nbengine.runtime.processes import child_environment, describe_status
 from nbengine.units import size
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
 """Seconds for the interpreter and its imports, in addition to those of a question."""
 _WAIT_FACTOR = 15.0
 """Times its processor time that an answer may take: the machine has other work."""
+_LOOK_SECONDS = 0.5
+"""Seconds without anything to read or write after which the process is looked at. Two looks in a row that find
+it stopped are enough."""
 _LENGTH_BYTES = 8
 _PIECE_BYTES = 1 << 20
+
+
+class _StoppedError(Exception):
+    """Somebody has stopped the process (SIGSTOP)."""
 
 
 class LimitedProcess:
     """The other end of a process that runs `serve`, which starts when it is first needed.
 
-    It is for one thread at a time.
+    It is for one thread at a time. Another process takes the place of one that has ended or is stopped.
     """
 
     def __init__(self, module: str, what: str, task: str, max_seconds: float, max_bytes: int) -> None:
@@ -80,7 +92,14 @@ class LimitedProcess:
             except BrokenPipeError:
                 # It was ended while it had nothing to do: the question is not to blame.
                 self.shutdown()
-                continue
+            except _StoppedError:
+                # Nobody else waits for it, and it has nothing that another one would not have.
+                logger.warning(
+                    "the process that %s (pid %d) is stopped (SIGSTOP?): another takes its place",
+                    self._what,
+                    process.pid,
+                )
+                self.shutdown()
             except TimeoutError:
                 self.shutdown()
                 raise NBEngineError(f"the process that {self._what} does not answer") from None
@@ -88,7 +107,7 @@ class LimitedProcess:
                 # An interrupt: the answer that may still come is not for the next question.
                 self.shutdown()
                 raise
-        return b""
+        raise NBEngineError(f"the process that {self._what} was ended or stopped twice before it answered")
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -120,6 +139,7 @@ def _answer(process: subprocess.Popen[bytes], question: bytes, max_seconds: floa
 
     Raises:
         BrokenPipeError: the process had ended before.
+        _StoppedError: the process is stopped.
         TimeoutError: it neither answered nor ended within `max_seconds`.
     """
     stdin, stdout = process.stdin, process.stdout
@@ -128,14 +148,19 @@ def _answer(process: subprocess.Popen[bytes], question: bytes, max_seconds: floa
     deadline = time.monotonic() + max_seconds
     to_write = memoryview(len(question).to_bytes(_LENGTH_BYTES, "little") + question)
     answer = bytearray()
+    is_stopped = False
     os.set_blocking(stdin.fileno(), False)
     with selectors.DefaultSelector() as selector:
         selector.register(stdin, selectors.EVENT_WRITE)
         selector.register(stdout, selectors.EVENT_READ)
         while True:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = selector.select(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+            if not ready and time.monotonic() >= deadline:
                 raise TimeoutError
+            was_stopped = is_stopped
+            is_stopped = not ready and what_holds(process.pid) is ProcessState.STOPPED
+            if was_stopped and is_stopped:
+                raise _StoppedError
             for key, _ in ready:
                 if key.fileobj is stdin:
                     to_write = to_write[os.write(stdin.fileno(), to_write[:_PIECE_BYTES]) :]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbengine.errors import NBEngineError, ProtocolMismatchError
-from nbengine.ipc.liveness import identity_of, machine_id
+from nbengine.ipc.liveness import identity_of, machine_id, was_started_again
 from nbengine.runtime.connection import connection_files, read_connection, read_label
 
 
@@ -36,7 +36,9 @@ def other_engine(path: Path) -> OtherEngine | None:
         # Only the beginning of a machine id is known to mean the same in every version.
         boot, _, _ = label.machine.partition(":")
         elsewhere = boot not in ("", machine_id().partition(":")[0])
-        return OtherEngine(label.log_path, str(error), elsewhere or identity_of(label.host_pid) is not None)
+        may_live = elsewhere or identity_of(label.host_pid) is not None
+        is_gone = was_started_again(label.machine, label.lasting_machine)
+        return OtherEngine(label.log_path, str(error), may_live and not is_gone)
     except NBEngineError:
         return None
     return None

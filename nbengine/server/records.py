@@ -65,7 +65,7 @@ def url_of(host: str, port: int) -> str:
 
 def servers_of(info: ConnectionInfo) -> list[ServerRecord]:
     """List the servers of an engine on this machine that run."""
-    if not info.is_here:
+    if not info.is_here or info.is_before_boot:
         return []
     found = []
     for path in sorted(Path(info.run_dir).glob(_PATTERN)):

@@ -66,6 +66,33 @@ WITHOUT = {
     "numpy": ("scheduler", "kv_cache"),
     "zmq": ("scheduler", "kv_cache", "magics"),
 }
+TIME_OF_DAY = {
+    "magics": ("answers/kept", "engines/ledger"),
+    "widgets": (
+        "following/feed",
+        "following/feed_state",
+        "waves/recording",
+        "words",
+    ),
+    "nbengine": (
+        "cli",
+        "client/calls",
+        "client/engines/launch",
+        "engine/core/core",
+        "engine/core/core_proc",
+        "engine/core/transcripts",
+        "engine/host/coordinator",
+        "engine/host/metrics_server",
+        "frontend/observability/tracing",
+        "frontend/outputs/transcripts",
+        "runtime/connection",
+        "scheduler/trace_stream",
+        "server/launch",
+        "server/routes/common",
+    ),
+}
+"""The files that read the time of day, which somebody may set: for people, for other programs, and as a stamp. Nothing
+ends or begins by it: that goes by a clock that only goes on."""
 NAME_EACH_OTHER = ("kernels", "magics", "widgets")
 """Within them values and their views name each other's types, and so do kernels and what they are called with."""
 ONLY = {"kernels": ("errors", "units")}
@@ -235,3 +262,26 @@ def test_a_layer_does_without_a_library(library: str, name: str) -> None:
         if module.split(".")[0] == library
     ]
     assert not against, "\n".join(against)
+
+
+def reads_time_of_day(path: Path) -> bool:
+    """Return whether a file names a function that gives the time of day."""
+    functions = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
+    named = {
+        (node.value.id, node.attr)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    taken = {tuple(name.split(".")) for name in imports_of(path)}
+    return bool(functions & (named | taken))
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "nbengine"])
+def test_the_time_of_day_is_read_where_it_is_shown_and_nowhere_else(folder: str) -> None:
+    root = ROOT / folder
+    found = [
+        str(path.relative_to(root).with_suffix(""))
+        for path in sorted(root.rglob("*.py"))
+        if reads_time_of_day(path)
+    ]
+    assert tuple(found) == TIME_OF_DAY.get(folder, ())

@@ -214,6 +214,8 @@ def clear_dead_engines() -> None:
 
 def count_clients(info: ConnectionInfo) -> int:
     """Count the clients that are connected; 0 for an engine on another machine, where nobody can tell."""
+    if info.is_before_boot:
+        return 0
     if info.keys is not None:
         return _count_connections(info) if info.is_here else 0
     return sum(_listens(path) for path in Path(info.run_dir).glob("c-*.in"))
@@ -333,7 +335,7 @@ def _is_in_use(info: ConnectionInfo) -> bool:
         # It may belong to a container with the same directory, or be from before the machine was started
         # again.
         return info.keys is not None or info.host_pid == 0 or _listens(Path(info.run_dir, "host.sock"))
-    if info.host_pid:
+    if info.host_pid or info.is_before_boot:
         return info.host_alive
     # Its host has not written its pid yet: the process that starts it waits for that, or removes the
     # directory.

@@ -20,7 +20,7 @@ from nbengine.client.engines.spare import take_spare
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineStartError, InvalidArgumentError, NBEngineError, ProtocolMismatchError
 from nbengine.ipc.curve import make_curve_keys
-from nbengine.ipc.liveness import identity_of, machine_id, this_process
+from nbengine.ipc.liveness import identity_of, lasting_machine_id, machine_id, this_process
 from nbengine.ipc.private import check_own, opened, opened_directory
 from nbengine.runtime.connection import (
     ENGINE_NAME,
@@ -99,6 +99,7 @@ def launch_engine(config: EngineConfig, *, name: str | None = None) -> Connectio
                 tensor_dir=directories.tensor_dir,
                 marker=directories.marker,
                 machine=machine_id(),
+                lasting_machine=lasting_machine_id(),
                 keys=keys,
                 launcher=this_process(),
             )

@@ -24,7 +24,7 @@ def session_processes(info: ConnectionInfo) -> list[ProcessIdentity]:
     The session's number is the host's pid. It may be given out again once the whole session has ended; a
     process with that pid and another start tells that this has happened.
     """
-    if not (info.host_pid and info.is_here):
+    if not (info.host.pid and info.is_here):
         return []
     if not is_alive(info.host) and identity_of(info.host_pid) is not None:
         return []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from engine_processes import processes_of
@@ -25,9 +28,17 @@ from nbengine.client.engines.directory import (
     reap,
     stop_engine,
 )
-from nbengine.client.engines.processes import session_processes
+from nbengine.client.engines.processes import kill_session, session_processes
 from nbengine.config import EngineConfig
-from nbengine.ipc.liveness import ProcessIdentity, identity_of, is_alive, machine_id
+from nbengine.errors import NBEngineError
+from nbengine.ipc.liveness import (
+    ProcessIdentity,
+    identity_of,
+    is_alive,
+    lasting_machine_id,
+    machine_id,
+    this_process,
+)
 from nbengine.runtime.connection import ConnectionInfo, connection_file, write_connection, write_engine_file
 from nbengine.runtime.directories import EngineDirectories
 from nbengine.runtime.logs import worker_log_path
@@ -201,6 +212,44 @@ def test_a_core_that_was_stopped_when_its_host_died_does_not_outlive_a_reaping(
     assert not is_alive(core)
     assert list_engines() == []
     assert reap().dead == []
+
+
+@pytest.mark.parametrize("is_emptied", [True, False], ids=["emptied", "kept"])
+def test_an_engine_from_before_a_boot_of_this_machine_is_dead_and_in_nobodys_way(
+    start_async: StartAsync, monkeypatch: pytest.MonkeyPatch, is_emptied: bool
+) -> None:
+    info = unwatched(start_async, "before")
+    assert info.lasting_machine == lasting_machine_id()
+    kill_all(info)
+    # Its pid is that of a process that lives, and happens to have been started as long after the boot.
+    monkeypatch.setattr("nbengine.ipc.liveness.lasting_machine_id", lambda: "this")
+    alive = this_process()
+    info = msgspec.structs.replace(
+        info,
+        machine=f"{uuid.uuid4()}:4026531836",
+        lasting_machine="this",
+        host_pid=alive.pid,
+        host_started=alive.started,
+    )
+    write_connection(info)
+    if is_emptied:
+        # As a boot does with a temporary directory.
+        for directory in (info.run_dir, info.tensor_dir):
+            shutil.rmtree(directory)
+    else:
+        write_engine_file(info)
+    assert [(listing.info.name, listing.state, listing.pids) for listing in list_engines()] == [
+        ("before", "dead", [])
+    ]
+    with pytest.raises(NBEngineError, match="engine before is dead"):
+        AsyncLLM.attach("before")
+    assert kill_session(info) == []
+    if is_emptied:
+        assert reap().dead == ["before"]
+    again = start_async(name="before")
+    assert again.call_utility_blocking("ping", timeout=60) == "pong"
+    assert not Path(info.run_dir).exists()
+    assert not Path(info.tensor_dir).exists()
 
 
 @pytest.mark.parametrize("title", ["nbengine: worker TP0 gone", "nbengine: core 0 gone"])

@@ -18,6 +18,8 @@ from nbengine.client.engines.directory import list_engines
 from nbengine.client.engines.processes import session_processes
 from nbengine.config.progress import ProgressDeadlines
 from nbengine.errors import EngineDeadError, InvalidArgumentError, NBEngineError, RequestLostError
+from nbengine.ipc.control_messages import Progress
+from nbengine.runtime.connection import list_connections
 from nbengine.sampling_params import RequestOutputKind
 
 StartAsync = Callable[..., AsyncLLM]
@@ -153,6 +155,30 @@ async def test_one_attaches_to_a_core_that_lets_nobody_else_have_the_interpreter
     assert answer.outputs[0].token_ids == [6, 7]
     other.detach()
     await stream.aclose()
+
+
+def test_a_start_says_that_its_host_is_stopped_and_goes_on_with_it(start_async: StartAsync) -> None:
+    said: list[str] = []
+    stopped: list[int] = []
+
+    def on_progress(progress: Progress) -> None:
+        running = list_connections()
+        if running and not stopped:
+            stopped.append(running[0].host_pid)
+            stop(*stopped)
+        if "SIGSTOP?" in progress.detail:
+            said.append(progress.detail)
+            go_on(stopped[0])
+
+    try:
+        llm = start_async(progress=on_progress, knobs={"load_seconds": 0.2}, step_timeout=TIMEOUT)
+    finally:
+        for pid in stopped:
+            go_on(pid)
+    assert [re.sub(r"\d+ s", "N s", each) for each in said] == [
+        "no answer for N s, its process is stopped (SIGSTOP?)"
+    ]
+    wait_for(lambda: llm.stall is None, "the recovery", 2 * SLACK)
 
 
 async def test_a_client_that_looks_on_can_let_an_engine_go_on(start_async: StartAsync) -> None:

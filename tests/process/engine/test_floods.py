@@ -13,6 +13,7 @@ import zmq
 from process_support.engine_under_test import EngineUnderTest
 from process_support.raw_client import RawClient
 
+from nbengine.config import SchedulerConfig
 from nbengine.ipc.control_messages import EngineDead, Hello
 from nbengine.ipc.handshake import encode_control
 from nbengine.ipc.messages import ENGINE_CORE_DEAD, encode_incarnation, engine_identity
@@ -22,6 +23,7 @@ FLOOD_SECONDS = 2.0
 MOST_GROWTH = 64 << 20
 """Bytes that the host may grow by: a fraction of what is sent to it, and more than its allocator may round up to."""
 MOST_LINES = 100
+GREEDY_REQUESTS = 4000
 _FLOOD = """
 import os, sys, threading, time
 import zmq
@@ -89,6 +91,24 @@ def test_a_flood_of_one_peer_keeps_nobody_from_the_host_and_does_not_swell_it(
     client.wait_finished("last")
     assert len(engine.log().splitlines()) < MOST_LINES + 20 * number
     assert max(map(len, engine.log().splitlines())) < 1000
+
+
+def test_a_client_that_asks_for_thousands_at_once_gives_another_the_next_free_place(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine({"step_seconds": 0.005}, scheduler=SchedulerConfig(max_num_seqs=4))
+    greedy, other = engine.client().attach(), engine.client().attach()
+    for number in range(GREEDY_REQUESTS):
+        greedy.add(f"g{number}", [1], max_tokens=8)
+    greedy.read_until(lambda: greedy.tokens("g0"))
+    other.add("r", [1])
+    other.wait_finished("r")
+    error, answer = other.call("stats")
+    assert error is None
+    num_running, num_waiting = answer[1:3]
+    # Most of what was asked for before has not even begun.
+    assert num_running + num_waiting > GREEDY_REQUESTS // 2
+    greedy.leave()
 
 
 def impostors(client: RawClient) -> list[zmq.Socket[bytes]]:

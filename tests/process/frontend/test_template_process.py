@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from process_support.stopping import stop
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nbengine.errors import RequestError
@@ -88,6 +89,23 @@ def test_an_interrupt_leaves_no_answer_for_the_next_question(no_leftovers: None)
         assert process.render(call_of("{{ 'b' * 2 }}")) == "bb"
     finally:
         process.shutdown()
+
+
+def test_another_process_takes_the_place_of_one_that_is_stopped(
+    process: TemplateProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert process.render(call_of("{{ 'a' * 2 }}")) == "aa"
+    stopped = pid_of(process)
+    stop(stopped)
+    # Nothing wakes the first one: the answer is another's.
+    assert process.render(call_of("{{ 'b' * 2 }}")) == "bb"
+    assert not psutil.pid_exists(stopped)
+    assert f"the process that renders chat templates (pid {stopped}) is stopped (SIGSTOP?)" in caplog.text
+
+
+def pid_of(process: TemplateProcess) -> int:
+    assert process._process is not None
+    return process._process.pid
 
 
 def test_threads_get_their_own_texts(process: TemplateProcess) -> None:

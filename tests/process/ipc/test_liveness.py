@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,10 +24,12 @@ from nbengine.ipc.liveness import (
     ProcessWatch,
     identity_of,
     is_alive,
+    lasting_machine_id,
     machine_id,
     send_signal,
     state_of,
     this_process,
+    was_started_again,
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -204,6 +208,53 @@ def test_this_process_is_known_to_itself_and_its_machine() -> None:
     assert this_process().pid == os.getpid()
     assert state_of(this_process()) is ProcessState.RUNNING
     assert machine_id() == machine_id()
+
+
+def have_files_say(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a text in the place of each file that is read."""
+    monkeypatch.setattr(liveness, "open", lambda path, encoding: io.StringIO(text), raising=False)
+
+
+@linux
+def test_after_another_boot_it_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ticks that were counted since an earlier boot say nothing of the processes of this one."""
+    have_files_say("0b5ff58b-0d2c-4f4c-9ba1-6e2d25c71cc1\n", monkeypatch)
+    assert machine_id.__wrapped__() != machine_id()
+    monkeypatch.undo()
+    assert machine_id.__wrapped__() == machine_id()
+
+
+def test_only_this_machine_with_another_boot_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, now = (f"{uuid.uuid4()}:4026531836" for _ in range(2))
+    monkeypatch.setattr(liveness, "machine_id", lambda: now)
+    monkeypatch.setattr(liveness, "lasting_machine_id", lambda: "this")
+    assert was_started_again(before, "this")
+    assert not was_started_again(now, "this")
+    # Another container, or another machine with the same files.
+    assert not was_started_again(now.replace("4026531836", "4026532000"), "this")
+    assert not was_started_again(before, "another")
+    # Nothing is known of one of them.
+    assert not was_started_again(before, "")
+    assert not was_started_again("", "this")
+    assert not was_started_again("name:c0ffee", "this")
+    monkeypatch.setattr(liveness, "machine_id", lambda: "name:c0ffee")
+    assert not was_started_again(before, "this")
+    monkeypatch.setattr(liveness, "lasting_machine_id", lambda: "")
+    assert not was_started_again(before, "")
+
+
+def test_the_lasting_name_of_a_machine_tells_neither_its_number_nor_is_it_that_of_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have_files_say("\n", monkeypatch)
+    assert lasting_machine_id.__wrapped__() == ""
+    have_files_say("3d1219c7c4c5404aaa1f6d2a48adfda4\n", monkeypatch)
+    names = []
+    for node in ("a", "a", "b"):
+        monkeypatch.setattr(liveness.platform, "node", lambda node=node: node)
+        names.append(lasting_machine_id.__wrapped__())
+    assert names[0] == names[1] != names[2]
+    assert "3d1219c7" not in names[0]
 
 
 @linux

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from process_support.kill_matrix import (
     VICTIMS,
     Kill,
     Scene,
+    every_kill,
     kills,
     victims_that_live,
     wait_a_moment,
@@ -33,7 +35,8 @@ from nbengine.errors import EngineDeadError, EngineStartError, RequestLostError
 from nbengine.runtime.connection import ConnectionInfo, connection_file, list_connections
 from tests.support.thorough import THOROUGH, amount
 
-KILLS = amount(kills(8, seed=4), thorough=kills(200, seed=3))
+MOST_KILLS = [*every_kill(seed=3), *kills(3, seed=3)]
+KILLS = amount(kills(8, seed=4), thorough=MOST_KILLS)
 HANG = 20.0
 """Seconds after which what was to end is taken to hang, on however busy a machine."""
 PROMISE = 2.0
@@ -42,10 +45,21 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_the_kills_go_through_every_layout_and_every_victim_and_moment() -> None:
-    for seen in (KILLS, kills(200, seed=3)):
+    for seen in (KILLS, MOST_KILLS):
         assert {kill.layout for kill in seen} == set(LAYOUTS)
         assert {kill.moment for kill in seen} == set(MOMENTS)
         assert {kill.victim for kill in seen} == set(VICTIMS)
+
+
+def test_the_thorough_kills_are_two_hundred_and_leave_out_nothing_that_can_be_together() -> None:
+    assert len(MOST_KILLS) == 200
+    seen = {(kill.layout, kill.moment, kill.victim) for kill in MOST_KILLS}
+    for layout, moment, victim in product(LAYOUTS, MOMENTS, VICTIMS):
+        without_workers = layout in ("one process", "dp2", "dp2 in lock step")
+        can_be = (victim != "worker" or not without_workers) and (
+            moment != "scaling" or layout in ("dp2", "dp2 in lock step")
+        )
+        assert ((layout, moment, victim) in seen) is can_be
 
 
 class Killer:

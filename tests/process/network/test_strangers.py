@@ -8,7 +8,10 @@ import random
 import resource
 import socket
 import stat
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -18,15 +21,47 @@ import zmq
 from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.raw_client import RawClient
 
+from nbengine import LLM, SamplingParams
+from nbengine.client.engines.processes import session_processes
+from nbengine.client.mp import MPClient
 from nbengine.ipc.control_messages import Shutdown
 from nbengine.ipc.curve import CurveKeys, make_curve_keys
 from nbengine.ipc.handshake import encode_control
+from nbengine.ipc.shortage import check_room
 from nbengine.ipc.transport import HANDSHAKE_MS, EngineContext, host_of
 from nbengine.runtime.connection import connection_file, engine_file
 
 StartEngine = Callable[..., EngineUnderTest]
 
 NUM_HALF_OPEN = 2000
+ROOM = 160
+"""Files that a client of which strangers want to use up all may open besides those it has."""
+CROWD = """
+import resource, selectors, socket, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+selector = selectors.DefaultSelector()
+def enter(port):
+    end = socket.socket()
+    end.setblocking(False)
+    end.connect_ex(("127.0.0.1", port))
+    selector.register(end, selectors.EVENT_READ, port)
+for port in sys.argv[2:]:
+    for _ in range(int(sys.argv[1])):
+        enter(int(port))
+print("here", flush=True)
+while True:
+    for key, _ in selector.select():
+        try:
+            stays = key.fileobj.recv(1000) != b""
+        except OSError:
+            stays = False
+        if not stays:
+            # A stranger that is cut off comes again.
+            selector.unregister(key.fileobj)
+            key.fileobj.close()
+            enter(key.data)
+"""
 FEW_FILES = 256
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -181,6 +216,57 @@ def test_thousands_of_half_open_connections_are_borne_and_cut(
         for stranger in strangers:
             stranger.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """Let this process open no more than `ROOM` files besides those it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + ROOM, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def crowd(addresses: Iterable[str]) -> Iterator[None]:
+    """Strangers at ports of this process, more than it may open files, who come again when they are cut off."""
+    ports = [address.rpartition(":")[2] for address in addresses]
+    command = [sys.executable, "-c", CROWD, str(2 * ROOM), *ports]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        yield
+        process.kill()
+
+
+def test_a_crowd_at_a_clients_ports_ends_neither_its_requests_nor_its_shutdown(
+    start_frontend: Callable[..., LLM], little_room: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = start_frontend(LLM)
+    info = llm.llm_engine.connection
+    client = llm.llm_engine.engine_core
+    assert isinstance(client, MPClient)
+
+    def answer() -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": [1]}, sampling, use_tqdm=False)
+        return output.outputs[0].token_ids
+
+    def has_room() -> bool:
+        with contextlib.suppress(OSError):
+            check_room(ROOM // 4)
+            return True
+        return False
+
+    with crowd(client.cores.addresses):
+        wait_for(lambda: "too many connections without a key" in caplog.text, "a bound")
+        assert answer() == [2, 3, 4, 5, 6]
+        wait_for(has_room, "room for this process's own files", 3 * HANDSHAKE_MS / 1000 + 10)
+        assert answer() == [2, 3, 4, 5, 6]
+        llm.shutdown()
+    assert not session_processes(info)
+    assert not connection_file(info.name).exists()
 
 
 def test_the_keys_are_in_two_private_files_and_nowhere_else(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import psutil
@@ -97,7 +97,10 @@ class Kill:
 
 
 def kills(number: int, seed: int) -> list[Kill]:
-    """A reproducible choice of kills that goes through all layouts, moments and victims in turn."""
+    """A reproducible choice of kills that goes through all layouts, moments and victims in turn.
+
+    The turns of two of them come together in few ways: `every_kill` has all.
+    """
     chance = random.Random(seed)
     layouts, moments, victims = (
         cycle(chance.sample(list(names), len(names))) for names in (LAYOUTS, MOMENTS, VICTIMS)
@@ -105,14 +108,29 @@ def kills(number: int, seed: int) -> list[Kill]:
     chosen: list[Kill] = []
     while len(chosen) < number:
         layout, moment, victim = next(layouts), next(moments), next(victims)
-        has = LAYOUTS[layout]
-        if (victim == "worker" and not has.num_workers) or (moment == "scaling" and has.other_size is None):
-            continue
-        num_ranks = has.num_cores * (has.num_workers if victim == "worker" else 1)
-        chosen.append(
-            Kill(layout, moment, victim, chance.randrange(num_ranks), chance.choice((0.0, 0.01, 0.05, 0.2)))
-        )
+        if is_possible(layout, moment, victim):
+            chosen.append(_drawn(layout, moment, victim, chance))
     return chosen
+
+
+def every_kill(seed: int) -> list[Kill]:
+    """A kill for each layout, moment and victim that there can be together."""
+    chance = random.Random(seed)
+    return [_drawn(*each, chance) for each in product(LAYOUTS, MOMENTS, VICTIMS) if is_possible(*each)]
+
+
+def is_possible(layout: str, moment: str, victim: str) -> bool:
+    """Return whether a layout has such a victim, and comes to such a moment."""
+    has = LAYOUTS[layout]
+    return not (
+        (victim == "worker" and not has.num_workers) or (moment == "scaling" and has.other_size is None)
+    )
+
+
+def _drawn(layout: str, moment: str, victim: str, chance: random.Random) -> Kill:
+    has = LAYOUTS[layout]
+    num_ranks = has.num_cores * (has.num_workers if victim == "worker" else 1)
+    return Kill(layout, moment, victim, chance.randrange(num_ranks), chance.choice((0.0, 0.01, 0.05, 0.2)))
 
 
 def find_victims(kill: Kill) -> list[psutil.Process]:

@@ -300,6 +300,17 @@ def test_a_dead_engine_of_another_protocol_is_in_nobodys_way(capsys: pytest.Capt
     assert launch._choose_name("old", "x") == "old"
 
 
+def test_an_engine_of_another_protocol_from_before_a_boot_is_in_nobodys_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nbengine.ipc.liveness.lasting_machine_id", lambda: "this")
+    boot = "0b5ff58b-0d2c-4f4c-9ba1-6e2d25c71cc1"
+    write_file(host_pid=os.getpid(), machine=f"{boot}:1", lasting_machine="this")
+    assert main(["ps"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert launch._choose_name("old", "x") == "old"
+
+
 class OldReady(msgspec.Struct, tag="ready"):
     """An engine core in a connection file of the first protocol."""
 

@@ -44,8 +44,11 @@ def test_an_explicit_count_wins_over_what_is_available() -> None:
 @pytest.mark.parametrize(
     ("config", "argument"),
     [
-        (CacheConfig(), "gpu_memory_utilization"),
-        (CacheConfig(kv_cache_memory_bytes=5), "kv_cache_memory_bytes"),
+        (
+            CacheConfig(),
+            "gpu_memory_utilization or .*, or lower block_size, max_num_batched_tokens, max_num_seqs or max_model_len$",
+        ),
+        (CacheConfig(kv_cache_memory_bytes=5), "kv_cache_memory_bytes, or lower block_size$"),
     ],
 )
 def test_no_room_for_one_block_names_the_numbers_and_the_argument(config: CacheConfig, argument: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -11,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.ipc.control_messages import WorkerInfo
 from nbengine.magics.engines.reports import started_sentence
 from nbengine.magics.session import AttachedEngine
-from nbengine.metrics.stats import WorkerStats
+from nbengine.metrics.stats import EngineStats, WorkerStats
 from nbengine.runtime.connection import write_connection
 from tests.unit.magics.conftest import FakeBackend, FakeClient, RecordingPublisher
 
@@ -241,6 +242,25 @@ def test_status_of_an_engine_that_stands_says_so_and_shows_what_answers(
     engine.silent, engine.stall = (), None
     shell.run_cell("%engine status").raise_error()
     assert "progress" not in capsys.readouterr().out
+
+
+def test_status_asks_all_engines_at_once_so_that_none_waits_for_another_that_is_stuck(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend, capsys: Capture
+) -> None:
+    shell.run_cell("%engine start random-tiny --name second")
+    capsys.readouterr()
+    all_asked = threading.Barrier(2)
+
+    def answer_when_all_are_asked(timeout: float) -> tuple[EngineStats, list[int]]:
+        all_asked.wait(10)
+        return EngineStats(), [0]
+
+    for client in backend.clients.values():
+        client.stats_within = answer_when_all_are_asked  # type: ignore[method-assign]
+    shell.run_cell("%engine status").raise_error()
+    printed = capsys.readouterr().out
+    assert printed.count("core 0 does not answer") == 2
+    assert printed.index("random-tiny") < printed.index("second")
 
 
 def test_start_and_status_say_whose_layers_run_unless_they_are_nbengines(
