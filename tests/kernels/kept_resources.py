@@ -29,7 +29,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class KeptResources:
-    """What `directory` keeps."""
+    """A folder, `directory`, that keeps them."""
 
     directory: Path
 

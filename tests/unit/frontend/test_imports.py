@@ -27,6 +27,7 @@ PUBLIC = {
     "RequestOutput",
     "CompletionOutput",
     "Logprob",
+    "PromptProgress",
     "RequestMetrics",
     "PoolingOutput",
     "PoolingRequestOutput",
