@@ -178,7 +178,7 @@ class ChatMagics(Magics):
         turn = ChatTurn(shell, self._session, engine, plan.conversation, on_answer, is_cell=is_cell)
         try:
             request = self._submitter.prepare(engine, generate, prompt)
-            make_ready([engine], can_wait=False)
+            make_ready([engine.client], can_wait=False)
             send_all([request], foreground=True)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__

@@ -68,7 +68,9 @@ class GenerateMagics(Magics):
                 self._submitter.prepare(engine, combination.options)
                 for engine, combination in zip(engines, plan.combinations, strict=True)
             ]
-            if make_ready(engines, can_wait=in_kernel(shell)):
+            # What differs from an earlier answer is shown by the cell that has waited for the new one.
+            can_wait = in_kernel(shell) and not options.diff
+            if make_ready([engine.client for engine in engines], can_wait=can_wait):
                 options = replace(options, background=True)
             send_all(requests, foreground=not options.background)
         except NBEngineError as error:

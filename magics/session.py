@@ -15,12 +15,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.client.engines import spare
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import did_you_mean
-from nbengine.frontend.control import Control
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.magics.engines.ledger import Ledger
 from nbengine.magics.generation.ongoing import OngoingRequests
 from nbengine.magics.generation.request import RequestClient
-from nbengine.magics.generation.waits import Watched
 from nbengine.runtime.connection import ConnectionInfo, list_connections
 from nbengine.widgets.following.ownership import Client
 from nbengine.widgets.live import in_kernel
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[Progress], None]
 
 
-class EngineClient(RequestClient, Watched, Client, Protocol):
+class EngineClient(RequestClient, Client, Protocol):
     """The part of `AsyncLLM` that the magics use."""
 
     @property
@@ -71,10 +69,6 @@ class EngineClient(RequestClient, Watched, Client, Protocol):
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Return the model's own defaults."""
-
-    @property
-    def control(self) -> Control:
-        """Return the blocking controls of the engine."""
 
     def scale_blocking(
         self, data_parallel_size: int, timeout: float | None = None, progress: ProgressCallback | None = None

@@ -35,7 +35,10 @@ class ComparisonRun(Stream[ComparisonResult]):
                 self.result.errors[index] = error
                 request.fail(error)
         self._view.update(self.result)
-        if any(request.collector for request in self.requests):
+        going_on = {request.origin.client.name for request in self.requests if request.collector}
+        for name in self.waits.clients.keys() - going_on:
+            self.waits.leave(name)
+        if going_on:
             return False
         failure = self._failure()
         if failure is not None:
@@ -45,7 +48,7 @@ class ComparisonRun(Stream[ComparisonResult]):
     def _take(self, request: Request) -> None:
         output = None if request.collector is None else request.collector.get_nowait()
         if output is not None:
-            self.waits.has_begun = True
+            self.waits.note_output(request.origin.client.name)
             request.result.absorb(output)
             if request.result.finished:
                 request.end(shown=request.stop())

@@ -23,16 +23,40 @@ class LostClient:
         """Return no ranks: there is no engine."""
         return ()
 
+    stall = None
+
+    def stats_within(self, timeout: float) -> NoReturn:
+        """Refuse to tell of an engine.
+
+        Raises:
+            NBEngineError: always; the message says why.
+        """
+        del timeout
+        raise _refusal()
+
+    @property
+    def control(self) -> NoReturn:
+        """Refuse to control an engine.
+
+        Raises:
+            NBEngineError: always; the message says why.
+        """
+        raise _refusal()
+
     def submit(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse a request.
 
         Raises:
             NBEngineError: always; the message says why.
         """
-        raise NBEngineError(f"this answer cannot go on: {LOST}")
+        raise _refusal()
 
     def read_transcripts(self, request_ids: Iterable[str]) -> None:
         """Tell nobody."""
 
     def abort_soon(self, request_id: str) -> None:
         """End nothing: no request of this copy runs."""
+
+
+def _refusal() -> NBEngineError:
+    return NBEngineError(f"this answer cannot go on: {LOST}")

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from IPython.core.error import UsageError
 
-from nbengine.magics.generation.waits import PATIENCE
-from nbengine.magics.session import AttachedEngine
+from nbengine.magics.generation.waits import PATIENCE, Rousable
+from nbengine.metrics.stats import SchedulerStats
 from nbengine.widgets.words import print_quietly, seconds
 
 
-def make_ready(engines: Iterable[AttachedEngine], *, can_wait: bool) -> bool:
+def make_ready(engines: Iterable[Rousable], *, can_wait: bool) -> bool:
     """Wake the engines that sleep; return whether any is paused, so the cell must not wait for its answer.
 
     Args:
@@ -24,7 +24,7 @@ def make_ready(engines: Iterable[AttachedEngine], *, can_wait: bool) -> bool:
     """
     # An engine core that computes does not report in time, and is awake.
     # The state of all engines is read before any is woken, so a refusal leaves the others asleep.
-    known = {engine: engine.client.stats_within(PATIENCE)[0].engines for engine in dict.fromkeys(engines)}
+    known = {engine: _cores(engine) for engine in dict.fromkeys(engines)}
     for engine, cores in known.items():
         if any(core.is_kept_asleep for core in cores):
             raise UsageError(
@@ -44,8 +44,24 @@ def make_ready(engines: Iterable[AttachedEngine], *, can_wait: bool) -> bool:
     return bool(paused)
 
 
-def _wake(engine: AttachedEngine) -> None:
+def wake_if_asleep(engine: Rousable) -> None:
+    """Wake an engine that sleeps, for a request that no cell waits for; one that is kept asleep refuses it.
+
+    Raises:
+        NBEngineError: the engine cannot be asked, or does not wake up.
+    """
+    cores = _cores(engine)
+    if any(core.is_sleeping for core in cores) and not any(core.is_kept_asleep for core in cores):
+        _wake(engine)
+
+
+def _cores(engine: Rousable) -> list[SchedulerStats]:
+    """Return the states of the engine cores that report them in time."""
+    return engine.stats_within(PATIENCE)[0].engines
+
+
+def _wake(engine: Rousable) -> None:
     print_quietly(f"engine {engine.name!r} sleeps and is woken")
     began = time.monotonic()
-    engine.client.control.wake_up()
+    engine.control.wake_up()
     print_quietly(f"engine {engine.name!r} is awake after {seconds(time.monotonic() - began)}")

@@ -13,6 +13,7 @@ from nbengine.magics.answers.kept import Answer
 from nbengine.magics.generation.lost import LOST, LostClient
 from nbengine.magics.generation.ongoing import OngoingRequests
 from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.generation.waits import Rousable
 from nbengine.outputs import PromptProgress, RequestOutput
 from nbengine.sampling_params import SamplingParams
 
@@ -36,7 +37,7 @@ class Collector(Protocol):
         """Wait for the next output in this thread."""
 
 
-class RequestClient(Protocol):
+class RequestClient(Rousable, Protocol):
     """The part of `AsyncLLM` that requests use."""
 
     @property
@@ -56,10 +57,6 @@ class RequestClient(Protocol):
 
         With `transcript`, the prompt as it was typed, the engine keeps the answer.
         """
-
-    @property
-    def name(self) -> str:
-        """Return the name of the engine."""
 
     def read_transcripts(self, request_ids: Iterable[str]) -> None:
         """Tell the engine, without waiting, that these answers have been read."""

@@ -176,11 +176,11 @@ class Generation(Stream[GenerationResult]):
 
     def _show_progress(self) -> None:
         # The request runs, so that nothing else holds it up.
-        self.waits.has_begun = True
+        self.waits.note_output(self.requests[0].origin.client.name)
         self._view.update(self.result)
 
     def _take(self, output: RequestOutput) -> bool:
-        self.waits.has_begun = True
+        self.waits.note_output(self.requests[0].origin.client.name)
         self.result.absorb(output)
         self._view.update(self.result)
         return self.result.finished

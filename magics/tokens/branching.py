@@ -11,6 +11,7 @@ import msgspec
 
 from nbengine.checks import require_int
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
+from nbengine.magics.generation.readiness import wake_if_asleep
 from nbengine.magics.generation.request import Origin, Request
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.stream import Generation
@@ -92,6 +93,7 @@ class BranchTree:
             rank=self._rank(node),
             written=[*node.token_ids[:position], token_id],
         )
+        wake_if_asleep(self.origin.client)
         request.send(foreground=False)
         view = _BranchView(self.notify)
         with self._lock:
@@ -107,7 +109,7 @@ class BranchTree:
             self._nodes.append(branch)
             node.children.append(branch)
         self.notify(branch)
-        self.origin.ongoing.add_background(branch.run(Generation(request, view)))
+        self.origin.ongoing.add_background(branch.run(Generation(request, view, [self.origin.client])))
         return branch
 
     def existing(self, node: Branch, position: int, token_id: int) -> Branch | None:

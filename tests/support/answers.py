@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
+from nbengine.frontend.control import Control, ControlOf
 from nbengine.frontend.outputs.output_collector import RequestOutputCollector
 from nbengine.magics.generation.request import Origin
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.tokens.branching import BranchTree
+from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -70,6 +73,7 @@ class HandDrivenClient:
 
     name = "hand-driven"
     engine_ranks = [0]
+    stall = None
 
     def __init__(self) -> None:
         self.requests: list[tuple[Any, SamplingParams, int | None, list[int]]] = []
@@ -77,6 +81,21 @@ class HandDrivenClient:
         self.aborted: list[str] = []
         self.read: list[str] = []
         self.refusal: Exception | None = None
+        self.state = SchedulerStats()
+        self.utilities: list[str] = []
+
+    def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
+        return EngineStats(engines=[self.state]), []
+
+    @property
+    def control(self) -> Control:
+        return ControlOf(self)
+
+    def submit_utility(self, method: str, *args: Any) -> Future[Any]:
+        self.utilities.append(method)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
 
     def submit(
         self,

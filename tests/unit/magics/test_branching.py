@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,13 @@ from answers import PROMPT, HandDrivenClient, Word, delta_of, token_id, tree_of
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.requests.reasoning import ReasoningMarks
+from nbengine.magics.generation import waits
 from nbengine.magics.generation.request import Origin
 from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.generation.waits import WaitNotice
 from nbengine.magics.tokens.branch import Branch
 from nbengine.magics.tokens.branching import BranchTree
+from nbengine.metrics.stats import SchedulerStats
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -69,6 +73,39 @@ def test_a_branch_asks_for_the_same_answer_with_another_token() -> None:
     assert branch.token_ids == ids("The", " city", " is", " Lyon", " now")
     assert (branch.num_cached_tokens, branch.num_prompt_tokens) == (4, 7)
     assert branch.metrics.num_generation_tokens == 2
+
+
+@pytest.mark.parametrize(("is_kept", "calls"), [(False, ["wake_up"]), (True, [])])
+def test_a_branch_wakes_an_engine_that_sleeps_unless_it_is_kept_asleep(
+    is_kept: bool, calls: list[str]
+) -> None:
+    tree, client = tree_of(WORDS)
+    client.state = SchedulerStats(sleep_level=1, is_kept_asleep=is_kept)
+    branch = tree.branch(3, " Lyon")
+    assert client.utilities == calls
+    finish(client, branch, [(" now", 0.5, {})], "The city is Lyon now")
+
+
+def test_a_branch_says_that_its_engine_is_paused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, client = tree_of(WORDS)
+    client.state = SchedulerStats(is_paused=True)
+    said = threading.Event()
+    tell = WaitNotice._tell_reasons
+
+    def telling(notice: WaitNotice, reasons: dict[str, str]) -> None:
+        tell(notice, reasons)
+        said.set()
+
+    monkeypatch.setattr(waits, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(WaitNotice, "_tell_reasons", telling)
+    branch = tree.branch(3, " Lyon")
+    assert said.wait(10)
+    assert client.utilities == []
+    finish(client, branch, [(" now", 0.5, {})], "The city is Lyon now")
+    said_once = "engine 'hand-driven' is paused: `%engine resume hand-driven` lets it go on"
+    assert capsys.readouterr().out.count(said_once) == 1
 
 
 def test_log_probabilities_of_a_branch_begin_with_its_own_tokens() -> None:

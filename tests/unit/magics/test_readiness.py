@@ -94,6 +94,16 @@ def test_in_a_notebook_the_answer_of_a_paused_engine_comes_when_the_cell_has_end
     assert handle.result().text == "done"
 
 
+@pytest.mark.parametrize("ask", ["%%generate --diff\nhello\n", "%%generate --diff --seed 1,2\nhello\n"])
+def test_a_cell_that_shows_what_differs_needs_its_answer_so_that_a_pause_is_an_error(
+    kernel_shell: InteractiveShell, engine: FakeClient, capsys: Capture, ask: str
+) -> None:
+    engine.engine_stats = [SchedulerStats(is_paused=True)]
+    said = refusal(kernel_shell, ask, capsys)
+    assert "engine 'random-tiny' is paused: `%engine resume random-tiny` first" in said
+    assert engine.requests == []
+
+
 def test_engine_cores_that_are_busy_with_a_step_are_awake(
     shell: InteractiveShell, engine: FakeClient
 ) -> None:

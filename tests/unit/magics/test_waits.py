@@ -7,9 +7,9 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError
 from nbengine.magics.generation import stream, waits
-from nbengine.magics.generation.waits import WaitNotice
+from nbengine.magics.generation.waits import QUIET_LOOKS, WaitNotice
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from tests.unit.magics.conftest import FakeClient
+from tests.unit.magics.conftest import FakeBackend, FakeClient
 from tests.unit.magics.kernel_cells import run
 
 Capture = pytest.CaptureFixture[str]
@@ -88,9 +88,10 @@ def test_a_request_in_the_background_says_once_that_its_engine_stands_and_goes_o
 class Busy:
     """An engine whose cores say what they are told to."""
 
-    name, stall = "busy", None
+    stall = None
 
     def __init__(self, *states: SchedulerStats) -> None:
+        self.name = "busy"
         self.states = list(states)
 
     def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
@@ -137,6 +138,62 @@ def test_a_line_a_reason_whatever_the_numbers(capsys: Capture, monkeypatch: pyte
     states += [SchedulerStats(sleep_level=1), SchedulerStats()]
     said = reasons(capsys, monkeypatch, WaitNotice([Busy(*states)]), 6)
     assert [line.split()[2].rstrip(":") for line in said] == ["is", "sleeps"]
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        (SchedulerStats(sleep_level=1), "sleeps: `%engine wake busy` wakes it"),
+        (SchedulerStats(is_paused=True), "is paused: `%engine resume busy` lets it go on"),
+        (SchedulerStats(num_running_reqs=4, num_waiting_reqs=1), None),
+    ],
+)
+def test_an_answer_that_is_held_up_in_its_middle_says_so_each_time(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, state: SchedulerStats, word: str | None
+) -> None:
+    notice = WaitNotice([Busy(state)])
+    said = []
+    for _ in range(2):
+        notice.note_output("busy")
+        said.append(reasons(capsys, monkeypatch, notice, QUIET_LOOKS - 1))
+        said.append(reasons(capsys, monkeypatch, notice, 3 * QUIET_LOOKS))
+    assert [len(lines) for lines in said] == [0, word is not None, 0, word is not None]
+    assert all(line.startswith(f"engine 'busy' {word}") for lines in said for line in lines)
+
+
+def test_engines_that_a_comparison_waits_for_are_looked_at_each_by_itself(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused, quick = Busy(SchedulerStats(is_paused=True)), Busy(SchedulerStats(is_paused=True))
+    quick.name = "quick"
+    notice = WaitNotice([paused, quick])
+    said = []
+    for _ in range(QUIET_LOOKS):
+        notice.note_output("quick")
+        said += reasons(capsys, monkeypatch, notice, 1)
+    notice.leave("quick")
+    said += reasons(capsys, monkeypatch, notice, 3 * QUIET_LOOKS)
+    assert [line.partition(":")[0] for line in said] == ["engine 'busy' is paused"]
+
+
+def test_a_comparison_looks_no_more_at_an_engine_that_has_answered(
+    shell: InteractiveShell, engine: FakeClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell.run_cell("%engine start random-tiny --name second").raise_error()
+    second = backend.clients["second"]
+    engine.words = second.words = None
+    left: list[str] = []
+
+    def leave(notice: WaitNotice, name: str) -> None:
+        left.append(name)
+        del notice.clients[name]
+        second.emit("done", "stop")
+
+    monkeypatch.setattr(WaitNotice, "leave", leave)
+    shell.run_cell("%%generate -a --engine random-tiny,second -o both\nhi\n").raise_error()
+    engine.emit("done", "stop")
+    shell.user_ns["both"].result()
+    assert left == ["random-tiny", "second"]
 
 
 def test_one_that_does_not_answer_is_told_of_and_one_that_has_died_is_not(
