@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from nbengine.config import EngineConfig, ParallelConfig
+from nbengine.distributed.communicator import SINGLE
 from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.engine.core.kv_cache_start import choose_max_model_len
 from nbengine.errors import EngineStartError, NBEngineError
@@ -32,6 +33,7 @@ from nbengine.models.configs.pooling_config import advised_model_len, longest_mo
 from nbengine.models.division import check_parallel
 from nbengine.models.loading import make_model, resolve_device, resolve_dtype, resolve_precision
 from nbengine.models.registry import decoder_config
+from nbengine.worker.decode_graphs import graph_recorder
 from nbengine.worker.memory.budget import (
     GPUProfile,
     asked_kv_cache_bytes,
@@ -56,7 +58,7 @@ class Prober:
         self._is_encoder = is_encoder(self._hf)
         # The engine's processes will import torch, too: this one shows how much memory that takes.
         self._process_bytes = psutil.Process().memory_full_info().uss if self.device.type == "cpu" else 0
-        self._profiles: dict[tuple[torch.dtype, int], GPUProfile] = {}
+        self._profiles: dict[tuple[torch.dtype, int, bool], GPUProfile] = {}
 
     def check_files(self) -> None:
         """Compare the weight files with the configuration, by their headers.
@@ -181,13 +183,17 @@ class Prober:
 
     def _profile(self, config: EngineConfig, dtype: torch.dtype) -> GPUProfile:
         """Measure the largest step's memory without weights, with a model of one layer on one GPU."""
-        kind = dtype, self._asked_len(config)
+        is_recorded = config.parallel.world_size == 1 and not config.lock_step
+        kind = dtype, self._asked_len(config), is_recorded
         if kind not in self._profiles:
             overrides = {**config.model.hf_overrides, "num_hidden_layers": 1}
             model_config = replace(config.model, hf_overrides=overrides)
             one = replace(config, model=model_config, parallel=ParallelConfig())
             model = make_model(model_config, self.device, dtype)
-            runner = ModelRunner(one, model, self.device, dtype)
+            recorder = None
+            if is_recorded:
+                recorder = graph_recorder(self.device, enforce_eager=model_config.enforce_eager)
+            runner = ModelRunner(one, model, self.device, dtype, None, SINGLE, recorder)
             found = profile_gpu(one, str(self.device), runner, self.device, kind[1])
             self._profiles[kind] = replace(found, peak=found.peak - model.weights_bytes)
             del model, runner

@@ -7,6 +7,7 @@ A prepared step (`nbengine.models.prepared`) is the same to a CPU.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,15 +15,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nbengine.config import SchedulerConfig
 from nbengine.kernels.step_metadata import StepMetadata
 from nbengine.models.causal_model import CausalModel
 from nbengine.models.step_output import StepOutput
+from nbengine.worker.batch.static_inputs import padded_shapes
 from nbengine.worker.batch.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 64
 """Each takes some MiB of the device's memory; the one that was not used for longest goes first."""
+
+_LARGEST_BYTES = 12
+"""An id and a float32 number, those of a row's largest logit."""
 
 Shape = tuple[int, int]
 """The rows of a step with its padding, and the tokens for which its longest request is laid out."""
@@ -113,6 +119,17 @@ class DecodeGraphs:
         """Return whether the model's steps can be recorded as it is divided now: no other worker takes part."""
         layout = model.layout
         return layout.world_size == layout.dp_size == 1 and model.is_recordable and model.has_logits
+
+    def most_bytes(self, scheduler: SchedulerConfig, max_model_len: int, step_bytes: int) -> int:
+        """Return the bytes that graphs take at most beside all other steps, of which the largest takes `step_bytes`:
+        the outcome of each, and what the widest needs in between, which they share."""
+        config, itemsize = self._model.config, self._model.dtype.itemsize
+        row = (config.hidden_size + config.vocab_size) * itemsize + _LARGEST_BYTES
+        shapes = padded_shapes(scheduler.max_num_seqs, max_model_len)
+        # A new graph is there before the one that has to go for it.
+        rows = sorted((count for count, _ in shapes), reverse=True)[: MOST_GRAPHS + 1]
+        share = min(1.0, rows[0] / scheduler.max_num_batched_tokens)
+        return row * sum(rows) + math.ceil(share * step_bytes)
 
     def run(self, inputs: StepInputs, kv_caches: list[Tensor]) -> StepOutput:
         """Return the outcome of a step that `StaticInputs` has laid out: hidden states, logits and the largest of them,

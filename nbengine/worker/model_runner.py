@@ -329,6 +329,12 @@ class ModelRunner:
             self._prompt_logprobs.rehearse(hidden)
             rehearsal.sample(logits)
 
+    def graph_bytes(self, max_model_len: int, step_bytes: int) -> int:
+        """Return the bytes that recorded steps take beside the largest step, which takes `step_bytes`."""
+        if self._graphs is None:
+            return 0
+        return self._graphs.most_bytes(self._config.scheduler, max_model_len, step_bytes)
+
     def _new_batch(self, max_model_len: int) -> InputBatch:
         max_num_seqs = self._config.scheduler.max_num_seqs
         try:

@@ -42,6 +42,14 @@ def padded_tokens(longest: int, most: int) -> int:
     return min(max(_FEWEST_TOKENS, 1 << (longest - 1).bit_length()), most)
 
 
+def padded_shapes(most_requests: int, most_tokens: int) -> list[tuple[int, int]]:
+    """Return the shapes of all steps of up to `most_requests` requests of up to `most_tokens` tokens each."""
+    rows = {padded_rows(count) for count in range(1, min(most_requests, MOST_ROWS) + 1)}
+    lengths = (min(1 << bit, most_tokens) for bit in range(most_tokens.bit_length() + 1))
+    tokens = {padded_tokens(length, most_tokens) for length in lengths}
+    return [(row, token) for row in sorted(rows) for token in sorted(tokens)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """The parts of the two arrays that belong to steps of one shape: offsets and tensors."""

@@ -88,8 +88,8 @@ def cpu_kv_cache_bytes(config: EngineConfig, footprint: Footprint, max_model_len
 
 @dataclass(frozen=True, slots=True)
 class GPUProfile:
-    """The bytes of a GPU: all of it, the most that torch held during the largest step, and what others
-    hold."""
+    """The bytes of a GPU: all of it, the most that torch holds in the largest step, with recorded steps beside it,
+    and what others hold."""
 
     total: int
     peak: int
@@ -107,6 +107,7 @@ def profile_gpu(
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     try:
         model_runner.profile_run(max_model_len)
     except torch.OutOfMemoryError as error:
@@ -116,6 +117,7 @@ def profile_gpu(
             f"{config.scheduler.max_num_seqs} requests of up to max_model_len={max_model_len} tokens; lower them: {error}"
         ) from error
     peak = torch.cuda.max_memory_allocated(device)
+    peak += model_runner.graph_bytes(max_model_len, peak - before)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)

@@ -142,7 +142,8 @@ def test_gpus_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_probe, "profile_gpu", lambda *args: GPUProfile(10 * GIB, 3 * GIB, GIB))
     layer = SimpleNamespace(weights_bytes=2 * GIB)
     monkeypatch.setattr(fit_probe, "make_model", lambda *args: layer)
-    monkeypatch.setattr(fit_probe, "ModelRunner", lambda *args: object())
+    runners: list[Any] = []
+    monkeypatch.setattr(fit_probe, "ModelRunner", lambda *args: runners.append(args) or object())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     found = answer(
         FitQuestion([resolved(), resolved(tensor_parallel_size=2), resolved(tensor_parallel_size=4)])
@@ -160,6 +161,8 @@ def test_gpus_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_weights, rank_page = two.weights_bytes // 2, two.page_bytes // 2
     assert two.num_blocks == (int(9 * GIB) - rank_weights - GIB - 2 * GIB) // (rank_page + gathered)
     assert four.problem == "it needs 4 GPUs, and there are 2"
+    # Decode steps are recorded where one worker computes them, and their memory is counted there alone.
+    assert [arguments[-1] is not None for arguments in runners] == [True, False]
 
 
 class Hub:

@@ -19,8 +19,10 @@ from nbengine.models.loading import load_model
 from nbengine.models.step_output import StepOutput
 from nbengine.worker import decode_graphs
 from nbengine.worker import worker as worker_module
+from nbengine.worker.batch import static_inputs
 from nbengine.worker.batch.static_inputs import MOST_ROWS, padded_rows, padded_tokens
 from nbengine.worker.decode_graphs import CudaGraphs, Graph, graph_recorder
+from nbengine.worker.memory import budget
 from nbengine.worker.model_runner import ModelRunner
 from tests.unit.worker.conftest import MAX_MODEL_LEN, NUM_BLOCKS, Driver, Runner
 
@@ -150,6 +152,61 @@ def test_steps_are_recorded_on_a_gpu_unless_eager_ones_are_asked_for() -> None:
     assert isinstance(graph_recorder(gpu, enforce_eager=False), CudaGraphs)
     assert graph_recorder(gpu, enforce_eager=True) is None
     assert graph_recorder(CPU, enforce_eager=False) is None
+
+
+def test_what_graphs_take_is_counted_at_the_start(
+    runner: ModelRunner, recorder: Recorder, tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_inputs, "_FEWEST_TOKENS", 16)
+    driver = Driver(runner)
+    # More shapes than there are, each at least twice: requests of all numbers and lengths.
+    for count in range(1, tiny_config.scheduler.max_num_seqs + 1):
+        for length in (3, 17, 20):
+            for number in range(count):
+                driver.add(f"{count} {length} {number}", [3] * length, SamplingParams(temperature=0), 6)
+            driver.run()
+    taken = sum(tensor.nbytes for graph in recorder.graphs for tensor in graph._tensors(graph.output))
+    assert len({graph.output.hidden.shape for graph in recorder.graphs}) > 2
+    assert taken <= runner.graph_bytes(MAX_MODEL_LEN, 0) < 4 * taken
+
+
+def test_the_widest_graph_needs_its_share_of_what_the_largest_step_takes(
+    runner: ModelRunner, new_runner: Runner, tiny_config: EngineConfig
+) -> None:
+    scheduler = tiny_config.scheduler
+    share = padded_rows(scheduler.max_num_seqs) / scheduler.max_num_batched_tokens
+    between = runner.graph_bytes(MAX_MODEL_LEN, 10**9) - runner.graph_bytes(MAX_MODEL_LEN, 0)
+    assert between == pytest.approx(min(1.0, share) * 10**9, abs=1)
+    assert new_runner().graph_bytes(MAX_MODEL_LEN, 10**9) == 0
+
+
+def test_a_gpus_kv_cache_leaves_room_for_graphs(
+    runner: ModelRunner, tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "memory_allocated": 1000,
+        "max_memory_allocated": 5000,
+        "memory_reserved": 6000,
+        "mem_get_info": (93_000, 100_000),
+        "reset_peak_memory_stats": None,
+        "empty_cache": None,
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    profile = budget.profile_gpu(tiny_config, "GPU 0", runner, torch.device("cuda"), MAX_MODEL_LEN)
+    graphs = runner.graph_bytes(MAX_MODEL_LEN, 4000)
+    assert graphs > 0
+    assert profile == budget.GPUProfile(total=100_000, peak=5000 + graphs, others=1000)
+
+
+@given(st.integers(1, 400), st.integers(1, 20_000), st.data())
+def test_every_step_has_one_of_the_shapes_that_are_counted(
+    most_requests: int, most_tokens: int, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, min(most_requests, MOST_ROWS)))
+    longest = data.draw(st.integers(1, most_tokens))
+    shapes = static_inputs.padded_shapes(most_requests, most_tokens)
+    assert (padded_rows(count), padded_tokens(longest, most_tokens)) in shapes
 
 
 def test_graphs_are_forgotten_when_the_kv_cache_moves(runner: ModelRunner, recorder: Recorder) -> None:
