@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from nbformat import write
+from nbformat.v4 import new_code_cell, new_notebook
 from notebook_support.kernel import Kernel
 
+import nbengine
 from nbengine.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CODE = re.compile(r"^```(?:python)?\n(?P<block>.*?)^```$|`(?P<inline>[^`\n]+)`", re.MULTILINE | re.DOTALL)
-TYPED = re.compile(r"%(engine|dashboard)\b(?!.*(\[|\b[A-Z]{2,}\b))|answers\.rows\(\)$")
+TYPED = re.compile(r"%(engine|dashboard)\b(?!.*(\[|\b[A-Z]{2,}\b))|%%generate -h$|answers\.rows\(\)$")
 """A pattern of code within a sentence that can be typed as it is: no word in it stands for another one."""
-START_SECONDS = 90.0
+START_SECONDS = 180.0
 
 
 def cells(text: str) -> Iterator[str]:
@@ -37,6 +42,7 @@ def test_the_cells_are_found() -> None:
         "%engine sleep",
         "%engine recover",
         "%engine help",
+        "%%generate -h",
         "%engine scale --dp 4",
         "answers.rows()",
     ):
@@ -44,7 +50,7 @@ def test_the_cells_are_found() -> None:
     assert not any("MODEL" in cell for cell in found)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_every_cell_of_the_readme_runs(start_kernel: Callable[[], Kernel]) -> None:
     kernel, compared = start_kernel(), False
     for source in cells(README):
@@ -54,19 +60,60 @@ def test_every_cell_of_the_readme_runs(start_kernel: Callable[[], Kernel]) -> No
             compared = True
     assert cell.status == "ok"
     assert compared, "no cell asked for answers"
-    kernel.run("%engine stop")
+    for command in shell_commands():
+        if command != "serve":
+            check_command(command)
+    assert "no engine runs on this machine" in kernel.run("%engine ps").text
+
+
+ARGUMENTS = {
+    "fetch": ["smollm2-135m"],
+    "fit": ["random-tiny"],
+    "logs": ["random-tiny-moe"],
+    "stop": ["random-tiny-moe"],
+}
+SAID = {
+    "fetch": "smollm2-135m: /",
+    "fit": "random-tiny",
+    "ps": "random-tiny-moe",
+    "logs": " INFO [core ",
+    "stop": "random-tiny-moe",
+    "reap": "",
+    "--version": nbengine.__version__,
+}
+"""The words of each command beside the engine that the last cells of the README have started."""
+
+
+def shell_commands() -> list[str]:
+    """The commands that the README names, in its order."""
+    _, _, rest = README.partition("On the command line:")
+    sentence = rest.partition("\n\n")[0]
+    return [words.split()[0] for words in re.findall(r"`(?:nbengine )?([^`]+)`", sentence)]
+
+
+def check_command(command: str) -> None:
+    typed = [str(Path(sys.executable).with_name("nbengine")), command, *ARGUMENTS.get(command, [])]
+    done = subprocess.run(typed, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert SAID[command] in done.stdout
 
 
 def test_the_commands_of_the_shell_are_there() -> None:
-    line = next(line for line in README.splitlines() if line.startswith("On the command line:"))
-    commands = [words.split()[0] for words in re.findall(r"`(?:nbengine )?([^`]+)`", line)]
-    assert set(commands) == {"fetch", "fit", "ps", "stop", "reap", "logs", "--version"}
-    for command in commands:
+    assert set(shell_commands()) == {*SAID, "serve"}
+    for command in shell_commands():
         try:
             status = main([command, "-h"])
         except SystemExit as end:
             status = int(end.code or 0)
         assert status == 0
+
+
+def test_what_is_installed_has_the_parts_that_the_readme_names() -> None:
+    (install,) = re.findall(r'^pip install "\.\[([\w,]+)\]"', README, re.MULTILINE)
+    offered = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(install.split(",")) <= set(offered)
+    assert "-c constraints.txt" in README
+    assert (ROOT / "constraints.txt").is_file()
 
 
 def test_the_two_commands_for_a_fresh_machine_are_there() -> None:
@@ -75,3 +122,26 @@ def test_the_two_commands_for_a_fresh_machine_are_there() -> None:
     for target in targets:
         done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_the_demo_runs_a_notebook_prints_its_cells_and_keeps_it(
+    notebook_environment: dict[str, str], tmp_path: Path
+) -> None:
+    printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True)
+    script, notebook = printed.stdout.split()[-2:]
+    # `test_examples.py` runs this one.
+    assert notebook == "examples/01_quickstart.ipynb"
+    cells = [new_code_cell("%load_ext nbengine"), new_code_cell("%engine ps")]
+    small, executed = tmp_path / "small.ipynb", tmp_path / "executed" / "small.ipynb"
+    write(new_notebook(cells=cells), small)
+    done = subprocess.run(
+        [sys.executable, script, str(small)],
+        cwd=ROOT,
+        env=notebook_environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "> %engine ps\nno engine runs on this machine" in done.stdout
+    assert "no engine runs on this machine" in executed.read_text()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nbengine.models.checkpoints.files import SMOLLM2_SAMPLING
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
@@ -71,3 +73,16 @@ def test_the_glossary_has_the_words_in_their_order() -> None:
     assert words == sorted(words, key=str.casefold)
     assert len(words) == len(set(words))
     assert set(_TERMS) <= set(words)
+
+
+def test_the_default_model_is_said_to_babble_and_others_to_need_two_bytes_a_parameter() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    words = " ".join(page.split())
+    assert "135 million parameters, and babbles" in words
+    assert "135 million parameters, and babbles" in " ".join((ROOT / "README.md").read_text().split())
+    temperature, top_p = SMOLLM2_SAMPLING["temperature"], SMOLLM2_SAMPLING["top_p"]
+    assert f"samples at temperature {temperature} and `top_p` {top_p}" in words
+    rows = re.findall(r"^\| `[\w.-]+/[\w.-]+` \| ([\d.]+) billion \| ([\d.]+) GB \|", page, re.MULTILINE)
+    assert len(rows) > 5
+    for parameters, memory in rows:
+        assert float(memory) == pytest.approx(2 * float(parameters), abs=0.11)
