@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
 
 from nbengine.checks import require_callback
 from nbengine.client.base import BlockingClient, EngineCoreClient
@@ -26,6 +29,14 @@ from nbengine.runtime.connection import ConnectionInfo
 from nbengine.runtime.progress import ProgressCallback
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.widgets.processes.tree import ProcessTree, read_own_process_tree
+
+logger = logging.getLogger(__name__)
+
+_HELD_BACK = {
+    "is_sleeping": "engine %s sleeps, so that requests wait: wake_up() lets them go on",
+    "is_paused": "engine %s is paused, so that requests wait: resume_generation() lets them go on",
+}
+"""Utilities that say whether requests have to wait, and the warnings for those that wait."""
 
 
 class LLMEngine(Prompting, Control, Inspection):
@@ -173,6 +184,18 @@ class LLMEngine(Prompting, Control, Inspection):
             "only the code that has the LLM can let it go on: call wake_up or resume_generation there"
         )
 
+    def warn_if_held(self) -> None:
+        """Say in the log, without waiting for that, that requests wait for someone to wake or resume the engine.
+
+        In this process `step` raises an error instead.
+        """
+        connection = self.engine_core.connection
+        if connection is None:
+            return
+        for method, warning in _HELD_BACK.items():
+            told = partial(_warn_if, connection.name, warning)
+            self.engine_core.submit_utility(method).add_done_callback(told)
+
     def abort_all(self) -> None:
         """Drop every unfinished request, and the errors of which nobody has been told."""
         self._errors.clear()
@@ -214,3 +237,9 @@ class LLMEngine(Prompting, Control, Inspection):
         """End the engine and wait until all its processes are gone; calling it again does nothing."""
         self.engine_core.shutdown(drain=drain)
         self._finalizer.detach()
+
+
+def _warn_if(name: str, warning: str, answer: Future[bool]) -> None:
+    # An engine that has ended raises that to whoever waits for the requests.
+    if not answer.cancelled() and answer.exception() is None and answer.result():
+        logger.warning(warning, name)

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_in_this_process_a_pause_that_waits_runs_the_steps_it_waits_for(start_ll
     while engine.has_unfinished_requests():
         tokens = [*tokens, *(output.outputs[0].token_ids for output in engine.step())][-1]
     assert tokens == EXPECTED[:5]
+
+
+@pytest.mark.parametrize(
+    ("hold", "go_on", "warning"),
+    [
+        ("sleep", "wake_up", "sleeps, so that requests wait: wake_up() lets them go on"),
+        ("pause", "resume", "is paused, so that requests wait: resume_generation() lets them go on"),
+    ],
+)
+def test_a_batch_that_waits_for_an_engine_that_is_held_back_says_so(
+    shared_llm: LLM, caplog: pytest.LogCaptureFixture, hold: str, go_on: str, warning: str
+) -> None:
+    with left_idle(shared_llm), ThreadPoolExecutor(1) as pool:
+        shared_llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        assert "requests wait" not in caplog.text
+        getattr(shared_llm, hold)()
+        outputs = pool.submit(shared_llm.generate, PROMPT, GREEDY, use_tqdm=False)
+        wait_for(lambda: "requests wait" in caplog.text, "the warning", 60)
+        getattr(shared_llm, go_on)()
+        assert outputs.result(60)[0].outputs[0].token_ids == EXPECTED[:5]
+    said = [record.getMessage() for record in caplog.records if "requests wait" in record.getMessage()]
+    assert said == [f"engine {shared_llm.llm_engine.connection.name} {warning}"]
 
 
 class Reader:
