@@ -7,7 +7,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from notebook_support.comm import Browser, model_of, subshell_of
 from notebook_support.kernel import Kernel
+from notebook_support.paced import start_line
 
 from nbengine.client.engines.processes import session_processes, wait_until
 from nbengine.runtime.connection import list_connections
@@ -18,6 +20,29 @@ PROMPT = "%%generate -o {name} {flags} --temperature 0 --max-tokens 8 --raw\nthe
 
 def ask(name: str, flags: str = "") -> str:
     return PROMPT.format(name=name, flags=flags)
+
+
+def test_an_answer_that_is_paused_in_its_middle_says_so_and_the_dashboard_lets_it_go_on(
+    kernel: Kernel, start_kernel: StartKernel
+) -> None:
+    other = start_kernel()
+    kernel.run(start_line(tokens_per_second=100))
+    other.run("%engine attach")
+    shown = kernel.run("%dashboard")
+    browser = Browser(kernel, model_of(shown.outputs[0]), subshell_of(kernel))
+    browser.say(kind="hello")
+    browser.wait_for(lambda: browser.num_resets == 1)
+    cell = kernel.start("%%generate --raw --max-tokens 300 -o answer\nhi\n")
+    kernel.wait_for_text(cell, "ABC")
+    other.run("%engine pause --mode keep")
+    kernel.wait_for_text(cell, "is paused: `%engine resume random-tiny` lets it go on")
+    assert browser.subshell_id is not None
+    browser.say(kind="go_on")
+    kernel.finish(cell)
+    assert kernel.value("len(answer.token_ids)") == 300
+    assert browser.answers == [{"kind": "goes_on", "error": None}]
+    kernel.run("%dashboard --close")
+    kernel.run("%engine stop")
 
 
 def test_an_engine_is_put_to_sleep_woken_profiled_and_killed_asleep(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from process_support.engine_under_test import wait_for
 
 from nbengine import LLM, AsyncLLM, PoolingParams, SamplingParams
 from nbengine.errors import EngineDeadError, InvalidArgumentError, InvalidTypeError, RequestError
@@ -29,6 +31,12 @@ def shared(no_leftovers_of_module: None) -> Iterator[AsyncLLM]:
     made = AsyncLLM(name="pooling", bound=False, **TINY)
     yield made
     made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def offline(no_leftovers_of_module: None) -> Iterator[LLM]:
+    with LLM(**TINY) as made:
+        yield made
 
 
 @pytest.fixture
@@ -103,6 +111,38 @@ async def test_an_abort_and_a_cancelled_task_end_the_request_in_the_engine(llm: 
     (stats,) = (await llm.stats()).engines
     assert stats.num_running_reqs == stats.num_waiting_reqs == 0
     assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("how", "ended_by"),
+    [("pause", "paused"), ("sleep", "put to sleep")],
+)
+def test_vectors_that_another_client_ends_say_how_and_later_ones_come(
+    offline: LLM, how: str, ended_by: str
+) -> None:
+    other = AsyncLLM.attach(offline.llm_engine.connection.name)
+    control = other.control
+    try:
+        control.pause_generation("keep")
+        with ThreadPoolExecutor(1) as pool:
+            vectors = pool.submit(offline.embed, PROMPTS[:2], use_tqdm=False)
+            wait_for(lambda: control.stats().engines[0].num_waiting_reqs == 2, "the requests")
+            if how == "pause":
+                control.pause_generation("abort")
+            else:
+                control.sleep(1, "abort")
+            with pytest.raises(
+                RequestError, match=f"it was aborted: the engine was {ended_by} with mode='abort'"
+            ):
+                vectors.result(60)
+            later = pool.submit(offline.embed, PROMPTS[0], use_tqdm=False)
+            wait_for(lambda: control.stats().engines[0].num_waiting_reqs == 1, "the later request")
+            if how == "sleep":
+                control.wake_up()
+            control.resume_generation()
+            assert len(later.result(60)[0].outputs.embedding) > 1
+    finally:
+        other.detach()
 
 
 EXIT = """
