@@ -240,6 +240,6 @@ class LLMEngine(Prompting, Control, Inspection):
 
 
 def _warn_if(name: str, warning: str, answer: Future[bool]) -> None:
-    # An engine that has ended raises that to whoever waits for the requests.
+    # The end of an engine is an error of the call that waits for the requests.
     if not answer.cancelled() and answer.exception() is None and answer.result():
         logger.warning(warning, name)
