@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nbengine.engine.core.request_lanes import RequestLanes
@@ -35,6 +35,7 @@ events = st.lists(
 
 
 @given(events=events)
+@example(events=[("add", 1, 0), ("add", 1, 1), ("add", 2, 0), ("take", 3, 0)])
 def test_each_client_has_its_order_and_none_is_served_twice_before_another_that_waits(events) -> None:
     lanes = RequestLanes()
     waiting: dict[int, list[str]] = {}

@@ -25,8 +25,9 @@ from nbengine.sampling.penalties import PenaltyTable, table_bytes
 from nbengine.sampling_params import SamplingParams
 from nbengine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from nbengine.worker.batch import prompt_logprobs
+from nbengine.worker.batch.pooler import Pooler
 from nbengine.worker.memory.budget import cpu_kv_cache_bytes, uncounted_extras
-from nbengine.worker.memory.extras import GATHERED_BYTES
+from nbengine.worker.memory.extras import GATHERED_BYTES, decoder_extras, pooling_extras
 from nbengine.worker.memory.footprint import Footprint
 from nbengine.worker.memory.limits import check_kv_cache_fits
 from nbengine.worker.model_runner import ModelRunner
@@ -201,6 +202,29 @@ def test_a_cpus_kv_cache_leaves_what_a_full_batch_may_ask_for(
         assert (pages + 1) * (page + gathered) > left
     plenty = cpu_kv_cache_bytes(tiny_config, footprint, MAX_MODEL_LEN, 1 << 40)
     assert plenty == MAX_NUM_SEQS * MAX_MODEL_LEN // tiny_config.cache.block_size * page
+
+
+def test_what_is_worked_out_has_room_for_lists_of_penalties_that_grow(tiny_config: EngineConfig) -> None:
+    def grow(longest: int) -> None:
+        table = PenaltyTable(MAX_NUM_SEQS, VOCAB, CPU, longest)
+        words = np.arange(longest, dtype=np.int32)
+        for row in range(MAX_NUM_SEQS):
+            table.add(row, SamplingParams(repetition_penalty=1.5), words, words[:0])
+
+    short, long = (decoder_extras(tiny_config.scheduler, VOCAB, 1, longest) for longest in (1, LONGEST))
+    taken = measured(lambda: grow(LONGEST)) - measured(lambda: grow(1))
+    assert taken > MAX_NUM_SEQS * LONGEST
+    assert taken <= long - short
+
+
+def test_what_is_worked_out_has_room_for_pooling(tiny_config: EngineConfig) -> None:
+    scheduler, width = tiny_config.scheduler, 4096
+    states = torch.zeros(MAX_TOKENS, width, dtype=torch.bfloat16)
+    # Views of the states, which are the step's own, are measured, too.
+    taken = measured(lambda: Pooler(MAX_NUM_SEQS, width, CPU, None).rehearse(states)) - states.nbytes
+    assert taken > MAX_NUM_SEQS * width * 4
+    narrow, wide = (decoder_extras(scheduler, VOCAB, size, MAX_TOKENS) for size in (0, width))
+    assert taken <= wide - narrow == pooling_extras(scheduler, width, MAX_TOKENS)
 
 
 def test_a_kv_cache_of_a_given_size_must_leave_it_too(
