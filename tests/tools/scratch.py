@@ -91,6 +91,7 @@ def enter(*, own_cache: bool = True) -> Scratch | None:
         cache = tests_cache.make()
         wanted["NBENGINE_CACHE_DIR"] = str(cache)
         tests_cache.prune(cache, _oldest_start(parent))
+        tests_cache.adopt(cache)
     before = {name: os.environ.get(name) for name in wanted}
     _set_environment(wanted)
     return Scratch(path, before, cache)

@@ -9,6 +9,7 @@ the user's), their tokenizers and packed weights, all compiled kernels, of which
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from pathlib import Path
@@ -41,10 +42,24 @@ def make() -> Path:
     return own
 
 
+def adopt(own: Path) -> None:
+    """Note that a run which begins now may use whatever there is, also when the run that made it has ended."""
+    now = time.time()
+    for path in _entries(own):
+        # Another run may remove it at the same time.
+        with contextlib.suppress(OSError):
+            if not path.is_symlink() and not path.name.startswith(REAL):
+                os.utime(path, (now, now))
+
+
+def _entries(own: Path) -> list[Path]:
+    return [path for kind in KINDS if (own / kind).is_dir() for path in (own / kind).iterdir()]
+
+
 def prune(own: Path, began: float) -> None:
     """Remove the entries of models that tests made, unless a run may use them that began at the time `began`."""
     now = time.time()
-    entries = [path for kind in KINDS if (own / kind).is_dir() for path in (own / kind).iterdir()]
+    entries = _entries(own)
     # Writers that were killed leave these.
     entries += (own / "kernels").glob(".*.tmp")
     reports = list((own / "triton").glob("*"))

@@ -177,6 +177,13 @@ def test_the_cache_keeps_what_is_of_real_models_and_what_a_run_may_use(
         (own / name).mkdir(parents=True)
     tests_cache.prune(own, time.time() - 3600)
     assert [name for name in names if not (own / name).exists()] == []
+    # A run that begins now may use what an earlier one has made, which may end before it.
+    for name in names:
+        os.utime(own / name, (time.time() - 60, time.time() - 60))
+    began = time.time()
+    tests_cache.adopt(own)
+    tests_cache.prune(own, began)
+    assert [name for name in names if not (own / name).exists()] == []
     tests_cache.prune(own, float("inf"))
     assert [name for name in names if (own / name).exists()] == [names[2], names[4], names[5]]
     assert (own / "models" / "smollm2-135m").is_symlink()
