@@ -99,7 +99,8 @@ def test_a_client_that_asks_for_thousands_at_once_gives_another_the_next_free_pl
     engine = start_engine({"step_seconds": 0.005}, scheduler=SchedulerConfig(max_num_seqs=4))
     greedy, other = engine.client().attach(), engine.client().attach()
     for number in range(GREEDY_REQUESTS):
-        greedy.add(f"g{number}", [1], max_tokens=8)
+        # They take minutes: much longer than this process takes to ask for them on any machine.
+        greedy.add(f"g{number}", [1], max_tokens=64)
     greedy.read_until(lambda: greedy.tokens("g0"))
     other.add("r", [1])
     other.wait_finished("r")

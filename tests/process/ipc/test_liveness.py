@@ -49,7 +49,7 @@ def known(process: subprocess.Popen[bytes]) -> ProcessIdentity:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
 

@@ -21,7 +21,7 @@ from nbengine.sampling_params import RequestOutputKind
 
 STEP_TIMEOUT = 3.0
 REPORTED = ProgressDeadlines.of_step_timeout(STEP_TIMEOUT).to_report("step")
-SLACK = 3.0
+SLACK = 30.0
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
 
