@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import sys
 import threading
 import time
@@ -167,6 +168,8 @@ class Generation(Stream[GenerationResult]):
         assert request.collector is not None, "the request has not been sent"
         self._collector = request.collector
         request.on_progress = self._show_progress
+        self._drawn_at = -math.inf
+        """The time at which progress was drawn last."""
 
     async def _step(self) -> bool:
         return self._take(await self._collector.get())
@@ -177,7 +180,11 @@ class Generation(Stream[GenerationResult]):
     def _show_progress(self) -> None:
         # The request runs, so that nothing else holds it up.
         self.waits.note_output(self.requests[0].origin.client.name)
-        self._view.update(self.result)
+        # Steps may be so short that nobody could read what each of them says.
+        now = time.monotonic()
+        if now - self._drawn_at >= self._view.interval:
+            self._drawn_at = now
+            self._view.update(self.result)
 
     def _take(self, output: RequestOutput) -> bool:
         self.waits.note_output(self.requests[0].origin.client.name)

@@ -14,7 +14,7 @@ from nbengine.client.link.ownership import Owned, finalize
 from nbengine.client.making import make_client
 from nbengine.client.routing.core_table import checked_rank
 from nbengine.config import EngineArgs, EngineConfig
-from nbengine.errors import NotSupportedError, RequestError
+from nbengine.errors import NotSupportedError
 from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import Control
 from nbengine.frontend.inspection import Inspection
@@ -70,7 +70,7 @@ class LLMEngine(Prompting, Control, Inspection):
         self._tokenizer = parts.tokenizer
         self.input_processor = parts.input_processor
         self.output_processor = parts.output_processor
-        self._errors: deque[RequestError] = deque()
+        self._errors: deque[Exception] = deque()
 
     @classmethod
     def from_engine_args(
@@ -143,14 +143,19 @@ class LLMEngine(Prompting, Control, Inspection):
         Raises:
             RequestError: the engine refused a request, or (`RequestLostError`) the engine core that had it
                 has ended; the others go on with the next `step`.
+            Exception: what an `on_prompt_progress` has raised in the `step` before.
             EngineDeadError, LeaseExpiredError: all requests have failed.
         """
         if self._errors:
             raise self._errors.popleft()
         outputs = self.engine_core.get_output()
-        if outputs.prompts_read:
-            self.output_processor.process_prompts_read(outputs.prompts_read)
         processed = self.output_processor.process_outputs(outputs.outputs, outputs.engine_index)
+        if outputs.prompts_read:
+            try:
+                self.output_processor.process_prompts_read(outputs.prompts_read)
+            except Exception as error:  # noqa: BLE001 (whatever it is, the caller gets it)
+                # The outputs of other requests come first.
+                self._errors.append(error)
         if processed.reqs_to_abort:
             self.engine_core.abort_requests(processed.reqs_to_abort, stopped=processed.stopped)
         # These have ended in the engine core without an output.

@@ -167,8 +167,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 class PromptRead(msgspec.Struct, array_like=True, gc=False):
     """The part of a prompt that has been read after a step that has not read all of it.
 
-    Of `num_prompt_tokens` tokens `num_read_tokens` have keys and values, of which `num_cached_tokens` came from the prefix cache; `seconds` is the
-    time since the engine core took up the request.
+    Of `num_prompt_tokens` tokens `num_read_tokens` have keys and values, and `num_cached_tokens` of these came from the
+    prefix cache; `seconds` is the time since the engine core took up the request.
     """
 
     request_id: str

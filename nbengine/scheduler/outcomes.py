@@ -129,14 +129,17 @@ class RequestOutcomes(SchedulerState):
             outputs = by_client.setdefault(
                 request.client_index, EngineCoreOutputs(self.engine_index, timestamp=timestamp)
             )
-            read = PromptRead(
-                request_id,
-                request.num_prompt_tokens,
-                request.num_read_tokens,
-                request.num_cached_tokens,
-                timestamp - request.scheduled_at,
+            if outputs.prompts_read is None:
+                outputs.prompts_read = []
+            outputs.prompts_read.append(
+                PromptRead(
+                    request_id,
+                    request.num_prompt_tokens,
+                    request.num_read_tokens,
+                    request.num_cached_tokens,
+                    timestamp - request.scheduled_at,
+                )
             )
-            outputs.prompts_read = [*(outputs.prompts_read or ()), read]
 
     def _tell_ended(self, by_client: dict[int, EngineCoreOutputs], timestamp: float) -> None:
         for client, request_ids in self._ended_by_client.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbengine import LLM, AsyncLLM, InvalidTypeError, PromptProgress, SamplingParams
+from nbengine import LLM, AsyncLLM, InvalidTypeError, PromptProgress, RequestOutputKind, SamplingParams
 from tests.process.client.conftest import left_idle
 
 STEP = 16
@@ -62,6 +62,30 @@ def test_what_the_function_raises_ends_the_call_and_leaves_nothing_running(llm: 
         assert llm.generate("go on", ONE, use_tqdm=False)[0].finished
         with pytest.raises(InvalidTypeError, match="on_prompt_progress"):
             llm.generate("x", ONE, on_prompt_progress=1)  # type: ignore[arg-type]
+
+
+def test_what_the_function_raises_comes_after_the_outputs_that_other_requests_have_got(llm: LLM) -> None:
+    class Enough(Exception):
+        pass
+
+    def refuse(_: PromptProgress) -> None:
+        raise Enough
+
+    engine = llm.llm_engine
+    with left_idle(llm):
+        many = SamplingParams(temperature=0.0, max_tokens=40, output_kind=RequestOutputKind.DELTA)
+        engine.add_request("short", {"prompt_token_ids": [1]}, many)
+        texts = engine.step()
+        engine.add_request("long", {"prompt_token_ids": [9] * 150}, ONE, on_prompt_progress=refuse)
+        refused = 0
+        while engine.has_unfinished_requests():
+            try:
+                texts += engine.step()
+            except Enough:
+                refused += 1
+    assert refused > 1
+    short = [output.outputs[0].token_ids for output in texts if output.request_id == "short"]
+    assert [token for tokens in short for token in tokens] == list(range(2, 42))
 
 
 async def test_a_stream_is_told_on_its_own_loop_before_its_first_output(async_llm: AsyncLLM) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from tokenizers import Tokenizer
 
-from nbengine.frontend.outputs.output_collector import RequestOutputCollector
+from nbengine.frontend.outputs.output_collector import RequestOutputCollector, wake
 from nbengine.frontend.outputs.output_processor import OutputProcessor
 from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, PromptRead
@@ -43,7 +44,24 @@ def test_progress_is_a_line_for_people(known: tuple[str, int, int, int, float], 
     assert str(PromptProgress(*known)) == text
 
 
-async def test_a_coroutine_is_told_on_its_own_loop_while_it_waits() -> None:
+async def test_a_coroutine_that_waits_is_woken() -> None:
+    queue, told = collector(), []
+    queue.on_prompt_progress = told.append
+    reading = asyncio.create_task(queue.get())
+    while queue._waiter is None:
+        await asyncio.sleep(0)
+    waiter = queue.report(progress())
+    assert waiter is not None
+    wake([waiter])
+    while not told:
+        await asyncio.sleep(0)
+    assert not reading.done()
+    queue.put(output())
+    assert (await asyncio.wait_for(reading, 60)).finished
+    assert told == [progress()]
+
+
+async def test_a_coroutine_is_told_on_its_own_loop() -> None:
     queue, told = collector(), []
 
     def note(part: PromptProgress) -> None:
@@ -63,7 +81,7 @@ async def test_a_coroutine_is_told_on_its_own_loop_while_it_waits() -> None:
     assert told == [(read, asyncio.get_running_loop()) for read in (50, 60, 70)]
 
 
-def test_a_blocking_reader_is_told_in_its_own_thread() -> None:
+def test_a_blocking_reader_that_waits_is_woken_and_told_in_its_own_thread() -> None:
     queue, told = collector(), []
     heard = threading.Event()
 
@@ -72,6 +90,8 @@ def test_a_blocking_reader_is_told_in_its_own_thread() -> None:
         heard.set()
 
     def write() -> None:
+        while not queue._num_blocked:
+            time.sleep(0.001)
         queue.report(progress())
         heard.wait(60)
         queue.put(output())
@@ -81,6 +101,7 @@ def test_a_blocking_reader_is_told_in_its_own_thread() -> None:
     writer.start()
     assert queue.get_blocking(timeout=60).finished
     writer.join()
+    assert heard.is_set()
     assert told == [(50, threading.current_thread())]
 
 

@@ -10,7 +10,10 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.frontend.outputs.output_collector import wake
-from nbengine.outputs import PromptProgress
+from nbengine.magics.generation import view
+from nbengine.magics.generation.render import prompt_line
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.outputs import CompletionOutput, PromptProgress
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import publisher, run, until
 
@@ -47,8 +50,13 @@ async def test_the_cell_says_how_far_the_prompt_is_and_shows_the_answer_in_the_s
     await until(lambda: bool(engine.collectors))
     report(engine)
     await until(lambda: LINE in newest(kernel_shell))
-    report(engine, read=7999)
-    await until(lambda: "reading 7,999 of 8,000" in newest(kernel_shell))
+
+    def reported() -> bool:
+        # A view is left in peace for a moment after each drawing, and takes the newest then.
+        report(engine, read=7999)
+        return "reading 7,999 of 8,000" in newest(kernel_shell)
+
+    await until(reported)
     engine.emit("Hello", "stop")
     if "-n 2" in line:
         engine.emit("World", "stop", completion=1)
@@ -56,6 +64,32 @@ async def test_the_cell_says_how_far_the_prompt_is_and_shows_the_answer_in_the_s
     (output,) = publisher(kernel_shell).outputs()
     assert "Hello" in output["text/plain"]
     assert not any("reading" in str(form) for form in output.values())
+
+
+def test_an_answer_that_has_begun_has_no_line_about_its_prompt() -> None:
+    result = GenerationResult("r", "hi")
+    result.metrics.prompt_progress = PromptProgress("r", 8000, 3200, 1100, 3.9)
+    assert prompt_line(result) == LINE
+    result.outputs = [CompletionOutput(0, "", [])]
+    assert prompt_line(result) == LINE
+    result.outputs = [CompletionOutput(0, "", []), CompletionOutput(1, "a", [5])]
+    assert prompt_line(result) == ""
+
+
+async def test_steps_that_are_shorter_than_a_view_needs_are_not_all_drawn(
+    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "pause_after", lambda *_: 3600.0)
+    engine.words = None
+    cell = asyncio.create_task(run(kernel_shell, "%%generate\nhi\n"))
+    await until(lambda: bool(engine.collectors))
+    for read in range(2000, 2050):
+        report(engine, read=read)
+        await until(lambda: engine.collectors[-1]._progress is None)
+    assert len(publisher(kernel_shell).messages) == 1
+    engine.emit("Hello", "stop")
+    (await cell).raise_error()
+    assert "Hello" in publisher(kernel_shell).outputs()[0]["text/plain"]
 
 
 async def test_a_prompt_that_takes_no_time_is_not_spoken_of(
