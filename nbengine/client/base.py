@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -110,8 +110,10 @@ class EngineCoreClient(Protocol):
 class BlockingClient(EngineCoreClient, Protocol):
     """A client whose outputs are fetched one batch after another."""
 
-    def get_output(self) -> EngineCoreOutputs:
+    def get_output(self, on_quiet: Callable[[], object] | None = None) -> EngineCoreOutputs:
         """Wait for the next outputs. An interrupt is raised as soon as it does no harm, and loses none.
+
+        Where none come for a moment, `on_quiet` is called, once.
 
         Raises:
             EngineDeadError: the engine has ended.

@@ -8,7 +8,7 @@ import copy
 import signal
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
@@ -50,7 +50,7 @@ class InprocClient:
         del progress
         return self.engine_core.ready_message(0)
 
-    def get_output(self) -> EngineCoreOutputs:
+    def get_output(self, on_quiet: Callable[[], object] | None = None) -> EngineCoreOutputs:
         """Run one step and return its outputs.
 
         An interrupt takes effect after the step: between scheduling and taking in the result it would leave
@@ -60,6 +60,7 @@ class InprocClient:
             EngineDeadError: the step failed, or the engine was shut down.
             NBEngineError: the engine is paused or sleeps, so that no output can come.
         """
+        del on_quiet
         self.check_alive()
         if self._refused:
             refused, self._refused = self._refused, []

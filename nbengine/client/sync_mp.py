@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from queue import SimpleQueue
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from nbengine.client.mp import MPClient
@@ -15,6 +16,9 @@ from nbengine.ipc.shortage import Setbacks
 from nbengine.runtime.connection import ConnectionInfo
 
 logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 1.0
+"""Seconds without outputs after which a client that waits for them asks why."""
 
 
 class _Failure(NamedTuple):
@@ -39,10 +43,16 @@ class OutputQueue:
         """Keep an error for `get`."""
         self._items.put(_Failure(error, dead, client_index))
 
-    def get(self) -> EngineCoreOutputs:
-        """Wait for the next outputs; raise the error that came instead of them."""
+    def get(self, on_quiet: Callable[[], object] | None = None) -> EngineCoreOutputs:
+        """Wait for the next outputs; raise the error that came instead of them. See `BlockingClient.get_output`."""
         while True:
-            item = self._items.get()
+            try:
+                item = self._items.get(timeout=None if on_quiet is None else QUIET_SECONDS)
+            except Empty:
+                assert on_quiet is not None
+                on_quiet()
+                on_quiet = None
+                continue
             if isinstance(item, EngineCoreOutputs):
                 return item
             if item.dead:
@@ -68,6 +78,6 @@ class SyncMPClient(MPClient):
         super().add_request(request)
         self._outputs.newest_request_index = request.client_index
 
-    def get_output(self) -> EngineCoreOutputs:
+    def get_output(self, on_quiet: Callable[[], object] | None = None) -> EngineCoreOutputs:
         """Wait for the next outputs; an interrupt is raised at once and loses no outputs."""
-        return self._outputs.get()
+        return self._outputs.get(on_quiet)

@@ -148,7 +148,7 @@ class LLMEngine(Prompting, Control, Inspection):
         """
         if self._errors:
             raise self._errors.popleft()
-        outputs = self.engine_core.get_output()
+        outputs = self.engine_core.get_output(self._warn_if_held)
         processed = self.output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         if outputs.prompts_read:
             try:
@@ -189,16 +189,10 @@ class LLMEngine(Prompting, Control, Inspection):
             "only the code that has the LLM can let it go on: call wake_up or resume_generation there"
         )
 
-    def warn_if_held(self) -> None:
-        """Say in the log, without waiting for that, that requests wait for someone to wake or resume the engine.
-
-        In this process `step` raises an error instead.
-        """
-        connection = self.engine_core.connection
-        if connection is None:
-            return
+    def _warn_if_held(self) -> None:
+        """Say in the log, without waiting for that, if requests wait for someone to wake or resume the engine."""
         for method, warning in _HELD_BACK.items():
-            told = partial(_warn_if, connection.name, warning)
+            told = partial(_warn_if, self.connection.name, warning)
             self.engine_core.submit_utility(method).add_done_callback(told)
 
     def abort_all(self) -> None:

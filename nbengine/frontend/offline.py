@@ -46,7 +46,6 @@ class Offline:
         with self._busy:
             try:
                 positions = self._add(prompts, params, priorities or [0] * len(prompts), on_prompt_progress)
-                self.llm_engine.warn_if_held()
                 with _Bar(total, use_tqdm) as bar:
                     return self._collect(kind, positions, bar)
             except BaseException:

@@ -68,7 +68,7 @@ class EchoClient:
             raise self.start_error
         return ready_message()
 
-    def get_output(self) -> EngineCoreOutputs:
+    def get_output(self, on_quiet: Callable[[], object] | None = None) -> EngineCoreOutputs:
         if self.step is not None:
             return self.step(self)
         request_id = next(reversed(self.requests))
