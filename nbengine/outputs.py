@@ -25,14 +25,8 @@ class PromptProgress:
     num_read_tokens: int
     num_cached_tokens: int
     seconds: float
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimate the seconds to the first token from the pace so far; None before there is one."""
-        num_computed = self.num_read_tokens - self.num_cached_tokens
-        if num_computed <= 0:
-            return None
-        return (self.num_prompt_tokens - self.num_read_tokens) * self.seconds / num_computed
+    seconds_left: float | None = None
+    """An estimate of the seconds to the first token; None before there is one."""
 
     def __str__(self) -> str:
         parts = [f"reading {self.num_read_tokens:,} of {self.num_prompt_tokens:,} tokens"]

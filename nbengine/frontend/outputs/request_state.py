@@ -129,6 +129,7 @@ class RequestState:
             read.num_read_tokens,
             read.num_cached_tokens,
             read.seconds,
+            _seconds_left(read, self.metrics.prompt_progress),
         )
         return progress
 
@@ -182,3 +183,22 @@ class RequestState:
                 self.metrics.num_preemptions += 1
             elif self._queued_at is not None and self.metrics.queued_time is None:
                 self.metrics.queued_time = event.timestamp - self._queued_at
+
+
+def _seconds_left(read: PromptRead, before: PromptProgress | None) -> float | None:
+    """Estimate the time for the rest of a prompt.
+
+    A token takes a time that grows with its position, because of attention: of n tokens an average of a + b n. The
+    latest step and all before it give a and b; the first step alone gives an average.
+    """
+    num_left = read.num_prompt_tokens - read.num_read_tokens
+    num_computed = read.num_read_tokens - read.num_cached_tokens
+    if num_computed <= 0:
+        return None
+    average = read.seconds / num_computed
+    # After a preemption less may have been read than before.
+    if before is None or not read.num_cached_tokens < before.num_read_tokens < read.num_read_tokens:
+        return num_left * average
+    latest = (read.seconds - before.seconds) / (read.num_read_tokens - before.num_read_tokens)
+    growth = max(0.0, (latest - average) / (before.num_read_tokens - read.num_cached_tokens))
+    return num_left * (latest + growth * (read.num_prompt_tokens - before.num_read_tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any, NamedTuple
 
 import pytest
 from tokenizers import Tokenizer
@@ -32,16 +33,58 @@ def output() -> RequestOutput:
 @pytest.mark.parametrize(
     ("known", "text"),
     [
-        (("r", 8000, 3200, 1100, 4.0), "reading 3,200 of 8,000 tokens, 1,100 reused, 10 s to go"),
-        (("r", 8000, 4000, 0, 0.5), "reading 4,000 of 8,000 tokens, 1 s to go"),
-        # What was reused took no time, so nothing is known of the pace.
+        (("r", 8000, 3200, 1100, 4.0, 9.1), "reading 3,200 of 8,000 tokens, 1,100 reused, 10 s to go"),
+        (("r", 8000, 4000, 0, 0.5, 0.5), "reading 4,000 of 8,000 tokens, 1 s to go"),
         (("r", 8000, 1100, 1100, 4.0), "reading 1,100 of 8,000 tokens, 1,100 reused"),
-        # A request that was preempted begins again.
-        (("r", 8000, 0, 1100, 4.0), "reading 0 of 8,000 tokens, 1,100 reused"),
     ],
 )
-def test_progress_is_a_line_for_people(known: tuple[str, int, int, int, float], text: str) -> None:
+def test_progress_is_a_line_for_people(known: tuple[Any, ...], text: str) -> None:
     assert str(PromptProgress(*known)) == text
+
+
+@pytest.mark.parametrize("num_cached", [0, 100])
+@pytest.mark.parametrize(("each", "growth"), [(0.001, 0.0), (0.001, 1e-6), (0.0, 1e-5)])
+def test_the_time_that_is_left_is_right_where_tokens_take_longer_the_later_they_come(
+    byte_level: Tokenizer, num_cached: int, each: float, growth: float
+) -> None:
+    def seconds(num_read: int) -> float:
+        return each * (num_read - num_cached) + growth * (num_read**2 - num_cached**2)
+
+    progresses = progress_after(byte_level, *(PartRead(n, num_cached, seconds(n)) for n in (300, 500, 900)))
+    left = [seconds(1000) - seconds(n) for n in (300, 500, 900)]
+    # One step says nothing of growth.
+    expected = left if not growth else [700 * seconds(300) / (300 - num_cached), *left[1:]]
+    assert [found.seconds_left for found in progresses] == pytest.approx(expected)
+
+
+def test_nothing_is_expected_of_what_was_reused_and_the_average_after_a_preemption(
+    byte_level: Tokenizer,
+) -> None:
+    parts = [
+        PartRead(100, 100, 1.0),
+        PartRead(600, 100, 2.0),
+        PartRead(200, 100, 4.0),
+        PartRead(90, 100, 5.0),
+    ]
+    expected = [None, 400 * 2.0 / 500, 800 * 4.0 / 100, None]
+    assert [found.seconds_left for found in progress_after(byte_level, *parts)] == expected
+
+
+class PartRead(NamedTuple):
+    """A step that has read a part of 1,000 tokens."""
+
+    num_read: int
+    num_cached: int
+    seconds: float
+
+
+def progress_after(tokenizer: Tokenizer, *parts: PartRead) -> list[PromptProgress]:
+    processor, told = OutputProcessor(TextDecoding(tokenizer)), []
+    request = EngineCoreRequest("r-1", [1] * 1000, SamplingParams(), external_req_id="r")
+    processor.add_request(request, "p", on_prompt_progress=told.append)
+    for part in parts:
+        processor.process_prompts_read([PromptRead("r-1", 1000, *part)])
+    return told
 
 
 async def test_a_coroutine_that_waits_is_woken() -> None:
@@ -143,7 +186,7 @@ def test_the_progress_of_the_first_completion_is_that_of_the_request(byte_level:
     request = EngineCoreRequest("r-1", [1] * 100, params, external_req_id="r")
     ids = [child.request_id for child in processor.add_request(request, "p", on_prompt_progress=told.append)]
     processor.process_prompts_read([PromptRead(name, 100, 30, 10, 0.5) for name in (*ids, "unknown")])
-    assert told == [PromptProgress("r", 100, 30, 10, 0.5)]
+    assert told == [PromptProgress("r", 100, 30, 10, 0.5, 70 * 0.5 / 20)]
     processor.process_prompts_read([PromptRead(name, 100, 60, 10, 0.75) for name in ids[1:]])
     assert len(told) == 1
     assert processor.process_outputs([EngineCoreOutput(name, [7]) for name in ids]).request_outputs == []

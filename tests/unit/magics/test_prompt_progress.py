@@ -20,9 +20,9 @@ from tests.unit.magics.kernel_cells import publisher, run, until
 LINE = "reading 3,200 of 8,000 tokens, 1,100 reused, 9 s to go"
 
 
-def report(engine: FakeClient, read: int = 3200, seconds: float = 3.9, index: int = -1) -> None:
+def report(engine: FakeClient, read: int = 3200, seconds: float = 4.5, index: int = -1) -> None:
     collector = engine.collectors[index]
-    waiter = collector.report(PromptProgress(collector.request_id, 8000, read, 1100, seconds))
+    waiter = collector.report(PromptProgress(collector.request_id, 8000, read, 1100, seconds, 2 * seconds))
     if waiter is not None:
         wake([waiter])
 
@@ -68,7 +68,7 @@ async def test_the_cell_says_how_far_the_prompt_is_and_shows_the_answer_in_the_s
 
 def test_an_answer_that_has_begun_has_no_line_about_its_prompt() -> None:
     result = GenerationResult("r", "hi")
-    result.metrics.prompt_progress = PromptProgress("r", 8000, 3200, 1100, 3.9)
+    result.metrics.prompt_progress = PromptProgress("r", 8000, 3200, 1100, 4.0, 9.0)
     assert prompt_line(result) == LINE
     result.outputs = [CompletionOutput(0, "", [])]
     assert prompt_line(result) == LINE
