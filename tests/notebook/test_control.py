@@ -77,5 +77,5 @@ def test_an_engine_is_put_to_sleep_woken_profiled_and_killed_asleep(
     kernel.run("%engine sleep")
     (info,) = list_connections()
     os.kill(info.ready[0].pid, signal.SIGKILL)
-    assert wait_until(lambda: not session_processes(info), 10)
+    assert wait_until(lambda: not session_processes(info), 60)
     assert "SIGKILL" in kernel.run_any("%engine wake").text

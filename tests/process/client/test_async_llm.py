@@ -7,11 +7,13 @@ import json
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from process_support.engine_under_test import wait_for
+from process_support.raw_client import DEADLINE
 
 import nbengine
 from nbengine import AsyncLLM, SamplingParams
@@ -57,11 +59,10 @@ def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
 
 
 async def idle(llm: AsyncLLM) -> None:
-    for _ in range(500):
-        if not (await llm.stats()).engines_running:
-            return
+    end = time.monotonic() + DEADLINE
+    while (await llm.stats()).engines_running:
+        assert time.monotonic() < end, "the engine is still busy"
         await asyncio.sleep(0.01)
-    raise AssertionError("the engine is still busy")
 
 
 async def test_a_stream_brings_every_token_once_and_in_order(llm: AsyncLLM) -> None:

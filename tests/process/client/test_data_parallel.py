@@ -7,12 +7,13 @@ import itertools
 import os
 import random
 import signal
-import statistics
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 import pytest
 from process_support.engine_under_test import wait_for
+from process_support.raw_client import DEADLINE
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nbengine.errors import InvalidArgumentError, InvalidTypeError, UtilityError
@@ -86,11 +87,10 @@ async def load(llm: AsyncLLM) -> list[int]:
 
 
 async def until_load(llm: AsyncLLM, expected: list[int]) -> None:
-    for _ in range(1000):
-        if await load(llm) == expected:
-            return
+    end = time.monotonic() + DEADLINE
+    while (seen := await load(llm)) != expected:
+        assert time.monotonic() < end, f"load {seen}, not {expected}"
         await asyncio.sleep(0.01)
-    raise AssertionError(f"load {await load(llm)}, not {expected}")
 
 
 async def test_an_explicit_rank_is_obeyed_and_a_wrong_one_is_refused_before_anything_is_sent(
@@ -224,35 +224,33 @@ async def test_a_sleep_that_one_rank_refuses_leaves_all_awake(llm: AsyncLLM) -> 
     await stream.aclose()
 
 
-async def test_the_busiest_of_four_ranks_has_at_most_a_third_more_work_than_the_mean(
+async def test_128_streams_over_four_ranks_are_answered_whole_and_none_stays_counted(
     start_async: StartAsync,
 ) -> None:
-    """Work is tokens still to come, of 128 streams at any time, one in five of them five times as long as the others."""
+    """How even the ranks' work is, is a matter of `tests/unit/client/test_load_balancer.py` and of
+    `benchmarks/bench_data_parallel.py`: here it would depend on which process gets a processor."""
     llm = start_async(
         data_parallel_size=4, knobs={"step_seconds": 0.005}, max_num_seqs=16, num_gpu_blocks_override=512
     )
     chance = random.Random(5)
     lengths = [100 if chance.random() < 0.2 else 20 for _ in range(NUM_STREAMS)]
-    left = {}
     names = iter(range(len(lengths)))
 
     async def stream() -> None:
         for name in names:
-            left[str(name)] = lengths[name]
+            answer: list[int] = []
             wanted = params(lengths[name], output_kind=DELTA)
             async for output in llm.generate(tokens(name % 260), wanted, str(name)):
-                left[str(name)] -= len(output.outputs[0].token_ids)
+                answer += output.outputs[0].token_ids
+            assert answer == counted_from(name % 260, lengths[name])
 
-    streams = [asyncio.create_task(stream()) for _ in range(128)]
-    router = llm.engine_core.cores.router
-    ratios = []
-    while len(left) < len(lengths):
-        await asyncio.sleep(0.02)
-        work = [0] * 4
-        for name, entry in list(router._in_flight.items()):
-            work[entry.home.rank] += left.get(name.rpartition("-")[0], 0)
-        if router.num_in_flight > 100:
-            ratios.append(4 * max(work) / sum(work))
-    await asyncio.gather(*streams)
-    assert len(ratios) > 10
-    assert statistics.median(ratios) <= 1.3
+    await asyncio.gather(*(stream() for _ in range(128)))
+    await until_load(llm, [0] * 4)
+    engines = (await llm.stats()).engines
+    assert min(engine.num_generation_tokens for engine in engines) > 0
+    assert sum(engine.num_generation_tokens for engine in engines) == sum(lengths)
+    balancer = llm.engine_core.cores.router.balancer
+    end = time.monotonic() + DEADLINE
+    while scores := [score for score in map(balancer.score, balancer.ranks) if score]:
+        assert time.monotonic() < end, f"idle ranks have scores: {scores}"
+        await asyncio.sleep(0.01)

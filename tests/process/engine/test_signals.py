@@ -18,7 +18,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
 lifeline.wake_on_signals(lambda: woken.put(None))
 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-woken.get(timeout=30)
+woken.get(timeout=60)
 os.write(1, b"woken\\n")
 """
 

@@ -50,7 +50,7 @@ def test_a_peer_that_comes_at_a_shortage_is_kept_outside_and_let_in_later(tmp_pa
         peer.connect(address)
         peer.send(b"let me in")
         for _ in range(2):
-            assert monitor.poll(5000)
+            assert monitor.poll(60_000)
             monitor.recv_multipart()
         assert process.poll() is None
         process.stdin.write("\n")

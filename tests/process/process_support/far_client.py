@@ -40,7 +40,7 @@ async def generate(llm: AsyncLLM, name: str, first: str, count: str) -> None:
 
 def read_stats(llm: AsyncLLM) -> None:
     with StatsSubscriber(llm.connection) as subscriber:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             message = subscriber.poll(1.0)
             if isinstance(message, EngineStats) and message.engines[0].step_counter:

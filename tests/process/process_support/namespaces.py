@@ -148,7 +148,7 @@ class FarClient:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while self.process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
         self.process.kill()

@@ -246,10 +246,14 @@ TestBalancing.settings = settings(
 )
 
 
-def test_skewed_lengths_are_balanced_by_what_is_outstanding() -> None:
-    """A simulation: 4 ranks of 16 places, 128 requests at any time, one in five is 5 times as long as the others;
-    reports come every 50 steps. Work is tokens still to come."""
-    generator = random.Random(3)
+@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("pace", [1.0, 0.3], ids=["in step", "each at its own pace"])
+def test_the_busiest_of_four_ranks_has_at_most_a_quarter_more_work_than_the_mean(
+    pace: float, seed: int
+) -> None:
+    """A simulation: 4 ranks of 16 places, 128 requests at any time, one in five is 5 times as long as the others.
+    A rank takes its step with probability `pace`; reports come every 50 steps. Work is tokens still to come."""
+    generator = random.Random(seed)
     balancer = balancer_of(*range(4))
     work: list[list[list[int]]] = [[] for _ in range(4)]
     ratios = []
@@ -259,6 +263,8 @@ def test_skewed_lengths_are_balanced_by_what_is_outstanding() -> None:
             balancer.add(rank)
             work[rank].append([100 if generator.random() < 0.2 else 20, 0])
         for rank, requests in enumerate(work):
+            if generator.random() > pace:
+                continue
             for request in requests[:16]:
                 if not request[1]:
                     request[1] = 1
@@ -271,4 +277,4 @@ def test_skewed_lengths_are_balanced_by_what_is_outstanding() -> None:
             balancer.observe(report({r: (max(0, len(q) - 16), min(16, len(q))) for r, q in enumerate(work)}))
         left = [sum(request[0] for request in requests) for requests in work]
         ratios.append(4 * max(left) / sum(left))
-    assert statistics.median(ratios[500:]) < 1.3
+    assert statistics.median(ratios[500:]) < 1.25

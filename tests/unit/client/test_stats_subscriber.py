@@ -35,7 +35,7 @@ class Coordinator:
         """The next messages of subscribers."""
         messages = []
         while len(messages) < count:
-            assert self.socket.poll(5000), f"only {messages}"
+            assert self.socket.poll(60_000), f"only {messages}"
             messages.append(self.socket.recv())
         return messages
 

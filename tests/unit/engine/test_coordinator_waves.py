@@ -189,7 +189,7 @@ class Rig:
     def report(self, number: int) -> None:
         """Push a report and wait until it is there."""
         self.push(report(0, 0, number))
-        assert self.coordinator.output_back.poll(5000)
+        assert self.coordinator.output_back.poll(60_000)
 
     def newest(self) -> int:
         return self.coordinator.state._engines[0].step_counter
@@ -205,7 +205,7 @@ class Rig:
         assert self.turn()
 
     def start_heard(self) -> WaveStart:
-        assert self.waves.poll(5000)
+        assert self.waves.poll(60_000)
         kind, frame = self.waves.recv_multipart()
         assert kind == EngineCoreRequestType.START_DP_WAVE.value
         return msgspec.msgpack.decode(frame, type=WaveStart)
@@ -242,7 +242,7 @@ def test_a_client_begins_a_wave_and_late_clients_get_the_state(rig: Rig) -> None
     assert rig.start_heard() == WaveStart(0, NOBODY)
     rig.client.send(STATS_TOPIC)
     assert rig.turn()
-    assert rig.client.poll(5000)
+    assert rig.client.poll(60_000)
     topic, *frames = rig.client.recv_multipart()
     stats = MsgpackDecoder(EngineStats).decode(frames)
     assert (topic, stats.current_wave, stats.engines_running) == (b"stats", 0, True)
@@ -308,7 +308,7 @@ def test_a_client_is_answered_with_what_has_gathered(rig: Rig) -> None:
     assert rig.newest() < 254
     # The wave has ended, which the coordinator has not read yet when the client, who knows, asks for the next one.
     rig.push(over(0))
-    assert rig.coordinator.output_back.poll(5000)
+    assert rig.coordinator.output_back.poll(60_000)
     rig.client.send_multipart([FIRST_REQ, msgspec.msgpack.encode((1, 1))])
     assert rig.turn()
     assert rig.start_heard() == WaveStart(1, NOBODY)

@@ -201,9 +201,9 @@ def test_a_newcomer_joins_with_the_wave_of_the_others(make_rig) -> None:
     assert rig.core.waves.wave == 5
     assert rig.executor.calls[0] == "1 to 2 at there"
     assert "batch" not in rig.executor.calls
-    assert rig.host.poll(5000)
+    assert rig.host.poll(60_000)
     while not isinstance(message := ControlDecoder(CoreToHost).decode(rig.host.recv()), GroupChanged):
-        assert rig.host.poll(5000)
+        assert rig.host.poll(60_000)
     assert message == GroupChanged(1, 2)
     rig.run(lambda: rig.core.waves.wave == 6)
     assert rig.executor.calls.count("batch") == 3
@@ -226,7 +226,7 @@ def test_a_core_that_leaves_finishes_its_requests_first(make_rig) -> None:
 def test_what_is_no_start_of_a_wave_is_dropped(make_rig, caplog: pytest.LogCaptureFixture) -> None:
     rig = make_rig(2, rank=1)
     rig.core.start()
-    assert rig.waves.poll(5000)
+    assert rig.waves.poll(60_000)
     assert rig.waves.recv() == b"\x01" + EngineCoreRequestType.START_DP_WAVE.value
     kind = EngineCoreRequestType.START_DP_WAVE.value
     for payload in ([], [b"\xc1"], [msgspec.msgpack.encode("x")], [msgspec.msgpack.encode((1,))]):
