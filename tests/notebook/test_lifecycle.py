@@ -152,7 +152,7 @@ def test_an_interrupted_start_leaves_nothing(kernel: Kernel, clean_afterwards: N
     kernel.wait_for_text(cell, "the model that writes the alphabet")
     processes = processes_of(engine_called("random-tiny"))
     kernel.interrupt()
-    kernel.finish(cell, deadline=10)
+    kernel.finish(cell)
     assert cell.outputs[-1]["traceback"] == [
         "KeyboardInterrupt: start interrupted; what had been started is ended"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -147,6 +148,10 @@ class Kernel:
         self.client = self._connect()
         self.run("%load_ext nbengine")
         return took
+
+    def stop(self) -> None:
+        """Stop the kernel's process, as SIGSTOP does: it does nothing more, until it is killed."""
+        self.manager.signal_kernel(signal.SIGSTOP)
 
     def kill(self) -> None:
         """End the kernel with SIGKILL, without a chance to say good-bye."""

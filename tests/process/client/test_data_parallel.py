@@ -227,7 +227,7 @@ async def test_a_sleep_that_one_rank_refuses_leaves_all_awake(llm: AsyncLLM) -> 
 async def test_128_streams_over_four_ranks_are_answered_whole_and_none_stays_counted(
     start_async: StartAsync,
 ) -> None:
-    """How even the ranks' work is, is a matter of `tests/unit/client/test_load_balancer.py` and of
+    """The balance of work is tested in `tests/unit/client/test_load_balancer.py` and measured by
     `benchmarks/bench_data_parallel.py`: here it would depend on which process gets a processor."""
     llm = start_async(
         data_parallel_size=4, knobs={"step_seconds": 0.005}, max_num_seqs=16, num_gpu_blocks_override=512
