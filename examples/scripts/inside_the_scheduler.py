@@ -23,18 +23,31 @@ PAGE = (
 )
 
 
-async def answer(engine: AsyncLLM, number: int, seen: asyncio.Event) -> None:
-    """Ask one question; two of three begin with the manual."""
+async def answer(engine: AsyncLLM, number: int, seen: asyncio.Event, looked: asyncio.Event) -> None:
+    """Ask one question; most begin with the manual."""
     question = QUESTIONS[number % len(QUESTIONS)]
-    prompt = f"{MANUAL} {question}" if number % 3 else question * (2 + number % 4)
-    # The last ones run for long, so that there is something to be seen whenever the look comes.
-    max_tokens = 250 if number > LAST - 3 else 60 + 20 * (number % 5)
+    is_late = number > LAST - 3
+    prompt = f"{MANUAL} {question}" if number % 3 or is_late else question * (2 + number % 4)
+    max_tokens = 250 if is_late else 60 + 20 * (number % 5)
     sampling_params = SamplingParams(
         max_tokens=max_tokens, ignore_eos=True, temperature=0, output_kind=RequestOutputKind.DELTA
     )
-    async for _ in engine.generate(prompt, sampling_params, request_id=f"question-{number}"):
-        if number == LAST:
-            seen.set()
+    goes_on = True
+    while goes_on:
+        async for _ in engine.generate(prompt, sampling_params, request_id=f"question-{number}"):
+            if number == LAST:
+                seen.set()
+        # The last ones are asked again, so that there is something to be seen whenever the look comes.
+        goes_on = is_late and not looked.is_set()
+
+
+async def hold(engine: AsyncLLM) -> None:
+    """Pause the engine at a moment at which requests run side by side."""
+    num_running = 0
+    while num_running < 2:
+        await engine.resume_generation()
+        await engine.pause_generation("keep", clear_cache=False)
+        num_running = (await engine.stats()).engines[0].num_running_reqs
 
 
 async def main(picture: Path | None) -> None:
@@ -49,11 +62,12 @@ async def main(picture: Path | None) -> None:
     try:
         dashboard = engine.dashboard()
         dashboard.static()
-        seen = asyncio.Event()
-        requests = [asyncio.create_task(answer(engine, number, seen)) for number in range(LAST + 1)]
+        seen, looked = asyncio.Event(), asyncio.Event()
+        requests = [asyncio.create_task(answer(engine, number, seen, looked)) for number in range(LAST + 1)]
         await seen.wait()
-        await engine.pause_generation("keep", clear_cache=False)
+        await hold(engine)
         form = dashboard.static()
+        looked.set()
         await engine.resume_generation()
         await asyncio.gather(*requests)
         print(form["text/plain"])

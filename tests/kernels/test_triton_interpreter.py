@@ -14,6 +14,7 @@ from packaging.version import Version
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4"),
     reason="the interpreter of Triton 3.6 relies on a conversion that NumPy 2.4 has dropped",

@@ -216,7 +216,7 @@ def test_a_leaving_rank_finishes_what_runs_and_hands_back_what_does_not(start_ra
     assert (waits.num_returned, late.num_returned) == (1, 1)
     client.run_until(lambda: client.heard(Scaled), "the end of the scaling")
     assert client.heard(Scaled) == [Scaled(1)]
-    assert (1, 0) in client.gone
+    client.run_until(lambda: (1, 0) in client.gone, "the end of the core")
     assert client.heard(EngineLost) == []
 
 
