@@ -24,6 +24,7 @@ from nbengine.frontend.requests.pooling_inputs import PoolingInputs
 from nbengine.frontend.requests.prompt_embeds import checked_embeds
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
 from nbengine.frontend.requests.reasoning import ReasoningInputs, ReasoningMarks
+from nbengine.frontend.text.quoting import QuotingEncoder
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.json_schemas import warn_of_unenforced
 from nbengine.models.configs.hf_config import (
@@ -107,6 +108,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self._policy = config.scheduler.scheduling_policy
         self.encoder = TextEncoder(tokenizer.backend_tokenizer)
+        self.chat_encoder = QuotingEncoder(self.encoder)
         self._id_to_token = tokenizer.backend_tokenizer.id_to_token
         self._reasoning = ReasoningInputs(tokenizer.backend_tokenizer, self.encoder)
         self.limit = PromptLimit(

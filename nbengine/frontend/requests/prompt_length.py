@@ -45,7 +45,7 @@ class TextEncoder:
     threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._most_bytes = most_bytes_of_token(tokenizer)
 
     def encode(
@@ -65,7 +65,7 @@ class TextEncoder:
         require_utf8(name, text)
         if limit is not None:
             limit.check(self.least_tokens(text))
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if len(text) < LONG_TEXT:
             token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return token_ids

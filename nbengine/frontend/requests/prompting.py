@@ -74,7 +74,7 @@ class Prompting:
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
             chat_template_kwargs=chat_template_kwargs,
-            encoder=self.input_processor.encoder,
+            encoder=self.input_processor.chat_encoder,
             limit=None if truncated else self.input_processor.limit,
         )
         template = template_for(self._tokenizer.chat_template, chat_template, has_tools=bool(schemas))

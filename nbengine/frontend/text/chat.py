@@ -16,6 +16,7 @@ from nbengine.errors import (
     RequestError,
 )
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
+from nbengine.frontend.text.quoting import QuotingEncoder
 from nbengine.frontend.text.stored_templates import template_for
 from nbengine.frontend.text.tools import Tool, tool_schemas
 from nbengine.plain import plain
@@ -48,13 +49,14 @@ def render_chat(
     chat_template: str | None = None,
     chat_template_content_format: str = "auto",
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    encoder: TextEncoder | None = None,
+    encoder: QuotingEncoder | None = None,
     limit: PromptLimit | None = None,
 ) -> dict[str, Any]:
     """Render a conversation to a prompt: a dict with "prompt" and "prompt_token_ids".
 
-    The template writes the special tokens itself, so that none are added when its text is tokenized. A text
-    that must have more tokens than `limit` is not tokenized. For the other arguments see `LLM.chat`.
+    The template writes the special tokens itself, so that none are added when its text is tokenized. Those that
+    a message spells stay text, but for messages of the model's own. A text that must have more tokens than `limit`
+    is not tokenized. For the other arguments see `LLM.chat`.
 
     Raises:
         InvalidArgumentError: a message or a tool is malformed, there is no template, it fails with them, or
@@ -92,8 +94,9 @@ def render_chat(
     for name, value in texts.items():
         require_utf8_within(name, value)
     template = template_for(tokenizer.chat_template, chat_template, has_tools=bool(schemas))
+    encoder = encoder or QuotingEncoder(TextEncoder(tokenizer.backend_tokenizer))
     try:
-        messages = _formatted(conversation, template, chat_template_content_format)
+        messages = _formatted(encoder.quote(conversation), template, chat_template_content_format)
         variables = {**tokenizer.special_tokens_map, **(chat_template_kwargs or {})}
         text = render_template(
             TemplateCall(
@@ -107,9 +110,7 @@ def render_chat(
         raise InvalidArgumentError(
             "messages", conversation, f"accepted by the chat template ({reason})"
         ) from error
-    encoder = encoder or TextEncoder(tokenizer.backend_tokenizer)
-    token_ids = encoder.encode(text, limit, add_special_tokens=False)
-    return {"prompt": text, "prompt_token_ids": token_ids}
+    return {"prompt": encoder.unquoted(text), "prompt_token_ids": encoder.encode(text, limit)}
 
 
 def is_conversation(messages: object) -> bool:

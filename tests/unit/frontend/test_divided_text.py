@@ -18,6 +18,7 @@ from nbengine.frontend.parsing.reading import answer_of
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
 from nbengine.frontend.requests.prompting import Prompting
 from nbengine.frontend.text.decoding import TextDecoding
+from nbengine.frontend.text.quoting import QuotingEncoder
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from nbengine.outputs import CompletionOutput, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
@@ -139,7 +140,7 @@ class Chats(Prompting):
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self.input_processor = self  # type: ignore[assignment]
-        self.encoder = TextEncoder(tokenizer.backend_tokenizer)
+        self.chat_encoder = QuotingEncoder(TextEncoder(tokenizer.backend_tokenizer))
         self.limit = PromptLimit(1000, "short")
 
 

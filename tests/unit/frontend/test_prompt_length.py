@@ -43,7 +43,7 @@ def blind(input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> I
         def __getattr__(self, name: str) -> Any:
             raise NoTokens(name)
 
-    monkeypatch.setattr(input_processor.encoder, "_tokenizer", Untouchable())
+    monkeypatch.setattr(input_processor.encoder, "tokenizer", Untouchable())
     return input_processor
 
 
