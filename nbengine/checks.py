@@ -232,7 +232,7 @@ def require_utf8_within(name: str, value: object, depth: int = 0) -> None:
 
 
 def checked_json_schema(name: str, value: object) -> str | dict[str, Any]:
-    """Return a JSON schema with plain values; raise unless `value` is a JSON object or the text of one."""
+    """Return a JSON schema with plain values, or as text; raise unless `value` is a JSON object or the text of one."""
     allowed = "a JSON schema: a dictionary, its text, or a class that has one"
     value = plain(value)
     if not isinstance(value, (str, dict)):
@@ -244,12 +244,16 @@ def checked_json_schema(name: str, value: object) -> str | dict[str, Any]:
             value = json.loads(value)
         else:
             require_utf8_within(name, value)
-            checked = value = json.loads(json.dumps(value, allow_nan=False, default=_plain_in_json))
-            # JSON can carry integers of more than 64 bits, the wire cannot.
-            msgspec.msgpack.encode(value)
+            text = json.dumps(value, allow_nan=False, default=_plain_in_json)
+            checked = value = json.loads(text)
+            try:
+                msgspec.msgpack.encode(value)
+            except OverflowError:
+                # JSON can carry integers of more than 64 bits, the wire cannot.
+                checked = text
     except InvalidArgumentError:
         raise
-    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(name, value, f"{allowed} ({error})") from error
     require(name, value, isinstance(value, dict), allowed)
     return checked

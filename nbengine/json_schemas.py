@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import sys
 import typing
 import warnings
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nbengine.errors import InvalidTypeError, UnenforcedSchemaWarning, quoted
+from nbengine.grammar_schemas import LISTS, MAPS, ONE, distinct_members, left_out, looks_around
 
 ENFORCED_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -30,7 +30,6 @@ UNENFORCED = (
     "contains",
     "minContains",
     "maxContains",
-    "propertyNames",
     "not",
     "if",
     "dependentRequired",
@@ -45,23 +44,6 @@ UNENFORCED = (
 MAX_NAMED = 8
 """The most places that a warning names."""
 _DEEPEST = 256
-_ONE = (
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "else",
-    "if",
-    "items",
-    "not",
-    "propertyNames",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-)
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-_LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\(\?P=")
-"""The parts of a pattern that no regular grammar has: look-around and back references."""
 
 
 def schema_of(value: object) -> object:
@@ -96,27 +78,9 @@ def _schema_of_type(value: Any) -> object:
     return msgspec.json.schema(value)
 
 
-def for_grammar(schema: Any) -> Any:
-    """Return a copy of a schema without the patterns that the grammar library cannot read."""
-    if isinstance(schema, Mapping):
-        kept = {key: value for key, value in schema.items() if not _is_unreadable(key, value)}
-        if isinstance(named := kept.get("patternProperties"), Mapping):
-            kept["patternProperties"] = {key: own for key, own in named.items() if not _looks_around(key)}
-        return kept | {key: _mapped(key, kept[key]) for key in (*_ONE, *_LISTS, *_MAPS) if key in kept}
-    return schema
-
-
-def _mapped(key: str, value: object) -> object:
-    if isinstance(value, list) and key in _LISTS:
-        return [for_grammar(item) for item in value]
-    if isinstance(value, Mapping) and key in _MAPS:
-        return {name: for_grammar(item) for name, item in value.items()}
-    return for_grammar(value)
-
-
 def unenforced(schema: object) -> list[str]:
     """Name what a grammar cannot keep of a schema, each with its path ("#/properties/tags: uniqueItems")."""
-    return [f"{path}: {what}" for path, part in parts_of(schema) for what in _unenforced_in(part)]
+    return [f"{path}: {what}" for path, part in parts_of(schema) for what in _unenforced_in(part, schema)]
 
 
 def parts_of(schema: object, path: str = "#", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -125,15 +89,15 @@ def parts_of(schema: object, path: str = "#", depth: int = 0) -> Iterator[tuple[
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return
     yield path, schema
-    for key in dict.fromkeys((*_ONE, *_LISTS, *_MAPS)):
+    for key in dict.fromkeys((*ONE, *LISTS, *MAPS)):
         value = schema.get(key)
-        if isinstance(value, list) and key in _LISTS:
+        if isinstance(value, list) and key in LISTS:
             for index, item in enumerate(value):
                 yield from parts_of(item, f"{path}/{key}/{index}", depth + 1)
-        elif isinstance(value, Mapping) and key in _MAPS:
+        elif isinstance(value, Mapping) and key in MAPS:
             for name, item in value.items():
                 yield from parts_of(item, f"{path}/{key}/{name}", depth + 1)
-        elif key in _ONE:
+        elif key in ONE:
             yield from parts_of(value, f"{path}/{key}", depth + 1)
 
 
@@ -156,53 +120,34 @@ def _unenforced_in_text(text: str) -> tuple[str, ...]:
     return tuple(unenforced(json.loads(text)))
 
 
-def _unenforced_in(schema: Mapping[str, Any]) -> Iterator[str]:
+def _unenforced_in(schema: Mapping[str, Any], whole: Any) -> Iterator[str]:
     form, kinds = schema.get("format"), schema.get("type", "string")
     about_strings = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
-    if isinstance(form, str) and about_strings and form not in ENFORCED_FORMATS | FREE_FORMATS:
+    is_known = form in ENFORCED_FORMATS | FREE_FORMATS or _says_by_pattern(schema)
+    if isinstance(form, str) and about_strings and not is_known:
         yield f"format {quoted(form)}"
-    yield from (key for key in UNENFORCED if schema.get(key) not in (None, False) or _forbids(schema, key))
-    for pattern in (schema.get("pattern"), *(schema.get("patternProperties") or ())):
-        if _looks_around(pattern):
-            yield f"pattern {quoted(pattern)}, which looks around or back"
+    yield from (key for key in UNENFORCED if _is_unenforced(schema, key))
+    yield from left_out(schema)
     members = schema.get("oneOf")
-    if isinstance(members, list) and not _are_distinct(members):
+    told_apart = "discriminator" in schema
+    if isinstance(members, list) and not told_apart and not distinct_members(members, whole):
         yield "oneOf, which is taken as anyOf"
+
+
+def _is_unenforced(schema: Mapping[str, Any], key: str) -> bool:
+    value = schema.get(key)
+    if key == "not" and value in ({}, True):
+        # Nothing fits it, which a grammar keeps.
+        return False
+    return value not in (None, False) or _forbids(schema, key)
+
+
+def _says_by_pattern(schema: Mapping[str, Any]) -> bool:
+    """Return whether a grammar keeps a pattern beside the format: what the format means is said by it, as zod does."""
+    parts = [schema, *(part for part in schema.get("allOf") or () if isinstance(part, Mapping))]
+    patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
+    return bool(patterns) and not any(map(looks_around, patterns))
 
 
 def _forbids(schema: Mapping[str, Any], key: str) -> bool:
     return key in ("unevaluatedProperties", "unevaluatedItems") and schema.get(key) is False
-
-
-def _is_unreadable(key: str, value: object) -> bool:
-    return key == "pattern" and _looks_around(value)
-
-
-def _looks_around(pattern: object) -> bool:
-    return isinstance(pattern, str) and _LOOK_AROUND.search(pattern) is not None
-
-
-def _are_distinct(members: list[Any]) -> bool:
-    """Return whether no value can fit two of these schemas, as far as that is seen at once: they are of
-    different types, refer to named schemas by a discriminator, or have a property that tells them apart."""
-    if len(members) < 2 or not all(isinstance(member, Mapping) for member in members):
-        return len(members) < 2
-    if all("$ref" in member for member in members):
-        return True
-    kinds = [member.get("type") for member in members]
-    if all(isinstance(kind, str) for kind in kinds) and len(set(kinds)) == len(kinds):
-        return not {"integer", "number"} <= set(kinds)
-    constants = [member.get("const", member.get("enum")) for member in members]
-    if None not in constants:
-        return len({json.dumps(value, default=repr) for value in constants}) == len(constants)
-    return any(_tells_apart(members, name) for name in members[0].get("required") or ())
-
-
-def _tells_apart(members: list[Any], name: str) -> bool:
-    values = []
-    for member in members:
-        own = (member.get("properties") or {}).get(name)
-        if name not in (member.get("required") or ()) or not isinstance(own, Mapping) or "const" not in own:
-            return False
-        values.append(json.dumps(own["const"], default=repr))
-    return len(set(values)) == len(values)

@@ -36,6 +36,7 @@ QUESTIONS = (
 # of `nbengine`; those of one line know nothing of each other.
 LAYERS = (
     ("errors", "plain", "units", "version"),
+    ("grammar_schemas",),
     ("checks", "json_schemas"),
     ("sampling_params", "outputs", "pooling_outputs", "metrics", "config"),
     ("kernels",),

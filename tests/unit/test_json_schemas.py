@@ -19,7 +19,8 @@ from pydantic import BaseModel, SecretStr, TypeAdapter
 
 from nbengine.engine.core.grammar_check import GrammarSource, _checked
 from nbengine.errors import InvalidTypeError, UnenforcedSchemaWarning
-from nbengine.json_schemas import for_grammar, parts_of, schema_of, unenforced, warn_of_unenforced
+from nbengine.grammar_schemas import for_grammar
+from nbengine.json_schemas import parts_of, schema_of, unenforced, warn_of_unenforced
 from nbengine.sampling_params import StructuredOutputsParams
 
 
@@ -124,6 +125,32 @@ def test_unknown_formats_are_annotations(form: str) -> None:
             [],
         ),
         ({"const": {"format": "nope", "not": 1}}, []),
+        ({"propertyNames": {"pattern": "^a"}}, []),
+        ({"propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}}, ["#: propertyNames"]),
+        ({"propertyNames": {"format": "uri"}}, ["#: propertyNames"]),
+        ({"format": "nanoid", "pattern": "^[a-z]{21}$"}, []),
+        (
+            {"format": "nope", "allOf": [{"pattern": "(?=b)"}]},
+            ["#: format 'nope'", "#/allOf/0: pattern '(?=b)', which looks around or back"],
+        ),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+                "$defs": {"A": {"type": "integer"}, "B": {"type": "number"}},
+            },
+            ["#: oneOf, which is taken as anyOf"],
+        ),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+                "discriminator": {"propertyName": "kind"},
+                "$defs": {
+                    "A": {"properties": {"kind": {"const": "a"}}},
+                    "B": {"properties": {"kind": {"const": "b"}}},
+                },
+            },
+            [],
+        ),
         ({"default": {"uniqueItems": True}, "examples": [{"not": {}}]}, []),
         ({"properties": {"not": {"type": "string"}, "format": {"type": "string"}}}, []),
     ],

@@ -17,7 +17,8 @@ import sys
 import msgspec
 
 from nbengine.errors import RequestError
-from nbengine.json_schemas import for_grammar, parts_of
+from nbengine.grammar_schemas import for_grammar
+from nbengine.json_schemas import parts_of
 from nbengine.runtime.limited_process import LimitedProcess, serve
 
 CHECK_SECONDS = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbengine.json_schemas import for_grammar
+from nbengine.grammar_schemas import for_grammar
 
 TEXT = "TEXT"
 """The terminal that is any text."""
