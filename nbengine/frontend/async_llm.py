@@ -28,7 +28,7 @@ from nbengine.frontend.async_requests import AsyncRequests
 from nbengine.frontend.control import AsyncControl, Control, ControlOf
 from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.observability.request_watch import RequestObserver
-from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.options import EngineOptions, PathName, with_engine_options
 from nbengine.frontend.outputs.output_collector import PromptCallback, RequestOutputCollector
 from nbengine.frontend.outputs.transcripts import Transcripts, mark
 from nbengine.frontend.parsing.reading import answer_of
@@ -57,7 +57,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
     any other engine (`bound=False`, or joined with `attach`) goes on without this client.
 
     Args:
-        model: a directory, a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
+        model: a directory (a path, too), a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
         name: the engine's name, for `attach` and `nbengine ps`; if None, the engine is named after its model.
         bound: the engine ends with this process. Otherwise it outlives it by `keep_alive` seconds.
         session: name of this client across restarts of its process: attaching again under the same name ends
@@ -76,7 +76,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
     @with_engine_options
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: PathName = "smollm2-135m",
         *,
         name: str | None = None,
         bound: bool = True,

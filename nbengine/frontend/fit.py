@@ -12,7 +12,7 @@ import msgspec
 
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import ModelLoadError, NBEngineError
-from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.options import EngineOptions, PathName, with_engine_options
 from nbengine.ipc.fit import FitAnswer, FitQuestion, SizePlan
 from nbengine.kv_cache.sizing import spare_slots
 from nbengine.kv_cache.specs import ONE_GROUP, CacheGroups, LayerRule, RuleKind, make_groups
@@ -28,7 +28,7 @@ _MAX_SUGGESTED_SIZE = 8
 
 @with_engine_options
 def fit(
-    model: str = "smollm2-135m",
+    model: PathName = "smollm2-135m",
     *,
     progress: ProgressCallback | None = None,
     **options: Unpack[EngineOptions],
@@ -40,7 +40,7 @@ def fit(
     computes it with the functions that a start uses, so that the numbers are those of a start at this moment.
 
     Args:
-        model: a directory, a .gguf file, a hub id, or an alias.
+        model: a directory (a path, too), a .gguf file, a hub id, or an alias.
         progress: called with messages of the stage "fetch".
         options: those of `LLM`.
 

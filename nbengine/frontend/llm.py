@@ -15,7 +15,7 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.frontend.control import Control
 from nbengine.frontend.llm_engine import LLMEngine
 from nbengine.frontend.offline import Offline, TqdmChoice
-from nbengine.frontend.options import EngineOptions, with_engine_options
+from nbengine.frontend.options import EngineOptions, PathName, with_engine_options
 from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.parsing.formats import AUTO
 from nbengine.frontend.pooling import OfflinePooling
@@ -59,7 +59,7 @@ class LLM(Control, OfflinePooling):
     @with_engine_options
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: PathName = "smollm2-135m",
         *,
         multiprocess: bool = True,
         **options: Unpack[EngineOptions],

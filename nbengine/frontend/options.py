@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from nbengine.config import EngineArgs
 
 F = TypeVar("F", bound=Callable[..., Any])
+PathName = str | os.PathLike[str]
+"""A name that may be a path."""
+
+
+class DType(Protocol):
+    """A type of numbers, as torch and NumPy have it; neither is loaded to name it."""
+
+    @property
+    def itemsize(self) -> int: ...
 
 
 class EngineOptions(TypedDict, total=False):
     """The arguments that `EngineArgs` takes, but for the model; it has their defaults.
 
     Type checkers and editors read names and types of a `TypedDict` where they are written, and derive none: so they stand
-    here once more. `tests/unit/parameters/test_every_parameter_is_read.py` compares both.
+    here once more, with what may stand for a string. `tests/unit/parameters/test_every_parameter_is_read.py` compares both.
     """
 
-    tokenizer: str | None
+    tokenizer: PathName | None
     tokenizer_mode: str
-    chat_template: str | None
+    chat_template: PathName | None
     generation_config: str
-    dtype: str
+    dtype: str | DType
     quantization: str | None
     load_format: str
     model_impl: str
@@ -62,7 +72,7 @@ class EngineOptions(TypedDict, total=False):
     metrics_port: int | None
     lease: float
     client_backlog_bytes: int
-    profile_dir: str | None
+    profile_dir: PathName | None
     runner: str
     enable_prompt_embeds: bool
     enable_sleep_mode: bool

@@ -53,7 +53,7 @@ def test_all_requests_are_in_flight_together_while_one_grid_grows(notebook: Kern
         "%%generate -a -o later --engine paced --each w=x,y,z --seed 1,2 -n 2 --max-tokens 120\nhi {w}\n"
     )
     counts = notebook.value(
-        "[n for _ in range(100) if not later.done and not time.sleep(0.01)"
+        "[n for _ in range(10_000) if not later.done and not time.sleep(0.01)"
         " for n in [paced.stats_blocking().engines[0].num_running_reqs]]"
     )
     assert max(counts) == 12

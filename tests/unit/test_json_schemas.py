@@ -75,6 +75,14 @@ def test_a_class_without_a_schema_is_refused_by_name() -> None:
     assert schema_of("{}") == "{}"
 
 
+def test_a_schema_with_a_number_that_the_wire_cannot_carry_is_kept_as_text() -> None:
+    schema = {"type": "integer", "maximum": 2**70}
+    params = StructuredOutputsParams(json=schema)
+    assert isinstance(params.json, str)
+    assert json.loads(params.json) == schema
+    assert msgspec.msgpack.encode(params)
+
+
 def test_a_schema_may_have_tuples_and_numbers_of_numpy() -> None:
     params = StructuredOutputsParams(json={"enum": (np.int64(1), "a"), "required": ("x",)})
     assert params.json == {"enum": [1, "a"], "required": ["x"]}

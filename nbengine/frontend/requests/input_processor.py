@@ -14,12 +14,11 @@ from nbengine.config import EngineConfig
 from nbengine.errors import (
     InvalidArgumentError,
     InvalidTypeError,
-    ModelLoadError,
-    NBEngineError,
     NotSupportedError,
     quoted,
 )
 from nbengine.frontend.requests.continuation import Continuation, continued
+from nbengine.frontend.requests.generation_defaults import GenerationDefaults
 from nbengine.frontend.requests.pooling_inputs import PoolingInputs
 from nbengine.frontend.requests.prompt_embeds import checked_embeds
 from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
@@ -29,7 +28,6 @@ from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.json_schemas import warn_of_unenforced
 from nbengine.models.configs.hf_config import (
     eos_token_ids,
-    load_generation_config,
     load_hf_config,
     positive,
     vocab_size,
@@ -77,16 +75,6 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Ma
 
 _PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "answer", "reasoning"))
 _ALLOWED_PROMPT = 'a string, {"prompt": str}, {"prompt_token_ids": [int]} or {"prompt_embeds": tensor}'
-_GENERATION_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-    "stop_strings": "stop",
-}
-"""The entries of generation_config.json that become sampling parameters, and the names of these."""
 
 
 class InputProcessor:
@@ -123,10 +111,7 @@ class InputProcessor:
         self.pooling = PoolingInputs(
             config, hf_config, tokenizer.backend_tokenizer, max_model_len, supported_tasks
         )
-        self._directory = directory
-        self._generation_config = (
-            load_generation_config(directory) if config.model.generation_config == "auto" else {}
-        )
+        self._defaults = GenerationDefaults(directory, config.model.generation_config)
         # A tokenizer may have tokens for which the model has no logits.
         known_eos = [token for token in eos_token_ids(directory, hf_config) if token < self._vocab_size]
         primary = tokenizer.eos_token_id
@@ -142,19 +127,7 @@ class InputProcessor:
         Raises:
             ModelLoadError: the file has a value that is not possible.
         """
-        found = {
-            name: self._generation_config[key]
-            for key, name in _GENERATION_DEFAULTS.items()
-            if self._generation_config.get(key) is not None
-        }
-        try:
-            SamplingParams(**found)
-        except NBEngineError as error:
-            raise ModelLoadError(
-                f"{self._directory} has a generation_config.json that cannot be used: {error}. Correct the file, or "
-                "start the engine with generation_config='none'"
-            ) from error
-        return found
+        return self._defaults.sampling_params()
 
     def process_inputs(
         self,

@@ -80,7 +80,7 @@ async def test_an_async_frontend_and_its_engine_cores_are_on_a_network(start_fro
     for number in range(4):
         assert await tokens_of(llm, number, 5) == list(range(number + 1, number + 6))
     with StatsSubscriber(info, kv_events=True) as subscriber:
-        assert isinstance(subscriber.poll(10), EngineStats)
+        assert isinstance(subscriber.poll(60), EngineStats)
     assert find_engine(info.name).keys == info.keys
     assert count_clients(info) == 1
     assert client_pids(info) == [psutil.Process().pid]

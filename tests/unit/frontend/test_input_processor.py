@@ -384,6 +384,30 @@ def test_generation_config_none_gives_neutral_defaults_and_keeps_the_end_tokens(
     assert SamplingParams(**one.default_sampling_params()).stop == ["END"]
 
 
+def test_a_model_that_does_not_sample_is_greedy_unless_told_otherwise(
+    copied: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    content = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}
+    greedy = processor_with(copied, tokenizer, content)
+    assert greedy.default_sampling_params() == {"temperature": 0.0, "repetition_penalty": 1.1}
+    for drawn in ({}, {"do_sample": None}, {"do_sample": True}):
+        processor = processor_with(copied, tokenizer, {"temperature": 0.6, **drawn})
+        assert processor.default_sampling_params() == {"temperature": 0.6}
+
+
+def test_what_is_not_applied_is_named(
+    copied: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    neutral = {"num_beams": 1, "typical_p": 1.0, "min_length": 0, "suppress_tokens": [], "top_h": None}
+    processor_with(copied, tokenizer, neutral)
+    assert caplog.messages == []
+    processor_with(copied, tokenizer, neutral | {"no_repeat_ngram_size": 3}, generation_config="none")
+    assert caplog.messages == []
+    processor_with(copied, tokenizer, neutral | {"no_repeat_ngram_size": 3, "suppress_tokens": [7, 8]})
+    (message,) = caplog.messages
+    assert "generation_config.json says no_repeat_ngram_size=3, suppress_tokens=[7, 8]" in message
+
+
 def test_a_default_that_is_not_possible_is_told_with_its_file_and_the_way_around_it(
     copied: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -18,7 +18,7 @@ from nbengine.config.engine import NOT_OFFERED, WITHOUT_EFFECT, argument_names
 from nbengine.config.model import ModelConfig
 from nbengine.config.parallel import ParallelConfig
 from nbengine.config.scheduler import SchedulerConfig
-from nbengine.frontend.options import EngineOptions
+from nbengine.frontend.options import DType, EngineOptions, PathName
 from nbengine.magics.engines.arguments import start_parser
 from nbengine.sampling_params import PoolingParams, StructuredOutputsParams
 from tests.unit.parameters.argument_flow import ArgumentFlow
@@ -219,6 +219,9 @@ def test_the_keywords_that_editors_complete_are_the_engine_arguments_with_their_
         for name, hint in declared.items()
         if name != "model"
     }
+    # What stands for a string, `EngineArgs` makes one.
+    expected |= dict.fromkeys(("tokenizer", "chat_template", "profile_dir"), PathName | None)
+    expected["dtype"] = str | DType
     assert get_type_hints(EngineOptions) == expected
     assert not EngineOptions.__required_keys__
 
@@ -228,7 +231,9 @@ def test_help_shows_the_engine_arguments_with_their_types_and_defaults(function:
     shown = inspect.signature(function).parameters
     for name, parameter in inspect.signature(EngineArgs.__init__).parameters.items():
         if name != "self":
-            assert (shown[name].annotation, shown[name].default) == (parameter.annotation, parameter.default)
+            # A path is a name of a model, too; `EngineArgs` makes a string of it.
+            annotation = "PathName" if name == "model" else parameter.annotation
+            assert (shown[name].annotation, shown[name].default) == (annotation, parameter.default)
 
 
 SOURCE = """
