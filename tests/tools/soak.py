@@ -85,6 +85,23 @@ def busy_processes(number: int) -> Iterator[list[int]]:
         yield [process.pid for process in processes]
 
 
+def by_suite(selection: Sequence[str]) -> dict[str, list[str]]:
+    """Divide a selection by suites, each of which has its own run: the browser of the notebooks' tests keeps an event
+    loop running, beside which no asynchronous test of the others can."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for chosen in selection:
+        found = Path(chosen).parts
+        parts[found[1] if len(found) > 1 and found[0] == "tests" else "tests"].append(chosen)
+    return dict(parts)
+
+
+def joined(parts: Sequence[Repeat]) -> Repeat:
+    """Put the runs of the suites together that are one repeat."""
+    errors = {name: error for part in parts for name, error in part.errors.items()}
+    seconds = sum(part.seconds for part in parts)
+    return Repeat(max(part.status for part in parts), seconds, sum(part.num_tests for part in parts), errors)
+
+
 def run_once(selection: Sequence[str], report: Path, workers: int) -> Repeat:
     """Run the selection with its report in a file."""
     parallel = ["-n", str(workers), "--dist", "loadfile"] if workers else []
@@ -158,8 +175,12 @@ def main(arguments: list[str]) -> int:
         try:
             for number in range(1, options.times + 1):
                 print(f"repeat {number} of {options.times}, beside {options.load} busy processes", flush=True)
-                report = options.reports / f"repeat_{number}.xml"
-                repeats.append(run_once(options.selection or DEFAULT, report, options.workers))
+                parts = by_suite(options.selection or DEFAULT)
+                runs = []
+                for suite, part in parts.items():
+                    name = f"repeat_{number}_{suite}.xml" if len(parts) > 1 else f"repeat_{number}.xml"
+                    runs.append(run_once(part, options.reports / name, options.workers))
+                repeats.append(joined(runs))
         except KeyboardInterrupt:
             interrupted = True
     print(summary(repeats))

@@ -123,3 +123,20 @@ def test_busy_processes_have_a_lower_priority_and_end_with_their_block() -> None
             assert time.monotonic() < end
             time.sleep(0.01)
     assert not psutil.pid_exists(pids[0])
+
+
+def test_each_suite_has_its_own_run_and_a_repeat_is_all_of_them() -> None:
+    selection = [
+        "tests/process/kills",
+        "tests/notebook/test_deaths.py::test_x",
+        "tests/process/client",
+        "/tmp/own.py",
+    ]
+    assert soak.by_suite(selection) == {
+        "process": ["tests/process/kills", "tests/process/client"],
+        "notebook": ["tests/notebook/test_deaths.py::test_x"],
+        "tests": ["/tmp/own.py"],
+    }
+    assert set(soak.by_suite(soak.DEFAULT)) == {"process", "notebook"}
+    parts = [soak.Repeat(0, 2.0, 3, {}), soak.Repeat(1, 1.0, 2, {"a": "error"})]
+    assert soak.joined(parts) == soak.Repeat(1, 3.0, 5, {"a": "error"})
