@@ -6,6 +6,7 @@ python examples/scripts/inside_the_scheduler.py [PICTURE.html | PICTURE.png]
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from nbengine import AsyncLLM, RequestOutputKind, SamplingParams
+from nbengine.widgets.dashboard.widget import Dashboard
 
 MANUAL = "Keep the lid closed while the machine runs, and let it cool down before you open it again."
 QUESTIONS = ["When may I open it?", "Why is it hot?", "Is the lid closed?", "Who made it?"]
@@ -41,13 +43,25 @@ async def answer(engine: AsyncLLM, number: int, seen: asyncio.Event, looked: asy
         goes_on = is_late and not looked.is_set()
 
 
-async def hold(engine: AsyncLLM) -> None:
-    """Pause the engine at a moment at which requests run side by side."""
-    num_running = 0
-    while num_running < 2:
-        await engine.resume_generation()
+async def look(engine: AsyncLLM, dashboard: Dashboard) -> dict[str, str]:
+    """Hold the engine, until a moment has all that there is to be seen; return the view of that moment."""
+    while True:
         await engine.pause_generation("keep", clear_cache=False)
-        num_running = (await engine.stats()).engines[0].num_running_reqs
+        view = dashboard.static()
+        while "paused" not in view["text/plain"].partition("\n")[0]:
+            # The engine publishes its events twenty times a second.
+            await asyncio.sleep(0.02)
+            view = dashboard.static()
+        if shows_all(view["text/plain"]):
+            return view
+        await engine.resume_generation()
+
+
+def shows_all(text: str) -> bool:
+    """Return whether the last question is there, blocks are shared, and the timeline has a hit and a preemption."""
+    timeline = "".join(line for line in text.splitlines() if " #" in line)
+    shared = re.search(r"[1-9]\d* shared", text)
+    return f"● question-{LAST}" in text and shared is not None and "◆" in timeline and "×" in timeline
 
 
 async def main(picture: Path | None) -> None:
@@ -65,8 +79,7 @@ async def main(picture: Path | None) -> None:
         seen, looked = asyncio.Event(), asyncio.Event()
         requests = [asyncio.create_task(answer(engine, number, seen, looked)) for number in range(LAST + 1)]
         await seen.wait()
-        await hold(engine)
-        form = dashboard.static()
+        form = await look(engine, dashboard)
         looked.set()
         await engine.resume_generation()
         await asyncio.gather(*requests)
