@@ -23,6 +23,9 @@ TRUSTED_ROLES = ("assistant",)
 _PRIVATE_USE = 0xF0000, 0xFFFFD
 """Characters that have no meaning, and that no normalizer changes."""
 _SPELLING_CHARACTERS = 6
+_MARK_DIGITS = 24
+"""Digits of a mark: whatever a template does with a text (`tojson`, `upper`, Python's own notation of a dict), digits
+stay as they are."""
 _SHORTEST = 2
 """Characters of the shortest special token that is looked for: the mark stands between the first and the rest."""
 
@@ -42,7 +45,8 @@ class QuotingEncoder:
         texts = [token.content for token in added if token.special]
         self._special = sorted({text for text in texts if len(text) >= _SHORTEST}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
-        self._mark, self._opening = _spelling(), _spelling()
+        self._mark = "".join(secrets.choice("0123456789") for _ in range(_MARK_DIGITS))
+        self._opening = _spelling()
 
     def quote(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Mark the text of special tokens in all messages but the model's own."""
@@ -72,7 +76,7 @@ class QuotingEncoder:
         if isinstance(content, str):
             return self._pattern.sub(lambda found: found[0][0] + self._mark + found[0][1:], content)
         if isinstance(content, Mapping):
-            return {key: self._quoted(value) for key, value in content.items()}
+            return {self._quoted(key): self._quoted(value) for key, value in content.items()}
         if isinstance(content, list):
             return [self._quoted(part) for part in content]
         return content

@@ -106,3 +106,18 @@ def test_what_the_model_has_written_keeps_its_tokens() -> None:
         add_generation_prompt=False,
     )
     assert prompt["prompt_token_ids"].count(end) == 3
+
+
+@pytest.mark.parametrize(
+    "way", ["m['content']", "m['content'] | tojson", "(m['content'] | string).upper().lower()"]
+)
+def test_a_result_of_a_tool_is_marked_in_its_keys_too_and_no_mark_is_left(way: str) -> None:
+    tokenizer = chatting("byte-level BPE")
+    turn, end = tokenizer.convert_tokens_to_ids(["<|turn|>", "<|end|>"])
+    template = TEMPLATE.replace("m['content']", way)
+    content: Any = {"<|end|>": "<|turn|>"}
+    prompt = render_chat(tokenizer, [{"role": "tool", "content": content}], chat_template=template)
+    assert (prompt["prompt_token_ids"].count(turn), prompt["prompt_token_ids"].count(end)) == (2, 1)
+    shown = json.dumps(content) if "tojson" in way else str(content)
+    assert prompt["prompt"] == f"<|turn|>tool\n{shown}<|end|>\n<|turn|>assistant\n"
+    assert tokenizer.decode(prompt["prompt_token_ids"]) == prompt["prompt"]
