@@ -78,7 +78,7 @@ def for_grammar(schema: Any) -> Any:
 def left_out(schema: Mapping[str, Any]) -> Iterator[str]:
     """Name what `for_grammar` leaves out of a schema and answers may therefore break; schemas within it do not
     count."""
-    for pattern in (schema.get("pattern"), *(schema.get("patternProperties") or ())):
+    for pattern in (schema.get("pattern"), *mapping_at(schema, "patternProperties")):
         if looks_around(pattern):
             yield f"pattern {quoted(pattern)}, which looks around or back"
     for key in (*_BOUNDS, "multipleOf"):
@@ -87,6 +87,18 @@ def left_out(schema: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} {quoted(value)}, a number that no grammar can hold"
     if "propertyNames" in schema and not _can_be_said(schema):
         yield "propertyNames"
+
+
+def mapping_at(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the mapping at a keyword; empty where there is something else, which the grammar library refuses."""
+    value = schema.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def list_at(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list at a keyword; empty where there is something else, which the grammar library refuses."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
 def looks_around(pattern: object) -> bool:
@@ -116,7 +128,7 @@ def _is_left_out(key: str, value: object) -> bool:
 
 def _has_few_digits(value: float) -> bool:
     """Return whether the library can take a number apart as it does: by tens, in floating point."""
-    if len(Decimal(repr(value)).normalize().as_tuple().digits) > _MOST_DIGITS:
+    if value > _LARGEST_COUNT or len(Decimal(repr(value)).normalize().as_tuple().digits) > _MOST_DIGITS:
         return False
     scaled = float(value)
     while scaled % 1:
@@ -145,12 +157,30 @@ def _can_be_said(schema: Mapping[str, Any]) -> bool:
         return False
     rules = [key for key in ("const", "enum", "pattern") if key in rule]
     rules += ["length"] * ("minLength" in rule or "maxLength" in rule)
-    if not rules or rules in (["const"], ["enum"]):
+    if not rules:
         return True
+    if rules in (["const"], ["enum"]):
+        return isinstance(rule.get("enum", []), list) and all(
+            map(_can_be_searched, mapping_at(schema, "patternProperties"))
+        )
     # A pattern counts for the properties that are listed, too, of which `additionalProperties` says nothing.
     is_free = not schema.get("properties") or schema.get("additionalProperties") in (None, {}, True, False)
-    can_be_patterns = is_free and "patternProperties" not in schema
-    return can_be_patterns and len(rules) == 1 and not looks_around(rule.get("pattern"))
+    if not is_free or "patternProperties" in schema or len(rules) > 1 or looks_around(rule.get("pattern")):
+        return False
+    lengths = [rule[key] for key in ("minLength", "maxLength") if key in rule]
+    if not all(isinstance(length, int) and 0 <= length <= _LARGEST_COUNT for length in lengths):
+        return False
+    pattern = rule.get("pattern", "")
+    return isinstance(pattern, str) and (not schema.get("properties") or _can_be_searched(pattern))
+
+
+def _can_be_searched(pattern: object) -> bool:
+    """Return whether a pattern, which may be one of JavaScript, is one of Python, too."""
+    try:
+        re.compile(pattern)  # type: ignore[call-overload]
+    except (TypeError, re.error):
+        return False
+    return True
 
 
 def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +190,7 @@ def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
     rule = schema.pop("propertyNames")
     if rule is True or not {"const", "enum", "pattern", "minLength", "maxLength"} & set(rule):
         return schema
-    listed: dict[str, Any] = dict(schema.get("properties") or {})
+    listed = mapping_at(schema, "properties")
     others = schema.get("additionalProperties", {})
     if "const" in rule or "enum" in rule:
         names = [rule["const"]] if "const" in rule else rule["enum"]
@@ -178,9 +208,10 @@ def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _schema_of_name(schema: Mapping[str, Any], name: str, others: Any) -> Any:
     """Return the schema of the property `name`; `others`: that of the names of which nothing else is said."""
-    listed = schema.get("properties") or {}
+    listed = mapping_at(schema, "properties")
     own = [listed[name]] if name in listed else []
-    own += [value for key, value in (schema.get("patternProperties") or {}).items() if re.search(key, name)]
+    patterns = mapping_at(schema, "patternProperties")
+    own += [value for key, value in patterns.items() if re.search(key, name)]
     if not own:
         return others
     return own[0] if len(own) == 1 else {"allOf": own}
@@ -198,7 +229,7 @@ def distinct_members(members: list[Any], whole: Any) -> bool:
     constants = [_constants(member) for member in found]
     if None not in constants:
         return _are_disjoint(constants)
-    return any(_tells_apart(found, name) for name in found[0].get("required") or ())
+    return any(_tells_apart(found, name) for name in list_at(found[0], "required"))
 
 
 def _resolved(member: Any, whole: Any) -> Any:
@@ -232,7 +263,7 @@ def _are_disjoint(groups: list[Any]) -> bool:
 
 def _tells_apart(members: list[Any], name: str) -> bool:
     """Return whether a property that all members must have has values in each that no other one allows."""
-    if not all(name in (member.get("required") or ()) for member in members):
+    if not all(name in list_at(member, "required") for member in members):
         return False
-    values = [_constants((member.get("properties") or {}).get(name)) for member in members]
+    values = [_constants(mapping_at(member, "properties").get(name)) for member in members]
     return None not in values and _are_disjoint(values)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nbengine.errors import InvalidTypeError, UnenforcedSchemaWarning, quoted
-from nbengine.grammar_schemas import LISTS, MAPS, ONE, distinct_members, left_out, looks_around
+from nbengine.grammar_schemas import LISTS, MAPS, ONE, distinct_members, left_out, list_at, looks_around
 
 ENFORCED_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -123,8 +123,8 @@ def _unenforced_in_text(text: str) -> tuple[str, ...]:
 def _unenforced_in(schema: Mapping[str, Any], whole: Any) -> Iterator[str]:
     form, kinds = schema.get("format"), schema.get("type", "string")
     about_strings = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
-    is_known = form in ENFORCED_FORMATS | FREE_FORMATS or _says_by_pattern(schema)
-    if isinstance(form, str) and about_strings and not is_known:
+    is_free = isinstance(form, str) and about_strings and form not in ENFORCED_FORMATS | FREE_FORMATS
+    if is_free and not _says_by_pattern(schema):
         yield f"format {quoted(form)}"
     yield from (key for key in UNENFORCED if _is_unenforced(schema, key))
     yield from left_out(schema)
@@ -144,7 +144,7 @@ def _is_unenforced(schema: Mapping[str, Any], key: str) -> bool:
 
 def _says_by_pattern(schema: Mapping[str, Any]) -> bool:
     """Return whether a grammar keeps a pattern beside the format: what the format means is said by it, as zod does."""
-    parts = [schema, *(part for part in schema.get("allOf") or () if isinstance(part, Mapping))]
+    parts = [schema, *(part for part in list_at(schema, "allOf") if isinstance(part, Mapping))]
     patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
     return bool(patterns) and not any(map(looks_around, patterns))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import typing
 import warnings
 from pathlib import Path
@@ -14,14 +15,17 @@ import jsonschema
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 from pydantic import BaseModel, SecretStr, TypeAdapter
 
 from nbengine.engine.core.grammar_check import GrammarSource, _checked
 from nbengine.errors import InvalidTypeError, UnenforcedSchemaWarning
-from nbengine.grammar_schemas import for_grammar
+from nbengine.grammar_schemas import LISTS, MAPS, ONE, for_grammar
 from nbengine.json_schemas import parts_of, schema_of, unenforced, warn_of_unenforced
 from nbengine.sampling_params import StructuredOutputsParams
+from tests.support.thorough import amount
 
 
 @dataclasses.dataclass
@@ -166,12 +170,74 @@ def test_unknown_formats_are_annotations(form: str) -> None:
 def test_what_a_grammar_cannot_keep_is_named_with_its_path(schema: dict[str, Any], named: list[str]) -> None:
     assert unenforced(schema) == named
     assert checked(schema) == ""
-    for given in (schema, json.dumps(schema)):
+    for form in (schema, json.dumps(schema)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warn_of_unenforced("structured_outputs.json", given)
+            warn_of_unenforced("structured_outputs.json", form)
         assert [warning.category for warning in caught] == [UnenforcedSchemaWarning] * bool(named)
         assert all(name in str(warning.message) for warning in caught for name in named)
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    2.5,
+    math.inf,
+    -math.inf,
+    10**400,
+    5e-324,
+    "a",
+    "(",
+    r"\p{L}",
+    "(?=x)",
+    [],
+    [5],
+    [[]],
+    {"a": 5},
+]
+KEYWORDS = [
+    *ONE,
+    *LISTS,
+    *MAPS,
+    "format",
+    "pattern",
+    "required",
+    "const",
+    "enum",
+    "type",
+    "$ref",
+    "discriminator",
+]
+KEYWORDS += ["multipleOf", "minimum", "maximum", "minLength", "maxLength", "maxItems"]
+ODD_SCHEMAS = st.recursive(
+    st.sampled_from(ODD),
+    lambda inner: st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=5) | st.lists(inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYWORDS), ODD_SCHEMAS, max_size=5))
+@settings(max_examples=amount(300, thorough=50_000), deadline=None)
+def test_no_schema_breaks_the_walk_through_it(schema: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        # Python says of some patterns that they may mean something else one day.
+        warnings.simplefilter("ignore", FutureWarning)
+        assert all(what.startswith("#") for what in unenforced(schema))
+        for_grammar(schema)
+
+
+@pytest.mark.parametrize("number", [math.inf, 10**400])
+def test_a_number_without_an_end_is_named(number: float) -> None:
+    (named,) = unenforced({"multipleOf": number})
+    assert named.startswith("#: multipleOf ")
+
+
+def test_a_pattern_that_is_none_of_python_is_named_beside_properties() -> None:
+    schema = {"type": "object", "propertyNames": {"pattern": r"^\p{L}+$"}, "properties": {"a": {}}}
+    assert unenforced(schema) == ["#: propertyNames"]
+    assert checked(schema) == ""
+    assert unenforced({"type": "object", "propertyNames": {"pattern": r"^\p{L}+$"}}) == []
 
 
 def test_what_the_library_keeps_is_not_named() -> None:
