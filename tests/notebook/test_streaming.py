@@ -48,7 +48,8 @@ def test_the_text_grows_in_place_and_is_shown_once(notebook: Kernel) -> None:
     assert set(cell.outputs[0]["data"]) == {"text/plain", "text/html"}
     expected = (ALPHABET * 4)[:100]
     assert texts(cell)[-1] == expected
-    assert len(texts(cell)) > 5
+    # A view is drawn when it has time: at least in the middle and at the end.
+    assert len(set(texts(cell))) >= 2
     assert all(expected.startswith(text) for text in texts(cell))
     assert "100 tokens" in cell.text
     assert notebook.value("(answer.text, _ is answer, answer.finish_reason)") == (expected, True, "length")
