@@ -60,9 +60,11 @@ def flood(engine: EngineUnderTest) -> Iterator[None]:
     )
     with process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
-        yield
-        process.kill()
+        try:
+            assert process.stdout.readline() == b"begun\n"
+            yield
+        finally:
+            process.kill()
 
 
 def test_a_flood_of_one_peer_keeps_nobody_from_the_host_and_does_not_swell_it(

@@ -210,7 +210,7 @@ def test_thousands_of_half_open_connections_are_borne_and_cut(
     strangers = [connected(client.info.address("host.sock")) for _ in range(NUM_HALF_OPEN)]
     try:
         assert_goes_on(client, "r")
-        wait_for(lambda: host.num_fds() < before + NUM_HALF_OPEN / 2, "an end", 3 * HANDSHAKE_MS / 1000 + 10)
+        wait_for(lambda: host.num_fds() < before + NUM_HALF_OPEN / 2, "an end", 3 * HANDSHAKE_MS / 1000 + 60)
         assert_goes_on(client, "s")
     finally:
         for stranger in strangers:
@@ -235,9 +235,11 @@ def crowd(addresses: Iterable[str]) -> Iterator[None]:
     command = [sys.executable, "-c", CROWD, str(2 * ROOM), *ports]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"here\n"
-        yield
-        process.kill()
+        try:
+            assert process.stdout.readline() == b"here\n"
+            yield
+        finally:
+            process.kill()
 
 
 def test_a_crowd_at_a_clients_ports_ends_neither_its_requests_nor_its_shutdown(
@@ -262,7 +264,8 @@ def test_a_crowd_at_a_clients_ports_ends_neither_its_requests_nor_its_shutdown(
     with crowd(client.cores.addresses):
         wait_for(lambda: "too many connections without a key" in caplog.text, "a bound")
         assert answer() == [2, 3, 4, 5, 6]
-        wait_for(has_room, "room for this process's own files", 3 * HANDSHAKE_MS / 1000 + 10)
+        # Those that wait at the ports come in as others are cut off: all of them within four handshakes.
+        wait_for(has_room, "room for this process's own files", 4 * HANDSHAKE_MS / 1000 + 60)
         assert answer() == [2, 3, 4, 5, 6]
         llm.shutdown()
     assert not session_processes(info)
