@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -12,39 +11,32 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from nbengine.errors import NBEngineError
-from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.magics.arguments import CALLER_ERRORS, HelpRequested
 from nbengine.magics.config import NBEngine
-from nbengine.magics.conversations.answer import answer_in, reading_of
+from nbengine.magics.conversations.answer import Answer, answer_in, reading_of
 from nbengine.magics.conversations.arguments import ChatOptions, chat_parser, parse_chat
 from nbengine.magics.conversations.conversation import CellRun, Conversation, Conversations, Exchange
+from nbengine.magics.conversations.saying import Plan, Saying
 from nbengine.magics.conversations.view import AnswerNotes, chat_view, conversation_bundle
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.generation.arguments import GenerateOptions
 from nbengine.magics.generation.readiness import make_ready
 from nbengine.magics.generation.request import send_all
 from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.generation.stream import Stream
 from nbengine.magics.generation.submission import Submitter
-from nbengine.magics.generation.thinking import chat_prompt
 from nbengine.magics.generation.turn import Turn
 from nbengine.magics.generation.view import Appearance
+from nbengine.magics.generation.waiting import Wait
 from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
 from nbengine.magics.namespace import prompt_namespace
-from nbengine.magics.session import AttachedEngine, NotebookSession
+from nbengine.magics.session import NotebookSession
+from nbengine.magics.tools.carrying import ToolRounds
+from nbengine.magics.tools.mcp_servers import McpServers
+from nbengine.magics.tools.toolbox import Toolbox
 from nbengine.widgets.live import publish_bundle
-from nbengine.widgets.words import count
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The place of a message: it follows `position` turns of a conversation and replaces the other ones."""
-
-    conversation: Conversation
-    position: int
-    dropped: int
-    """Turns behind the one that this cell had added before; they are removed with it."""
-    system: str | None
+from nbengine.widgets.words import count, print_quietly
 
 
 class ChatTurn(Turn):
@@ -54,21 +46,39 @@ class ChatTurn(Turn):
         self,
         shell: InteractiveShell,
         session: NotebookSession,
-        engine: AttachedEngine | None,
-        conversation: Conversation,
+        saying: Saying,
+        begin: Callable[[], Stream[Any]],
         on_answer: Callable[[GenerationResult], None],
         *,
         is_cell: bool,
     ) -> None:
-        super().__init__(shell, session, engine, is_cell=is_cell)
-        self._conversation = conversation
+        """Make the turn of a message: `begin` sends it, with what its tools have returned, for another answer."""
+        super().__init__(shell, session, saying.engine, is_cell=is_cell)
+        self._conversation = saying.plan.conversation
+        self._rounds = saying.rounds
+        self._begin = begin
         self._on_answer = on_answer
+
+    async def go_on(self, wait: Wait) -> bool:
+        """Carry out the calls of the answer, and have the model go on if there were any."""
+        if self.generation is None or self._rounds is None:
+            return False
+        if not await self._rounds.take(self.generation.result, wait):
+            if self._rounds.is_exhausted:
+                print_quietly("the model calls its tools again and again; --max-calls allows more calls")
+            return False
+        self.generation = self._begin()
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         __tracebackhide__ = True
-        if self.generation is not None and (error is None or isinstance(error, KeyboardInterrupt)):
+        # What tools have done stays done, whatever ended the turn.
+        is_kept = (
+            error is None or isinstance(error, KeyboardInterrupt) or (self._rounds and self._rounds.rounds)
+        )
+        if self.generation is not None and is_kept:
             self._on_answer(self.generation.result)
         super().__exit__(kind, error, traceback)
 
@@ -90,9 +100,11 @@ class ChatMagics(Magics):
         session: NotebookSession,
         config: NBEngine,
         conversations: Conversations,
+        servers: McpServers,
     ) -> None:
         super().__init__(shell)
         self.conversations = conversations
+        self._servers = servers
         self._session = session
         self._config = config
         self._submitter = Submitter(shell, config, session)
@@ -160,34 +172,56 @@ class ChatMagics(Magics):
         cell = CellRun.current(shell)
         try:
             plan = self._plan(options, cell)
-            prompt = self._prompt(engine, plan, message, options.generate)
+            rounds = self._rounds(shell, options)
+            system = self._config.system if plan.system is None else plan.system
+            saying = Saying(engine, plan, message, options, system, rounds)
+            prompt = saying.prompt()
+            generate = saying.generate_options(prompt)
         except CALLER_ERRORS as error:
             raise UsageError(f"%chat: {error}") from None
         except NBEngineError as error:
             raise without_traceback(error) from error.__cause__
-        reading, generate = reading_of(prompt), options.generate
 
         def on_answer(result: GenerationResult) -> None:
-            self._add(plan, message, reading, cell, result)
+            self._add(saying, cell, result)
             if options.save is not None:
                 self._save(plan.conversation, options.save)
 
-        notes = AnswerNotes(plan.dropped, engine.client.ready.max_model_len)
-        appearance = Appearance(generate.format, stream=generate.stream, footer=generate.footer)
-        view = chat_view(shell, appearance, reading, notes)
-        turn = ChatTurn(shell, self._session, engine, plan.conversation, on_answer, is_cell=is_cell)
+        def go_on() -> Stream[Any]:
+            prompt = saying.prompt()
+            return self._sent(shell, saying, prompt, saying.generate_options(prompt))
+
+        turn = ChatTurn(shell, self._session, saying, go_on, on_answer, is_cell=is_cell)
         try:
-            request = self._submitter.prepare(engine, generate, prompt)
-            make_ready([engine.client], can_wait=False)
-            send_all([request], foreground=True)
+            turn.generation = self._sent(shell, saying, prompt, generate)
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
-        turn.generation = self._submitter.stream(engine, request, generate, view)
         if generate.out is not None:
             shell.user_ns[generate.out] = plan.conversation
         return turn
 
-    def _plan(self, options: ChatOptions, cell: CellRun | None) -> _Plan:
+    def _rounds(self, shell: InteractiveShell, options: ChatOptions) -> ToolRounds | None:
+        tools = options.tools
+        if tools is None:
+            return None
+        toolbox = Toolbox([*tools.tools, *self._servers.tools(tools.servers)])
+        return ToolRounds(shell, tools, toolbox)
+
+    def _sent(
+        self, shell: InteractiveShell, saying: Saying, prompt: Mapping[str, Any], generate: GenerateOptions
+    ) -> Stream[Any]:
+        """Send a prompt, and return the stream of its answer into the cell."""
+        engine = saying.engine
+        is_first = not (saying.rounds and saying.rounds.rounds)
+        notes = AnswerNotes(saying.plan.dropped if is_first else 0, engine.client.ready.max_model_len)
+        appearance = Appearance(generate.format, stream=generate.stream, footer=generate.footer)
+        view = chat_view(shell, appearance, reading_of(prompt), notes)
+        request = self._submitter.prepare(engine, generate, prompt)
+        make_ready([engine.client], can_wait=False)
+        send_all([request], foreground=True)
+        return self._submitter.stream(engine, request, generate, view)
+
+    def _plan(self, options: ChatOptions, cell: CellRun | None) -> Plan:
         conversation = self.conversations.open(options.name)
         if options.load is not None:
             loaded = Conversation.load(options.load)
@@ -197,72 +231,26 @@ class ChatMagics(Magics):
         before = None if options.append else conversation.position_of(cell)
         if before is not None:
             # An earlier run of this cell has already applied --undo or --reset.
-            return _Plan(conversation, before, len(conversation) - before - 1, system)
+            return Plan(conversation, before, len(conversation) - before - 1, system)
         position = len(conversation)
         if options.reset:
             position = 0
         elif options.undo is not None:
             conversation.check_undo(options.undo)
             position -= options.undo
-        return _Plan(conversation, position, 0, system)
+        return Plan(conversation, position, 0, system)
 
-    def _prompt(self, engine: AttachedEngine, plan: _Plan, message: str, options: GenerateOptions) -> Any:
-        """Render the conversation with its new message as the engine takes it.
-
-        Raises:
-            UsageError: there is no chat template, the context is too short, or the model cannot think as asked.
-        """
-        client = engine.client
-        if not client.has_chat_template:
-            raise UsageError(
-                f"%chat: the model of engine {engine.name!r} has no chat template, so it cannot hold a conversation; "
-                "%%generate continues a text, and `%engine load` takes another model"
-            )
-        prompt = self._rendered(engine, plan, plan.position, message, options)
-        limit = client.ready.max_model_len - 1
-        size = len(prompt.get("prompt_token_ids", ()))
-        if size <= limit:
-            return prompt
-        for fewer in range(1, plan.position + 1):
-            shorter = self._rendered(engine, plan, plan.position - fewer, message, options)
-            if len(shorter["prompt_token_ids"]) <= limit:
-                advice = (
-                    f"`%chat --undo{f' {fewer}' if fewer > 1 else ''}` makes room, `%chat --reset` empties it"
-                )
-                break
-        else:
-            advice = (
-                "shorten the message or the system message, or start the engine with a larger --max-model-len"
-            )
-        raise UsageError(
-            f"%chat: the conversation with this message is {size:,} tokens long, and the context of engine "
-            f"{engine.name!r} holds {limit + 1:,}, one of them for the answer; {advice}"
-        )
-
-    def _rendered(
-        self, engine: AttachedEngine, plan: _Plan, position: int, message: str, options: GenerateOptions
-    ) -> Any:
-        system = self._config.system if plan.system is None else plan.system
-        messages = plan.conversation.messages_before(position, system)
-        messages = [*messages, {"role": "user", "content": message}]
-        has_grammar = "structured_outputs" in options.sampling
-        return chat_prompt(engine, messages, options.template, has_grammar=has_grammar)
-
-    def _add(
-        self,
-        plan: _Plan,
-        message: str,
-        reading: AnswerReading,
-        cell: CellRun | None,
-        result: GenerationResult,
-    ) -> None:
-        if not result.text and result.finish_reason == "abort":
+    def _add(self, saying: Saying, cell: CellRun | None, result: GenerationResult) -> None:
+        rounds = () if saying.rounds is None else tuple(saying.rounds.rounds)
+        if not result.text and result.finish_reason == "abort" and not rounds:
             return  # without an answer there is no turn
-        answer = answer_in(result.text, reading)
-        turn = Exchange(message, answer.text, answer.reasoning, result.finish_reason, cell)
-        conversation = plan.conversation
-        conversation.add(turn, plan.position)
-        conversation.system = plan.system
+        answer, ending = answer_in(result.text, result.reading), result.finish_reason
+        if saying.rounds is not None and saying.rounds.has_taken(result):
+            answer, ending = Answer(""), "tool_calls" if saying.rounds.is_exhausted else "abort"
+        turn = Exchange(saying.message, answer.text, answer.reasoning, ending, cell, rounds)
+        conversation = saying.plan.conversation
+        conversation.add(turn, saying.plan.position)
+        conversation.system = saying.plan.system
         conversation.last = result
 
     def _save(self, conversation: Conversation, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -156,6 +157,8 @@ class Completion:
             return fragment, list(model_names(fragment))
         if action.dest == "json":
             return fragment, self._variables(_is_schema)
+        if action.dest == "tools":
+            return fragment.rpartition(",")[2], self._variables(inspect.isroutine)
         if action.dest == "each":
             # In NAME=SOURCE the user chooses NAME freely, so only SOURCE is completed.
             return fragment.rpartition("=")[2], self._variables(_has_several)

@@ -21,6 +21,7 @@ from nbengine.magics.dashboard import DashboardMagics
 from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics
 from nbengine.magics.session import Backend, NotebookSession
+from nbengine.magics.tools.mcp_servers import McpServers
 from nbengine.magics.transform import AwaitGenerate, keep_prompts
 
 _MOMENT = 0.2
@@ -38,6 +39,7 @@ class Extension:
     generate: GenerateMagics
     transform: AwaitGenerate
     completion: Completion
+    servers: McpServers
     others: tuple[Magics, ...] = ()
     """Magics that have to be registered and need nothing else of the extension."""
 
@@ -78,8 +80,9 @@ class Extension:
         return (self.engine, self.generate, *self.others)
 
     def leave(self) -> str:
-        """End background generations, detach from every engine, and return what becomes of the engines."""
+        """End background generations and MCP servers, detach from every engine, and return what becomes of the engines."""
         self.session.ongoing.cancel_background()
+        self.servers.close()
         self.session.backend.drop_spare()
         return farewell(self.session.close())
 
@@ -90,7 +93,7 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
         return
     config = NBEngine(parent=shell)
     session = NotebookSession(shell, backend)
-    conversations = Conversations()
+    conversations, servers = Conversations(), McpServers()
     engine = EngineMagics(shell, session, config)
     extension = Extension(
         shell=shell,
@@ -100,8 +103,9 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
         generate=GenerateMagics(shell, session, config),
         transform=AwaitGenerate(shell),
         completion=Completion(shell, session, conversations, engine),
+        servers=servers,
         others=(
-            ChatMagics(shell, session, config, conversations),
+            ChatMagics(shell, session, config, conversations, servers),
             DashboardMagics(shell, session, config),
         ),
     )

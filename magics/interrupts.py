@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 TICK_SECONDS = 0.05
 
@@ -18,6 +20,20 @@ class Interrupted(KeyboardInterrupt):
 
 # Frontends and tools that run notebooks recognise an interrupt by the name of the error.
 Interrupted.__name__ = KeyboardInterrupt.__name__
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let an interrupt end what runs in the block: while a cell awaits, a kernel only notes it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +24,8 @@ from nbengine.widgets.following.ownership import Client
 from nbengine.widgets.live import in_kernel
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from nbengine.frontend.outputs.transcripts import Transcript
 
 ProgressCallback = Callable[[Progress], None]
@@ -63,9 +65,17 @@ class EngineClient(RequestClient, Client, Protocol):
         """Count the completions that nobody has read, by session."""
 
     def render_chat(
-        self, messages: list[dict[str, str]], *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_parser: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
         """Apply the chat template."""
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the model's tokenizer."""
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Return the model's own defaults."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbengine.frontend.parsing.answer_parser import AnswerReading, ParsedAnswer
@@ -16,20 +16,27 @@ _ANY_TAGS = AnswerFormat("tags")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A model's text: its answer and the reasoning before it; `is_reasoning` while that reasoning goes on."""
+    """A model's text: its answer and the reasoning before it; `is_reasoning` while that reasoning goes on.
+
+    `calling` is the name of the tool whose call is being written.
+    """
 
     text: str
     reasoning: str = ""
     is_reasoning: bool = False
+    calling: str = ""
 
 
 def reading_of(prompt: Mapping[str, Any]) -> AnswerReading:
     """Return how the answer to a rendered prompt is to be read."""
-    reading = answer_of(prompt)
-    if reading is not None and reading.format.reasoning is not None:
+    reading = answer_of(prompt) or AnswerReading(AnswerFormat())
+    if reading.format.reasoning is not None:
         return reading
-    return AnswerReading(
-        _ANY_TAGS, prompt_opens_reasoning=_ANY_TAGS.is_opened_by(str(prompt.get("prompt", "")))
+    opens = _ANY_TAGS.is_opened_by(str(prompt.get("prompt", "")))
+    return replace(
+        reading,
+        format=replace(reading.format, reasoning=_ANY_TAGS.reasoning),
+        prompt_opens_reasoning=opens,
     )
 
 
@@ -40,4 +47,4 @@ def answer_in(text: str, reading: AnswerReading, *, complete: bool = True) -> An
     found = ParsedAnswer(parser.feed(text))
     if complete:
         found.add(parser.finish())
-    return Answer(found.content, found.reasoning, parser.is_reasoning)
+    return Answer(found.content, found.reasoning, parser.is_reasoning, found.calling)

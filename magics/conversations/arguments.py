@@ -8,12 +8,15 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from nbengine.frontend.parsing.formats import TOOL_PARSERS
 from nbengine.magics.arguments import MagicParser, split_body
 from nbengine.magics.config import NBEngine
 from nbengine.magics.conversations.conversation import DEFAULT_NAME
 from nbengine.magics.generation.arguments import Expand, GenerateOptions, common_options, generate_parser
 from nbengine.magics.generation.structured import add_constraint_flags
 from nbengine.magics.generation.thinking import add_template_flags
+from nbengine.magics.tools.carrying import DEFAULT_MAX_CALLS, ToolOptions
+from nbengine.magics.tools.toolbox import tools_of
 
 _SHARED = (
     "out",
@@ -42,7 +45,10 @@ Talk with the model: each message is answered with all of the conversation befor
 
 Running a cell again replaces what it had said, and drops what came after that; --append adds to the end instead.
 An interrupted answer stays in the conversation as far as it came. A model's reasoning is folded away.
-{name} in the message becomes the value of a variable, as in %%generate."""
+{name} in the message becomes the value of a variable, as in %%generate.
+
+With --tools the model may call functions of the notebook: each call is shown with its result, and the model goes on
+until it answers. A function says in its hints and its docstring (Args:) what it takes."""
 _EPILOG = """\
 The conversation is in _ (and in NAME with -o): .text .reasoning .messages .turns .to_openai() .save(FILE)
 .last (the last answer's result: .token_ids .logprobs .metrics …)
@@ -53,6 +59,8 @@ examples:
   %chat And now in French
   %chat --undo
   %%chat --name second -o other
+  %%chat --tools weather,convert --confirm
+  %%chat --mcp "uvx mcp-server-time" --confirm
 """
 
 
@@ -70,6 +78,7 @@ class ChatOptions:
     save: str | None
     load: str | None
     generate: GenerateOptions
+    tools: ToolOptions | None = None
 
 
 def chat_parser(expand: Expand = str, prog: str = "%%chat") -> MagicParser:
@@ -100,7 +109,71 @@ def chat_parser(expand: Expand = str, prog: str = "%%chat") -> MagicParser:
     parser.take_flags(generate_parser(expand, prog), _SHARED)
     add_constraint_flags(parser)
     add_template_flags(parser, expand)
+    _add_tool_flags(parser)
     return parser
+
+
+def _add_tool_flags(parser: MagicParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tools",
+        metavar="F,G",
+        type=_names,
+        help="functions of the notebook, or lists of them, that the model may call",
+    )
+    add(
+        "--mcp",
+        metavar="COMMAND",
+        action="append",
+        default=[],
+        help="an MCP server whose tools the model may call, as the command that starts it (repeatable)",
+    )
+    add("--confirm", action="store_true", help="ask before each call")
+    add(
+        "--max-calls",
+        metavar="N",
+        type=int,
+        help=f"most calls of one turn (default: {DEFAULT_MAX_CALLS})",
+    )
+    add(
+        "--tool-choice",
+        metavar="C",
+        help="auto (default), required, or the name of the tool that the model must call first",
+    )
+    add(
+        "--tool-parser",
+        metavar="P",
+        help="form of the calls, where the chat template does not tell it: " + ", ".join(TOOL_PARSERS),
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
+def _tool_options(parsed: Any, namespace: Mapping[str, object], prog: str) -> ToolOptions | None:
+    if parsed.tools is None and not parsed.mcp:
+        for flag in ("confirm", "max_calls", "tool_choice", "tool_parser"):
+            if getattr(parsed, flag):
+                raise UsageError(f"{prog}: --{flag.replace('_', '-')} needs --tools or --mcp")
+        return None
+    if any(value is not None for value in (parsed.json, parsed.regex, parsed.choice)):
+        raise UsageError(
+            f"{prog}: --json, --regex and --choice leave no room for calls, so they cannot go with --tools and --mcp"
+        )
+    max_calls = DEFAULT_MAX_CALLS if parsed.max_calls is None else parsed.max_calls
+    if max_calls < 1:
+        raise UsageError(f"{prog}: --max-calls must be at least 1, got {max_calls}")
+    if parsed.tools is not None and not parsed.tools:
+        raise UsageError(f"{prog}: --tools needs the names of functions")
+    return ToolOptions(
+        tuple(tools_of(parsed.tools or (), namespace)),
+        tuple(parsed.mcp),
+        parsed.confirm,
+        max_calls,
+        parsed.tool_choice or "auto",
+        parsed.tool_parser or "auto",
+    )
 
 
 def parse_chat(
@@ -142,6 +215,7 @@ def parse_chat(
         save=parsed.save,
         load=parsed.load,
         generate=_generate_options(parsed, message, config, namespace, prog),
+        tools=_tool_options(parsed, namespace, prog),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import InvalidArgumentError, NBEngineError, did_you_mean
@@ -16,7 +17,9 @@ from nbengine.magics.namespace import running_cell
 
 DEFAULT_NAME = "default"
 _FORMAT = "nbengine-conversation"
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)
+"""The versions of files that can be read: turns had no rounds of calls in the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,49 @@ class CellRun:
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedOut:
+    """A call of a tool with its result, as the model reads it; `arguments` is the JSON text of an object.
+
+    `failed` says that the result is an error, or the reason why nobody carried the call out.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    result: str
+    failed: bool = False
+    seconds: float | None = None
+    """How long it took; None if it was not carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a model says before it answers: its calls of tools, with the text and the reasoning before them."""
+
+    text: str
+    reasoning: str
+    calls: tuple[CarriedOut, ...]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the model's message and the results of its calls."""
+        calls = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": call.result}
+            for call in self.calls
+        ]
+        return [_answer_message(self.text, self.reasoning) | {"tool_calls": calls}, *results]
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """A turn of a conversation: the user's message and the model's answer, with `reasoning` apart.
 
-    `finish_reason` is "stop", "length", or "abort" for an answer that was interrupted.
+    `finish_reason` is "stop", "length", "abort" for an answer that was interrupted, or "tool_calls" for one that
+    ended because the model had called its tools often enough. `rounds` are the calls before the answer.
     """
 
     user: str
@@ -45,6 +87,7 @@ class Exchange:
     reasoning: str = ""
     finish_reason: str | None = "stop"
     cell: CellRun | None = field(default=None, compare=False)
+    rounds: tuple[Round, ...] = ()
 
     @property
     def interrupted(self) -> bool:
@@ -52,12 +95,20 @@ class Exchange:
         return self.finish_reason == "abort"
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        """Return the two messages; reasoning is a separate field, which a chat template uses or ignores."""
-        answer = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            answer["reasoning_content"] = self.reasoning
-        return [{"role": "user", "content": self.user}, answer]
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the user's message, those of the rounds, and the answer; reasoning is a separate field, which a
+        chat template uses or ignores."""
+        return [*begun_turn(self.user, self.rounds), _answer_message(self.text, self.reasoning)]
+
+
+def begun_turn(user: str, rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Return the messages of a turn before its answer."""
+    return [{"role": "user", "content": user}, *(message for each in rounds for message in each.messages)]
+
+
+def _answer_message(text: str, reasoning: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return message | {"reasoning_content": reasoning} if reasoning else message
 
 
 class Conversation(ShownOnce):
@@ -89,18 +140,19 @@ class Conversation(ShownOnce):
         return self._turns[-1].reasoning if self._turns else ""
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """Return all messages as a chat template takes them, with reasoning in `reasoning_content`."""
         return self.messages_before(len(self._turns), self.system)
 
-    def messages_before(self, position: int, system: str | None) -> list[dict[str, str]]:
+    def messages_before(self, position: int, system: str | None) -> list[dict[str, Any]]:
         """Return the messages of the first `position` turns, behind this system message."""
-        start = [{"role": "system", "content": system}] if system else []
+        start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         return start + [message for turn in self._turns[:position] for message in turn.messages]
 
-    def to_openai(self) -> list[dict[str, str]]:
-        """Return all messages as chat services take them: role and content."""
-        return [{"role": message["role"], "content": message["content"]} for message in self.messages]
+    def to_openai(self) -> list[dict[str, Any]]:
+        """Return all messages as chat services take them: role, content, and calls of tools with their results."""
+        fields = ("role", "content", "tool_calls", "tool_call_id")
+        return [{key: message[key] for key in fields if key in message} for message in self.messages]
 
     def position_of(self, cell: CellRun | None) -> int | None:
         """Find the position of the first turn that an earlier run of this cell added; None if none has."""
@@ -155,6 +207,7 @@ class Conversation(ShownOnce):
                 "reasoning": turn.reasoning,
                 "finish_reason": turn.finish_reason,
                 "cell": None if turn.cell is None else turn.cell.cell_id,
+                "rounds": [asdict(each) for each in turn.rounds],
             }
             for turn in self._turns
         ]
@@ -185,7 +238,7 @@ class Conversation(ShownOnce):
             raise NBEngineError(f"cannot read a conversation from {path}: {error}") from error
         try:
             return cls.from_dict(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError) as error:
             raise NBEngineError(
                 f"{path} is no saved conversation: {type(error).__name__}: {error}"
             ) from error
@@ -195,9 +248,10 @@ class Conversation(ShownOnce):
         """Make the conversation that `to_dict` has described.
 
         Raises:
-            KeyError, TypeError, ValueError: `content` is not such a description.
+            KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError: `content` is not such a
+                description.
         """
-        if content["format"] != _FORMAT or content["version"] != _VERSION:
+        if content["format"] != _FORMAT or content["version"] not in _READABLE:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
         conversation = cls(_text(content["name"]), _text_or_none(content["system"]))
         for turn in content["turns"]:
@@ -208,6 +262,7 @@ class Conversation(ShownOnce):
                 _text(turn["reasoning"]),
                 _text_or_none(turn["finish_reason"]),
                 None if cell is None else CellRun(cell, ""),
+                tuple(map(_round, turn.get("rounds", ()))),
             )
             conversation.add(exchange)
         return conversation
@@ -264,6 +319,11 @@ class Conversations:
         """Store a conversation under a name, in place of the one that had it."""
         conversation.name = name
         self._by_name[name] = conversation
+
+
+def _round(content: Mapping[str, Any]) -> Round:
+    calls = tuple(msgspec.convert(call, CarriedOut) for call in content["calls"])
+    return Round(_text(content["text"]), _text(content["reasoning"]), calls)
 
 
 def _text(value: object) -> str:

@@ -12,6 +12,7 @@ from nbengine.magics.conversations.conversation import Conversation, Exchange
 from nbengine.magics.generation.render import answer_bundle, footer_of
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView, PromptLine, View
+from nbengine.magics.tools.cards import card_html, written
 from nbengine.widgets.live import in_kernel
 from nbengine.widgets.words import MUTED, PLAIN, PROSE, count, harmless, joined, muted, print_quietly
 
@@ -28,6 +29,8 @@ def chat_bundle(
     answer: Answer, output_format: str, footer: str = "", *, complete: bool = True
 ) -> dict[str, str]:
     """Make an answer's MIME bundle; reasoning is a folded element above it, and a line of the plain text."""
+    if answer.calling and not complete:
+        footer = joined(f"calling {answer.calling} …", footer)
     bundle = answer_bundle(answer.text, output_format, footer, complete=complete)
     if not (answer.reasoning or answer.is_reasoning):
         return bundle
@@ -48,13 +51,17 @@ def conversation_bundle(conversation: Conversation) -> dict[str, str]:
         html.append(_message_html("system", "", conversation.system))
     for number, turn in enumerate(conversation.turns, 1):
         user, model = f"{number}. user", f"{number}. assistant{_ending(turn)}"
-        answer = Answer(turn.text, turn.reasoning)
-        note = f"[{_label(answer)}] " if turn.reasoning else ""
-        plain += [f"{user}: {turn.user}", f"{model}: {note}{turn.text}"]
-        html += [
-            _message_html(user, "", turn.user),
-            _message_html(model, _fold(answer) if turn.reasoning else "", turn.text),
-        ]
+        plain.append(f"{user}: {turn.user}")
+        html.append(_message_html(user, "", turn.user))
+        for each in turn.rounds:
+            plain += [f"{number}. {written(call.name, call.arguments)}: {call.result}" for call in each.calls]
+            html += [
+                _said_html(f"{number}. assistant", each.text, each.reasoning),
+                *map(card_html, each.calls),
+            ]
+        note = f"[{_label(Answer(turn.text, turn.reasoning))}] " if turn.reasoning else ""
+        plain.append(f"{model}: {note}{turn.text}")
+        html.append(_said_html(model, turn.text, turn.reasoning))
     return {"text/plain": "\n\n".join(plain), "text/html": "".join(html)}
 
 
@@ -155,6 +162,10 @@ def chat_view(
     return ChatTerminalView(appearance, reading, notes)
 
 
+def _said_html(role: str, text: str, reasoning: str) -> str:
+    return _message_html(role, _fold(Answer(text, reasoning)) if reasoning else "", text)
+
+
 def _message_html(role: str, fold: str, text: str) -> str:
     return _MESSAGE.format(escape(role), fold, escape(text))
 
@@ -176,5 +187,9 @@ def _words(text: str) -> str:
 
 
 def _ending(turn: Exchange) -> str:
-    endings = {"abort": " (interrupted)", "length": " (stopped at the limit)"}
+    endings = {
+        "abort": " (interrupted)",
+        "length": " (stopped at the limit)",
+        "tool_calls": " (stopped after its calls)",
+    }
     return endings.get(turn.finish_reason or "", "")

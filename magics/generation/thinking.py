@@ -69,19 +69,21 @@ def template_options(parsed: argparse.Namespace) -> TemplateOptions:
 
 def chat_prompt(
     engine: AttachedEngine,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     options: TemplateOptions,
     *,
     has_grammar: bool,
+    **further: Any,
 ) -> Mapping[str, Any]:
-    """Apply the chat template.
+    """Apply the chat template; `further` are arguments of `AsyncLLM.render_chat`.
 
     Raises:
         UsageError: the model cannot be told to think, or not to.
     """
     variables = options.all_variables(has_grammar=has_grammar)
-    render = engine.client.render_chat
-    prompt = render(messages, chat_template_kwargs=variables) if variables else render(messages)
+    if variables:
+        further["chat_template_kwargs"] = variables
+    prompt = engine.client.render_chat(messages, **further)
     reasoning = prompt.get("reasoning")
     if options.think is False and reasoning is not None and not reasoning.openings:
         raise UsageError(

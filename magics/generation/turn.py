@@ -13,6 +13,7 @@ from nbengine.magics.arguments import CALLER_ERRORS
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.generation.result import GenerationResult, ShownOnce
 from nbengine.magics.generation.stream import Stream
+from nbengine.magics.generation.waiting import Wait, awaited, awaited_elsewhere, without_a_loop
 from nbengine.magics.session import AttachedEngine, NotebookSession
 from nbengine.widgets.live import in_kernel, publish
 
@@ -45,17 +46,29 @@ class Turn:
         """Wait for the answer in this thread, and return the magic's value."""
         __tracebackhide__ = True
         with self:
-            if self.generation is not None:
+            while self.generation is not None:
                 self.generation.run_blocking()
+                if not without_a_loop(self.go_on(awaited_elsewhere)):
+                    break
         return self._shown()
 
     async def run(self) -> Any:
         """Do what `run_blocking` does, but awaited: a kernel's top-level cell runs this."""
         __tracebackhide__ = True
         with self:
-            if self.generation is not None:
+            while self.generation is not None:
                 await self.generation.run()
+                if not await self.go_on(awaited):
+                    break
         return self._shown()
+
+    async def go_on(self, wait: Wait) -> bool:
+        """Begin another generation when one has ended, and return whether there is one: here there is none.
+
+        `wait` waits for what an awaitable brings.
+        """
+        del wait
+        return False
 
     def __enter__(self) -> Self:
         return self

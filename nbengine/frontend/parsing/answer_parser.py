@@ -138,6 +138,11 @@ class ParsedAnswer:
         """Return the content, with the text of malformed calls; it is empty if there is none."""
         return "".join(self._content)
 
+    @property
+    def calling(self) -> str:
+        """Return the name of the tool whose call is being written; it is empty if none is."""
+        return "" if self._open is None else self._open[0].name
+
     def clear(self) -> None:
         """Forget all but a call that is still being written."""
         self._reasoning.clear()

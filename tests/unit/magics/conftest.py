@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -64,6 +65,11 @@ def make_ready(rank: int) -> EngineReady:
     )
 
 
+def written_call(call: Mapping[str, Any]) -> str:
+    """Write a call of a tool as it stands in a prompt."""
+    return f"({call['function']['name']} {call['function']['arguments']})"
+
+
 class FakeClient:
     """An engine in this process: each request is answered by `words`, or by hand through `collectors`."""
 
@@ -89,6 +95,10 @@ class FakeClient:
         self.has_chat_template = True
         self.engine_ranks = list(range(config.parallel.data_parallel_size))
         self.divided: dict[tuple[str, int], DividedText] = {}
+        self.tools: list[Any] = []
+        """The schemas of tools of each call of `render_chat`."""
+        self.turns: list[list[str]] = []
+        """The words of the next answers, before `words` answers all others."""
         self.template_variables: list[dict[str, Any]] = []
         """The variables of each call of `render_chat`."""
         self.words: list[str] | None = ["Hello", " wor", "ld"]
@@ -132,10 +142,11 @@ class FakeClient:
         request_id = f"{self.name}-{len(self.requests)}"
         collector = RequestOutputCollector(RequestOutputKind.DELTA, request_id, request_id)
         self.collectors.append(collector)
-        if self.words is not None:
+        words = self.turns.pop(0) if self.turns else self.words
+        if words is not None:
             for completion in range(sampling_params.n):
-                for index, word in enumerate(self.words):
-                    last = index == len(self.words) - 1
+                for index, word in enumerate(words):
+                    last = index == len(words) - 1
                     self.emit(word, "stop" if last else None, completion=completion)
         return collector
 
@@ -204,10 +215,28 @@ class FakeClient:
     thinks: str | None = None
     """"always", or "switch" where the template can be told not to."""
 
+    calls_tools = True
+    """The chat template says how the model calls tools."""
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(backend_tokenizer=SimpleNamespace(get_added_tokens_decoder=dict))
+
     def render_chat(
-        self, messages: list[dict[str, str]], *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_parser: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        prompt = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        prompt = "".join(
+            f"<{m['role']}>{m['content']}" + "".join(map(written_call, m.get("tool_calls", ())))
+            for m in messages
+        )
+        self.tools.append(tools)
+        if tools and self.calls_tools:
+            name = "hermes" if tool_parser == "auto" else tool_parser
+            return {"prompt": prompt, "answer": AnswerReading(AnswerFormat(None, name), tuple(tools))}
         self.template_variables.append(dict(chat_template_kwargs or {}))
         if self.thinks is None:
             return {"prompt": prompt}

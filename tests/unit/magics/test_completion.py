@@ -196,6 +196,12 @@ def test_outside_of_a_field_no_variable_is_offered(shell: InteractiveShell, text
     assert Extension.loaded[shell].completion.complete(text) == ("", [])
 
 
+def test_tools_offers_the_functions(shell: InteractiveShell) -> None:
+    shell.run_cell("def weather(): ...\ndef wind(): ...\nwords = ['a']")
+    assert completed(shell, "%%chat --tools w") == ["%%chat --tools weather", "%%chat --tools wind"]
+    assert completed(shell, "%chat --tools weather,wi") == ["%chat --tools weather,wind"]
+
+
 def test_each_offers_the_variables_with_several_values(shell: InteractiveShell) -> None:
     shell.user_ns.update(questions=["a", "b"], quests={"x": 1}, question="a", number=3)
     for line in (

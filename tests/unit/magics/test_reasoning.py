@@ -42,7 +42,8 @@ def test_a_prompt_may_say_itself_how_its_answer_is_read() -> None:
     own = AnswerReading(AnswerFormat("granite"))
     assert reading_of({"prompt": "", "answer": own}) is own
     without_reasoning = AnswerReading(AnswerFormat(None, "hermes"))
-    assert reading_of({"prompt": "", "answer": without_reasoning}) == ANY
+    found = reading_of({"prompt": "", "answer": without_reasoning})
+    assert found.format == AnswerFormat(ANY.format.reasoning, "hermes")
 
 
 def test_a_tag_repeated_after_the_prompts_is_not_part_of_the_reasoning() -> None:

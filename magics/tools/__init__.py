@@ -1,0 +1,1 @@
+"""The tools of `%%chat --tools`: the notebook's functions, which the model calls."""
