@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,43 +146,38 @@ def private_runtime_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def smollm2_oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreTrainedModel]:
+def smollm2_oracle() -> PreTrainedModel:
     """The default model in transformers, float32, from the same GGUF file.
 
-    To read that takes transformers many seconds: the first process that needs the model leaves it to the others.
+    To read that takes transformers many seconds: what it has read stays in the tests' cache.
     """
     import torch
+    import transformers
     from filelock import FileLock
-    from transformers import AutoModelForCausalLM
 
-    place = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        place = place.parent
-    directory, lock = place / "smollm2_oracle", FileLock(place / "smollm2_oracle.lock")
-    with lock:
-        is_first = not directory.exists()
-        if is_first:
-            read_with_transformers("smollm2-135m").save_pretrained(directory)
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-    yield model
-    # Who has loaded it keeps what it has mapped; who comes later loads it again.
-    if is_first:
-        with lock:
-            shutil.rmtree(directory)
+    from nbengine.config import ModelConfig
+    from nbengine.models.checkpoints.files import resolve_model
+    from nbengine.models.checkpoints.storage import cache_dir, make_directory, new_directory
+
+    file = Path(resolve_model(ModelConfig("smollm2-135m")).weights[0]).resolve()
+    of = (file.stat().st_size, file.stat().st_mtime_ns, transformers.__version__, version("gguf"))
+    directory = cache_dir() / "oracles" / "-".join((file.stem, *map(str, of)))
+    with FileLock(make_directory(directory.parent) / f"{directory.name}.lock"):
+        if not directory.exists():
+            with new_directory(directory) as made:
+                read_with_transformers(file).save_pretrained(made)
+        os.utime(directory)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
-def read_with_transformers(alias: str) -> PreTrainedModel:
+def read_with_transformers(file: Path) -> PreTrainedModel:
     """Read a model's GGUF file, each part of it once."""
     import gguf
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    from nbengine.config import ModelConfig
-    from nbengine.models.checkpoints.files import resolve_model
-
-    file = Path(resolve_model(ModelConfig(alias)).weights[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))

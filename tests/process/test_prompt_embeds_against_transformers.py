@@ -1,4 +1,4 @@
-"""Prompts given as embeddings to the default model, float32: transformers' greedy tokens, whatever the circumstances."""
+"""Prompts given as embeddings, float32: transformers' greedy tokens, whatever the circumstances."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The user's own would get entries for each model that a test makes, and nobody would ask for them again. Here they go when no
 run is left that uses them. What real models need costs seconds of computing, and is kept: the models themselves (links to
-the user's), their tokenizers and packed weights, all compiled kernels, of which `KernelStore` keeps the last thousand, and what
-`tests/kernels/kept_resources.py` knows of Triton's.
+the user's), their tokenizers and packed weights, what transformers has read of them, all compiled kernels, of which
+`KernelStore` keeps the last thousand, and what `tests/kernels/kept_resources.py` knows of Triton's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODELS = ("smollm2-135m", "all-minilm-l6-v2")
 """Models that are not made, but fetched."""
 REAL = (*MODELS, "SmolLM2-135M-Instruct")
 """The beginnings of the names of what is made of them."""
-KINDS = ("models", "prepared", "weights")
+KINDS = ("models", "oracles", "prepared", "weights")
 UNUSED_SECONDS = 7 * 24 * 3600.0
 """After this time without use, an entry of a real model is taken to be of a layout that was given up."""
 
