@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.support.thorough import amount
 CheckTokens = Callable[[list[int], list[int]], None]
 
 TOPICS = ["the sea", "a clock", "bread", "the moon", "an old map", "rain", "a bicycle", "glass"]
-TOPICS = amount(TOPICS[:3], thorough=TOPICS)
+TOPICS = amount(TOPICS[:2], thorough=TOPICS)
 RAW_PROMPTS = [
     f"{opening} {topic}"
     for opening in ("Once upon a time there was a story about", "def main():\n    # a function about")
@@ -36,16 +35,17 @@ def check_all(outputs: list[RequestOutput], check: CheckTokens) -> None:
         check(output.prompt_token_ids, output.outputs[0].token_ids)
 
 
-@pytest.fixture(params=[16, 2048], ids=["chunks-of-16", "whole-prompts"])
-def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+@pytest.fixture(
+    scope="module", params=amount([16], thorough=[16, 2048]), ids=lambda budget: f"chunks-of-{budget}"
+)
+def llm(request: pytest.FixtureRequest, no_leftovers_of_module: None) -> Iterator[LLM]:
+    """An engine in processes of its own with room for all."""
     with LLM(
         "smollm2-135m",
         dtype="float32",
         max_num_batched_tokens=request.param,
         max_num_seqs=16,
         kv_cache_memory_bytes=256 << 20,
-        # One of the two in processes of its own.
-        multiprocess=request.param == 16,
     ) as engine:
         yield engine
 
@@ -71,21 +71,19 @@ def test_tokens_are_the_same_alone_together_raw_chat_cold_and_warm(
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def small_pool(**arguments: Any) -> dict[str, Any]:
-    return {
-        "model": "smollm2-135m",
-        "dtype": "float32",
-        "max_model_len": 160,
-        "num_gpu_blocks_override": amount(12, thorough=24),
-        "max_num_seqs": 16,
-        **arguments,
-    }
-
-
-@pytest.mark.parametrize("budget", [16, 2048])
+# `test_prompt_embeds_against_transformers.py` has other prompts in chunks, preempted, and whole with room for all.
+@pytest.mark.parametrize("budget", amount([2048], thorough=[16, 2048]))
 def test_tokens_are_the_same_with_preemption(budget: int, assert_greedy: CheckTokens) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    with LLM(**small_pool(max_num_batched_tokens=budget, multiprocess=False)) as engine:
+    with LLM(
+        "smollm2-135m",
+        dtype="float32",
+        max_model_len=160,
+        num_gpu_blocks_override=amount(10, thorough=24),
+        max_num_seqs=16,
+        max_num_batched_tokens=budget,
+        multiprocess=False,
+    ) as engine:
         outputs = engine.generate(RAW_PROMPTS, params, use_tqdm=False)
         stats = engine.stats().engines[0]
     check_all(outputs, assert_greedy)
@@ -93,9 +91,12 @@ def test_tokens_are_the_same_with_preemption(budget: int, assert_greedy: CheckTo
     assert stats.num_free_blocks == stats.num_blocks
 
 
-async def test_tokens_are_the_same_after_random_aborts_of_neighbours(assert_greedy: CheckTokens) -> None:
+async def test_tokens_are_the_same_after_random_aborts_of_neighbours(
+    llm: LLM, assert_greedy: CheckTokens
+) -> None:
     chooser = random.Random(7)
-    engine = AsyncLLM(**small_pool(max_num_batched_tokens=64, num_gpu_blocks_override=48))
+    assert llm.reset_prefix_cache()
+    engine = AsyncLLM.attach(llm.llm_engine.connection.name)
     try:
 
         async def keep(prompt: str) -> RequestOutput:
@@ -123,4 +124,4 @@ async def test_tokens_are_the_same_after_random_aborts_of_neighbours(assert_gree
         assert stats.num_running_reqs == 0
         assert stats.num_free_blocks == stats.num_blocks
     finally:
-        engine.shutdown()
+        engine.detach()
