@@ -102,6 +102,9 @@ async def test_an_explicit_rank_is_obeyed_and_a_wrong_one_is_refused_before_anyt
         after = (await llm.stats()).engines
         worked = [a.step_counter > b.step_counter for a, b in zip(after, before, strict=True)]
         assert worked == [other == rank for other in range(2)]
+        assert [engine.num_dummy_steps for engine in after] == [0, 0], (
+            "a model without experts knows no waves"
+        )
     for wrong in (2, -1):
         with pytest.raises(InvalidArgumentError, match=r"data_parallel_rank must be .*\(0, 1\)"):
             llm.submit(tokens(1), data_parallel_rank=wrong)

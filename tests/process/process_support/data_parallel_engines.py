@@ -80,13 +80,14 @@ FEW_TOPOLOGIES = {
     "dp2-tp2-ep": Topology(2, 2, 1, True, QWEN2),
     "dp2-pp2-mixtral": Topology(2, 1, 2, False, MIXTRAL),
     "dp2-ep-ahead": Topology(2, 1, 1, True, QWEN3, {"async_scheduling": True}),
-    "dense-dp2": Topology(2, model=TinyModel("Llama", 4, 2)),
 }
-"""Every division, kind of model and way of scheduling once; `test_elastic_engine` has four engine cores."""
+"""Every division, kind of model with experts and way of scheduling once; `test_elastic_engine` has four engine cores.
+Without experts, engine cores are engines beside each other: `client/test_data_parallel.py`."""
 TOPOLOGIES = amount(
     FEW_TOPOLOGIES,
     thorough={
         **FEW_TOPOLOGIES,
+        "dense-dp2": Topology(2, model=TinyModel("Llama", 4, 2)),
         "dp2": Topology(2, model=MIXTRAL),
         "dp2-pp2": Topology(2, 1, 2, False, QWEN3),
         "dp4-ep": Topology(4, 1, 1, True),

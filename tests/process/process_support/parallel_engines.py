@@ -43,14 +43,15 @@ FEW_TOPOLOGIES = {
     "tp4-replicated-kv-ahead": Topology(
         4, 1, TinyModel("Qwen3", 8, 2, tied=True), {**CHUNKS_OF_16, "async_scheduling": True}
     ),
-    "pp2": Topology(1, 2, TinyModel("Qwen2", 6, 2, tied=True), CHUNKS_OF_16),
     "tp2-pp2-biases": Topology(2, 2, TinyModel("Llama", 4, 4, settings=BIASES)),
 }
-"""Every number of workers, kind of model and way of scheduling once: each engine is half a dozen processes."""
+"""Every way to divide a model and to schedule once: each engine is half a dozen processes. Stages of one worker each are
+in `data_parallel_engines.py`; threads as ranks prove each kind of model's division."""
 TOPOLOGIES = amount(
     FEW_TOPOLOGIES,
     thorough={
         **FEW_TOPOLOGIES,
+        "pp2": Topology(1, 2, TinyModel("Qwen2", 6, 2, tied=True), CHUNKS_OF_16),
         "tp2": Topology(2, 1, TinyModel("Llama", 4, 2)),
         "tp2-ahead": Topology(2, 1, TinyModel("Llama", 8, 8, tied=True), {"async_scheduling": True}),
         "tp4-replicated-kv": Topology(4, 1, TinyModel("Qwen3", 8, 2, tied=True), CHUNKS_OF_16),
