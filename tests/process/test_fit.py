@@ -23,11 +23,12 @@ AMPLE = 12 << 30
         ("random-tiny", {"tensor_parallel_size": 2, "max_num_seqs": 8}),
         ("smollm2-135m", {}),
     ],
+    ids=["two workers", "the default model"],
 )
 def test_a_start_reports_what_was_foretold(model: str, arguments: dict[str, Any]) -> None:
     foretold = nbengine.fit(model, **arguments)
     ample = psutil.virtual_memory().available > AMPLE
-    with LLM(model, **arguments) as llm:
+    with LLM(model, multiprocess=bool(arguments), **arguments) as llm:
         ready = llm.llm_engine.ready
     assert foretold.fits, foretold.problem
     assert (foretold.weights_bytes, foretold.dtype) == (ready.weights_bytes, ready.dtype)
