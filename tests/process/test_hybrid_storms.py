@@ -23,13 +23,16 @@ WAYS = {
 }
 PAIRS = amount(
     [
-        *zip(NAMES, ["small steps", "asynchronous"] * 3, strict=True),
+        ("qwen3.5", "small steps"),
+        ("granite 4 without attention", "small steps"),
+        ("qwen3-next", "asynchronous"),
+        ("mamba-2", "asynchronous"),
+        ("granite 4 moe", "more requests than slots"),
         ("lfm2", "more requests than slots"),
-        ("granite 4 without attention", "more requests than slots"),
     ],
     thorough=[(name, way) for name in NAMES for way in WAYS],
 )
-ROUNDS = amount(2, thorough=4)
+ROUNDS = amount(1, thorough=4)
 
 Start = Callable[..., LLM]
 
@@ -137,10 +140,10 @@ def test_preemptions_and_aborts_change_no_token_and_lose_nothing(start: Start, o
     chooser, found = random.Random(num_batched), 0
     for seed in range(ROUNDS):
         found += run(llm, oracle, storm(seed), chooser)
-        run(llm, oracle, storm(seed), chooser, aborts=6)
+        found += run(llm, oracle, storm(seed), chooser, aborts=6)
     (stats,) = llm.stats().engines
     # A model without blocks has nothing that a request could run out of.
-    assert (stats.num_preemptions > 5) is (stats.num_blocks > 0)
+    assert (stats.num_preemptions > 2 * ROUNDS) is (stats.num_blocks > 0)
     assert (stats.num_checkpoints > 0) is caching
     assert (found > 0) is caching
     assert llm.reset_prefix_cache()
