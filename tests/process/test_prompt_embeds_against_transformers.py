@@ -51,9 +51,7 @@ def llm(request: pytest.FixtureRequest, oracle: PreTrainedModel, directory: Path
         yield engine
 
 
-def test_embeddings_beside_tokens_are_continued_as_by_transformers(
-    llm: LLM, oracle: PreTrainedModel
-) -> None:
+def test_embeddings_beside_tokens_are_continued_as_by_transformers(llm: LLM, oracle: PreTrainedModel) -> None:
     table = oracle.get_input_embeddings().weight.detach()
     tokenizer = llm.get_tokenizer()
     tokens = [tokenizer.encode(text) for text in TEXTS]
