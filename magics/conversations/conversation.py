@@ -49,12 +49,12 @@ class CarriedOut:
     result: str
     failed: bool = False
     seconds: float | None = None
-    """How long it took; None if it was not carried out."""
+    """The seconds that it took; None if it was not carried out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a model says before it answers: its calls of tools, with the text and the reasoning before them."""
+    """A model's calls of tools before it answers, with the text and the reasoning before them."""
 
     text: str
     reasoning: str

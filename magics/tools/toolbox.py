@@ -24,7 +24,7 @@ class NotebookTool:
 
     @property
     def name(self) -> str:
-        """Return the name by which the model calls it."""
+        """Return the name that stands in a call."""
         name: str = self.schema["function"]["name"]
         return name
 
