@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from notebook_support.kernel import Cell, Kernel
 
+TOOLS = """
+import time
+from typing import Literal
+
+def weather(place: Literal["Rome", "Paris"]) -> str:
+    '''Say what the weather is like.
+
+    Args:
+        place: the town
+    '''
+    return f"fine in {place}"
+
+def endless() -> str:
+    '''Wait for good.'''
+    print("begun")
+    time.sleep(3600)
+"""
+
 
 def run_cell(kernel: Kernel, code: str, cell_id: str) -> Cell:
     """Run a cell as frontends do that say which cell it is."""
@@ -28,6 +46,27 @@ def completions(kernel: Kernel, text: str) -> list[str]:
     reply = kernel.client.complete(text, len(text), reply=True, timeout=60)["content"]
     assert reply["cursor_end"] == len(text)
     return [text[: reply["cursor_start"]] + match for match in reply["matches"]]
+
+
+def check_tools(kernel: Kernel) -> None:
+    """Have a model of noise call functions of the notebook, and interrupt one of them."""
+    kernel.run(TOOLS)
+    assert completions(kernel, "%%chat --tools weat") == ["%%chat --tools weather"]
+    flags = "--tool-parser hermes --max-tokens 300 --temperature 0 -o told"
+    run_cell(kernel, f"%%chat --name tools --tools weather --tool-choice weather {flags}\nHow is it?\n", "e")
+    name, arguments, result, failed = kernel.value(
+        "[(call.name, call.arguments, call.result, call.failed) for call in told.turns[0].rounds[0].calls][0]"
+    )
+    assert (name, failed) == ("weather", False)
+    assert result in ("fine in Rome", "fine in Paris")
+    assert result[8:] in arguments
+    cell = kernel.start(f"%%chat --name tools --tools endless --tool-choice endless {flags}\nWait.\n")
+    kernel.wait_for_text(cell, "begun")
+    kernel.interrupt()
+    kernel.finish(cell)
+    assert "the model's calls were interrupted" in cell.text
+    assert kernel.value("[turn.finish_reason for turn in told.turns][1:]") == ["abort"]
+    assert kernel.value("told.turns[1].rounds[0].calls[0].failed")
 
 
 def test_a_conversation_is_edited_by_running_its_cells_again(kernel: Kernel, clean_afterwards: None) -> None:
@@ -59,6 +98,7 @@ def test_a_conversation_is_edited_by_running_its_cells_again(kernel: Kernel, cle
     after = run_cell(kernel, f"%%chat {flags}\nafter\n", "d")
     assert "24 tokens" in after.text
     assert kernel.value(users)[-2:] == ["edited", "after"]
+    check_tools(kernel)
     too_long = kernel.run_any("%%chat\n" + "long " * 500)
     assert "tokens long, and the context of engine 'box' holds 2,048" in too_long.text
     assert len(too_long.outputs) == 1
