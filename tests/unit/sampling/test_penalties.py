@@ -113,6 +113,7 @@ class Rows(RuleBasedStateMachine):
                 expected[position] = self.rows[row].penalised(logits[position])
             np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
             tokens = self.random.integers(low, VOCAB, len(chosen))
+            self.table.expect(rows)
             self.table.make_room(rows)
             self.table.append(rows, torch.from_numpy(tokens))
             for row, token in zip(chosen, tokens.tolist(), strict=True):
