@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nbengine.config import EngineConfig
 from nbengine.distributed.communicator import ParallelState
 from nbengine.ipc.messages import EngineCoreRequest
+from nbengine.models.step_output import StepOutput
 from nbengine.sampling import penalties, sampler
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.output import (
@@ -30,6 +31,8 @@ from nbengine.scheduler.output import (
 )
 from nbengine.worker.batch import allocation, pooler, prompt_logprobs
 from nbengine.worker.batch.allocation import Allocations, Attempt, is_out_of_memory
+from nbengine.worker.batch.row_by_row import StepLogits
+from nbengine.worker.batch.sampling_batch import RowTokens, SamplingBatch
 from nbengine.worker.model_runner import ModelRunner
 from tests.support.thorough import amount
 from tests.unit.worker import test_stages as stages
@@ -275,6 +278,34 @@ def test_no_rank_goes_on_where_one_has_failed(place: str) -> None:
 
     reached = [] if place == "before the exchange" else ["before the exchange"]
     assert ThreadWorld(2).run(step) == [(True, reached)] * 2
+
+
+def test_logits_are_computed_again_by_all_ranks_whichever_have_taken_them() -> None:
+    def step(parallel: ParallelState) -> int:
+        hidden = StepOutput(torch.zeros(2, 3))
+        logits = StepLogits(parallel.tp.all_gather, hidden, None, 2)
+        if parallel.layout.tp_rank == 0:
+            logits.take()
+        logits.again()
+        assert isinstance(parallel.tp, ThreadCommunicator)
+        return len(parallel.tp.calls)
+
+    assert ThreadWorld(2).run(step) == [2, 2]
+
+
+def test_penalties_that_one_rank_has_no_room_for_stay_in_no_ranks_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fill = penalties.PenaltyTable._fill
+
+    def step(parallel: ParallelState) -> tuple[bool, int]:
+        RANK.number = parallel.layout.tp_rank
+        tokens = RowTokens(np.zeros((2, 50), np.int32), np.full(2, 9), np.full(2, 9))
+        batch = SamplingBatch(tokens, 300, torch.device("cpu"), allocations=Allocations(parallel.tp))
+        return batch.add(0, asking(repetition_penalty=1.5), 1), len(batch._penalties)
+
+    monkeypatch.setattr(penalties.PenaltyTable, "_fill", fail(lambda *_: False, fill, {1}))
+    assert ThreadWorld(2).run(step) == [(False, 0)] * 2
 
 
 class OneFailure(TorchDispatchMode):
