@@ -43,7 +43,7 @@ class ThreadGroup:
         return values
 
     def any(self, rank: int, flag: bool) -> bool:
-        """Whether any rank's flag is set, without tensors."""
+        """Return whether any rank's flag is set, without tensors."""
         self._flags[rank] = flag
         self._meet(rank, "any")
         found = any(self._flags)

@@ -67,7 +67,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a step adds to the states of pooling requests."""
+    """The additions of a step to the states of pooling requests."""
 
     chunks: list[tuple[_Span, Tensor]]
     """The hidden states of spans [tokens, hidden], on the host, for "encode"."""

@@ -49,7 +49,7 @@ class Topology:
     poor: str
     """The worker, as "engine core:rank"."""
     named: str
-    """What the error of the engine's end calls the worker."""
+    """The name that the error of the engine's end has for the worker."""
     model: str = "random-tiny"
 
     @property
@@ -64,7 +64,7 @@ class Topology:
 
     @property
     def is_dense(self) -> bool:
-        """Whether there are several engine cores, which are independent of each other."""
+        """Return whether there are several engine cores, which are independent of each other."""
         return self.num_cores > 1 and self.model == "random-tiny"
 
 
