@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +34,10 @@ class RankOperations(Protocol):
         raise what `Communicator.all_reduce` raises."""
 
 
+Guard = Callable[[], AbstractContextManager[None]]
+"""A function whose context is entered before the ranks of a group wait for each other, and left afterwards."""
+
+
 class Communicator(Protocol):
     """One rank's end of a group. Every rank makes the same calls in the same order, with equal shapes and
     dtypes.
@@ -42,12 +47,18 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    guard: Guard | None
+    """The guard of each `all_reduce` and `all_gather`, which have allocated by then what they need to wait for the
+    others; None: there is none."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`; it may be `x` itself, overwritten."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' `x`, concatenated along the last dimension in rank order."""
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank's `flag` is set; takes no memory."""
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
@@ -120,6 +131,7 @@ class SingleRank:
 
     rank = 0
     size = 1
+    guard: Guard | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return `x`."""
@@ -128,6 +140,10 @@ class SingleRank:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return `x`."""
         return x
+
+    def any(self, flag: bool) -> bool:
+        """Return `flag`."""
+        return flag
 
     def barrier(self) -> None:
         """Return at once."""

@@ -59,10 +59,13 @@ def init_parallel(
     rendezvous = Rendezvous(init_method, Party.of_workers(layout), Path(directory).name, timeout)
     if on_cpu and layout.world_size == 1:
         return ParallelState(layout)
-    if on_cpu and all(each == "yes" for each in rendezvous.share("memory?", _answer(rendezvous))):
+    ends = None
+    if all(each == "yes" for each in rendezvous.share("memory?", _answer(rendezvous))):
         from nbengine.distributed.shm_setup import share_memory
 
-        ends = share_memory(layout, rendezvous, directory, max_tensor_bytes)
+        # GPUs exchange only flags through memory.
+        ends = share_memory(layout, rendezvous, directory, max_tensor_bytes, links=on_cpu)
+    if on_cpu and ends is not None:
         if ends.tp is not None and dtype is not None:
             ends.tp.warm_up(dtype)
         rendezvous.leave()
@@ -71,7 +74,7 @@ def init_parallel(
         check_may_listen(rendezvous, networked)
     world = TorchWorld(layout, device, rendezvous)
     try:
-        state = _over_torch(layout, device, world)
+        state = _over_torch(layout, device, world, None if ends is None else ends.tp)
         if not on_cpu:
             _connect_gpus(state, device)
         rendezvous.meet("ready")
@@ -86,10 +89,12 @@ def _answer(rendezvous: Rendezvous) -> str:
     return "yes" if rendezvous.is_local and shares_memory() else "no"
 
 
-def _over_torch(layout: RankLayout, device: torch.device, world: TorchWorld) -> ParallelState:
+def _over_torch(
+    layout: RankLayout, device: torch.device, world: TorchWorld, flags: Communicator | None
+) -> ParallelState:
     tp: Communicator = SingleRank()
     if layout.tp_size > 1:
-        tp = TorchCommunicator(world.stage_group(), device)
+        tp = TorchCommunicator(world.stage_group(), device, flags)
     rank, step = layout.rank, layout.tp_size
     before = None if layout.is_first_stage else TorchLink(rank - step, device)
     after = None if layout.is_last_stage else TorchLink(rank + step, device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 import torch
 from torch import Tensor
 
+from nbengine.distributed.communicator import Guard
 from nbengine.distributed.shared_memory import MemoryHandle, Peers, SharedMemory, create_memory
 from nbengine.distributed.shm_exchange import ShmExchange
 from nbengine.distributed.shm_operations import ShmOperations
@@ -40,9 +42,12 @@ class ShmCommunicator:
     def __init__(self, memory: SharedMemory, rank: int, size: int, patience: Patience, peers: Peers) -> None:
         self.rank = rank
         self.size = size
+        self.guard: Guard | None = None
         self._exchange = ShmExchange(memory, rank, size, patience, peers)
         self._gather = compile_all_gather(size)
-        self._token = torch.zeros(1, dtype=torch.uint8)
+        # Compiled functions get these by their addresses.
+        self._flag = ctypes.c_uint8()
+        self._flags = (ctypes.c_uint8 * size)()
         self._operations: ShmOperations | None = None
 
     @staticmethod
@@ -67,7 +72,12 @@ class ShmCommunicator:
         x = x.contiguous()
         compiled = compile_all_reduce(self.size, ELEMENTS[x.dtype])
         in_one = self.size == 2 or x.nbytes <= ONE_PHASE_BYTES
-        self._exchange.run(compiled.one_phase if in_one else compiled.two_phases, x.data_ptr(), x.numel())
+        function = compiled.one_phase if in_one else compiled.two_phases
+        if self.guard is None:
+            self._exchange.run(function, x.data_ptr(), x.numel())
+        else:
+            with self.guard():
+                self._exchange.run(function, x.data_ptr(), x.numel())
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -75,15 +85,23 @@ class ShmCommunicator:
         x = x.contiguous()
         *rows, width = x.shape
         output = x.new_empty((*rows, width * self.size))
-        arguments = self._exchange.arguments
-        arguments.output = output.data_ptr()
-        arguments.width = width * x.itemsize
-        self._exchange.run(self._gather, x.data_ptr(), x.nbytes)
+        addresses = x.data_ptr(), output.data_ptr()
+        if self.guard is None:
+            self._gather_bytes(*addresses, x.nbytes, width * x.itemsize)
+        else:
+            with self.guard():
+                self._gather_bytes(*addresses, x.nbytes, width * x.itemsize)
         return output
+
+    def any(self, flag: bool) -> bool:
+        """See `Communicator.any`."""
+        self._flag.value = flag
+        self._gather_bytes(ctypes.addressof(self._flag), ctypes.addressof(self._flags), 1, 1)
+        return any(self._flags)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
-        self.all_gather(self._token)
+        self.any(False)
 
     def operations(self) -> ShmOperations:
         """See `Communicator.operations`; they are compiled by the first call."""
@@ -95,6 +113,13 @@ class ShmCommunicator:
     def close(self) -> None:
         """See `Communicator.close`."""
         self._exchange.close()
+
+    def _gather_bytes(self, x: int, output: int, num_bytes: int, width: int) -> None:
+        """Gather `num_bytes` at the address `x`, in rows of `width` bytes, to the address `output`."""
+        arguments = self._exchange.arguments
+        arguments.output = output
+        arguments.width = width
+        self._exchange.run(self._gather, x, num_bytes)
 
     def _all_reduce_gathered(self, x: Tensor) -> Tensor:
         """Sum tensors of a type for which nothing can be compiled here: float16 on an old processor, and

@@ -35,9 +35,9 @@ class SharedEnds:
 
 
 def share_memory(
-    layout: RankLayout, rendezvous: Rendezvous, directory: str, max_tensor_bytes: int
+    layout: RankLayout, rendezvous: Rendezvous, directory: str, max_tensor_bytes: int, *, links: bool = True
 ) -> SharedEnds:
-    """Make and map the memory of the rank's group and links. All ranks must call this.
+    """Make and map the memory of the rank's group and, with `links`, of its links. All ranks must call this.
 
     The first rank of a stage makes the memory of its group, the sender that of a link. When all ranks have
     mapped theirs, the files are unlinked, so that nothing is left behind however the ranks end.
@@ -50,7 +50,7 @@ def share_memory(
     Raises:
         EngineStartError: there is no room, or a rank has not come in time.
     """
-    made = _make(layout, directory, max_tensor_bytes)
+    made = _make(layout, directory, max_tensor_bytes, links)
     handles = [handle for handle in (made.group, made.link) if handle is not None]
     try:
         processes = [
@@ -93,11 +93,11 @@ def share_memory(
             unlink(handle)
 
 
-def _make(layout: RankLayout, directory: str, max_tensor_bytes: int) -> _Made:
+def _make(layout: RankLayout, directory: str, max_tensor_bytes: int, links: bool) -> _Made:
     group = link = None
     if layout.tp_size > 1 and layout.tp_rank == 0:
         group = ShmCommunicator.reserve(directory, layout.tp_size)
-    if not layout.is_last_stage:
+    if links and not layout.is_last_stage:
         try:
             link = ShmLink.reserve(directory, max_tensor_bytes)
         except EngineStartError:

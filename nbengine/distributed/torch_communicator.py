@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbengine.distributed.communicator import Communicator, Guard
 from nbengine.distributed.peer_waits import peer_waits
 
 SENDS_IN_FLIGHT = 2
@@ -22,16 +24,23 @@ class TorchCommunicator:
     bits; they choose the order in which they add.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, flags: Communicator | None = None
+    ) -> None:
+        """Keep the group; flags go through `flags` if it is given. Otherwise they go through the group, and on a
+        GPU a flag waits for what has been queued before."""
         self.rank = group.rank()
         self.size = group.size()
+        self.guard: Guard | None = None
         self._group = group
         self._device = device
+        self._flags = flags
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator.all_reduce`."""
         x = x.contiguous()
-        with peer_waits:
+        with self._waiting():
             dist.all_reduce(x, group=self._group)
         return x
 
@@ -39,9 +48,18 @@ class TorchCommunicator:
         """See `Communicator.all_gather`."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with peer_waits:
+        with self._waiting():
             dist.all_gather(parts, x, group=self._group)
         return torch.cat(parts, dim=-1)
+
+    def any(self, flag: bool) -> bool:
+        """See `Communicator.any`."""
+        if self._flags is not None:
+            return self._flags.any(flag)
+        self._flag.fill_(flag)
+        with peer_waits:
+            dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(self._flag.item())
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
@@ -53,7 +71,14 @@ class TorchCommunicator:
         """See `Communicator.operations`."""
 
     def close(self) -> None:
-        """Do nothing: the group ends with `TorchWorld`."""
+        """Close what flags go through; the group ends with `TorchWorld`."""
+        if self._flags is not None:
+            self._flags.close()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with nullcontext() if self.guard is None else self.guard(), peer_waits:
+            yield
 
 
 class TorchLink:

@@ -74,6 +74,11 @@ class SamplingMetadata:
         parts = (self.allowed, self.banned, self.bias, self.penalties)
         return any(part is not None for part in parts)
 
+    @property
+    def asks_more(self) -> bool:
+        """Return whether some row asks for more than a token that is drawn from the model's own logits."""
+        return self.changes_logits or self.logprobs is not None
+
     @classmethod
     def build(
         cls,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,9 +82,19 @@ class PenaltyTable:
     """
 
     def __init__(
-        self, max_num_rows: int, vocab_size: int, device: torch.device, max_num_tokens: int | None = None
+        self,
+        max_num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        max_num_tokens: int | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make an empty table; `max_num_tokens` is the most tokens of a row, None if that is not known."""
+        """Make an empty table; `max_num_tokens` is the most tokens of a row, None if that is not known.
+
+        `checkpoint` is called before anything changes for which memory had to be found; what it raises keeps
+        the table as it is. With it the tables of several ranks stay alike.
+        """
+        self._checkpoint = checkpoint
         self.vocab_size = vocab_size
         self._max_width = _max_width(vocab_size, vocab_size if max_num_tokens is None else max_num_tokens)
         self._device = device
@@ -127,23 +137,22 @@ class PenaltyTable:
         Raises:
             RuntimeError: there is not enough memory; the row is not there then.
         """
-        penalised = output_token_ids
-        if params.repetition_penalty != 1:
-            penalised = np.concatenate([prompt_token_ids, output_token_ids])
-        token_ids = np.unique(penalised).astype(np.int64)
-        counts = np.zeros(len(token_ids), np.float32)
-        generated, times = np.unique(output_token_ids, return_counts=True)
-        counts[np.searchsorted(token_ids, generated)] = times
         self._rows.add(row)
-        self._num_entries[row] = len(token_ids)
         try:
+            penalised = output_token_ids
+            if params.repetition_penalty != 1:
+                penalised = np.concatenate([prompt_token_ids, output_token_ids])
+            token_ids = np.unique(penalised).astype(np.int64)
+            counts = np.zeros(len(token_ids), np.float32)
+            generated, times = np.unique(output_token_ids, return_counts=True)
+            counts[np.searchsorted(token_ids, generated)] = times
+            self._num_entries[row] = len(token_ids)
             self._fit_width()
             parameters = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
             self._parameters[row] = torch.tensor(parameters, device=self._device)
             self._fill(row, token_ids, counts)
-        except (MemoryError, RuntimeError):
-            self._rows.remove(row)
-            self._num_entries[row] = 0
+        except BaseException:
+            self.remove(row)
             raise
 
     def remove(self, row: int) -> None:
@@ -151,7 +160,7 @@ class PenaltyTable:
         if row in self._rows:
             self._rows.remove(row)
             self._num_entries[row] = 0
-            self._fit_width()
+            self._use(min(self._wanted_width(), self._index.shape[1]))
 
     def move(self, source: int, target: int) -> None:
         """Let row `target`, which is not in the table, take over from `source`, if that is there."""
@@ -186,20 +195,28 @@ class PenaltyTable:
             changed.add_(x.clamp_(max=0).mul_(factors)).sub_(deductions)
             flat.put_(index, changed)
 
+    def expect(self, rows: PenaltyRows) -> None:
+        """Count one more token in each of `rows`; to be called before each `append`."""
+        self._num_entries[rows.host_rows] += 1
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether there is no room for the tokens that are expected."""
+        return bool(self._num_entries.max() >= self._width)
+
     def make_room(self, rows: PenaltyRows) -> None:
-        """Make room for one more token in each of `rows`; to be called before each `append`.
+        """Make room for the tokens that are expected in `rows`, if there is none; waits for the device then.
 
         Raises:
             RuntimeError: there is not enough memory; the table still has room for what is in it.
         """
-        self._num_entries[rows.host_rows] += 1
-        if self._num_entries[rows.host_rows].max() >= self._width:
+        if self.is_full:
             self._tighten(rows)
             self._fit_width()
 
     def append(self, rows: PenaltyRows, token_ids: Tensor) -> None:
-        """Take in the tokens that were sampled for `rows`: int64 [R], on the device. There must be room for
-        them."""
+        """Take in the tokens that were sampled for `rows`: int64 [R], on the device. They must have been
+        expected, and there must be room for them."""
         lengths, starts = take_rows(self._lengths, rows.rows), take_rows(self._starts, rows.rows)
         place = token_ids + starts
         if (compiled := select_penalties(self._device)) is not None:
@@ -278,12 +295,14 @@ class PenaltyTable:
 
     def _tighten(self, rows: PenaltyRows) -> None:
         """Replace upper bounds by the lengths themselves and the token to come; waits for the device."""
-        self._num_entries[rows.host_rows] = take_rows(self._lengths, rows.rows).cpu().numpy() + 1
+        lengths = take_rows(self._lengths, rows.rows).cpu().numpy() + 1
+        self._checkpoint()
+        self._num_entries[rows.host_rows] = lengths
 
     def _fit_width(self) -> None:
         """Bring as many columns into use as the longest list needs now and for some tokens more."""
         longest, capacity = int(self._num_entries.max()), self._index.shape[1]
-        width = min(_width_for(longest), self._max_width)
+        width = self._wanted_width()
         if width > capacity > longest:
             width = capacity
         elif width > capacity:
@@ -292,9 +311,16 @@ class PenaltyTable:
             wanted = max(width, capacity * 5 // 4) if self._device.type == "cpu" else self._max_width
             extra = min(wanted, self._max_width) - capacity
             # All of them are replaced or none: should memory run out, the lists stay as they are.
-            self._index, self._counts, self._factors, self._deductions = (
-                F.pad(part, (0, extra)) for part in self._lists()
-            )
+            wider = [F.pad(part, (0, extra)) for part in self._lists()]
+            self._checkpoint()
+            self._index, self._counts, self._factors, self._deductions = wider
+        self._use(width)
+
+    def _wanted_width(self) -> int:
+        return min(_width_for(int(self._num_entries.max())), self._max_width)
+
+    def _use(self, width: int) -> None:
+        """Bring the first `width` columns into use, which are there."""
         if width > self._width:
             for part in self._lists():
                 part[:, self._width : width] = part[:, self._width - 1 : self._width]

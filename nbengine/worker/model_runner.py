@@ -110,7 +110,7 @@ class ModelRunner:
         self._stage = PipelineStage(model, parallel)
         self._processors = create_logits_processors(config, device) if self._stage.is_last else []
         self._sampler = Sampler(self._processors)
-        self._allocations = Allocations(is_alone=parallel.layout.tp_size == 1)
+        self._allocations = Allocations(parallel.tp)
         self._prompt_logprobs = PromptLogprobs(
             model.compute_logits, model.config.vocab_size, device, self._allocations
         )
@@ -381,13 +381,14 @@ class ModelRunner:
         if metadata.random:
             self._uniform.array[: len(rows)] = batch.uniforms(rows)
             uniform = self._uniform.tensor(len(rows))
-        with self._allocations.attempt() as together:
+        is_counted = not (metadata.asks_more or grammar_output or self._processors)
+        with self._allocations.attempt(is_counted=is_counted) as together:
             constraints = batch.constraints(rows, self._grammar_mask(grammar_output, rows))
             output = self._sampler(logits.take(), metadata, uniform, constraints, logits.largest)
         if together.failed:
             mask = partial(self._some_of_grammar_mask, grammar_output)
             alone = RowByRow(self._sampler, batch, self._allocations, mask)
-            output, starved = alone.sample(logits.take(), rows, uniform)
+            output, starved = alone.sample(logits.again(), rows, uniform)
             self._allocations.starve(self._batch.req_ids[row] for row in starved)
         self._batch.append_on_device(output.token_ids)
         return output, metadata.logprobs

@@ -6,13 +6,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nbengine.config import ParallelConfig
-from nbengine.distributed.communicator import ParallelState, SingleGroup, SingleRank
+from nbengine.distributed.communicator import Guard, ParallelState, SingleGroup, SingleRank
 from nbengine.distributed.layout import RankLayout, layouts
 
 TIMEOUT_SECONDS = 60.0
@@ -31,28 +32,37 @@ class ThreadGroup:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=TIMEOUT_SECONDS)
         self._values: list[Tensor | None] = [None] * size
+        self._flags = [False] * size
 
     def exchange(self, rank: int, call: str, value: Tensor | None) -> list[Tensor]:
         """Copies of all ranks' values, in rank order, not to be changed; every rank must make the same call."""
         self._values[rank] = None if value is None else value.clone()
-        calls = self._meet(rank, call)
-        if any(call != other for other in calls):
-            raise AssertionError(f"the ranks make different calls: {calls}")
+        self._meet(rank, call)
         values = [value for value in self._values if value is not None]
         self._wait()
         return values
+
+    def any(self, rank: int, flag: bool) -> bool:
+        """Return whether any rank's flag is set, without tensors."""
+        self._flags[rank] = flag
+        self._meet(rank, "any")
+        found = any(self._flags)
+        self._wait()
+        return found
 
     def abort(self) -> None:
         """Wake all that wait, with an error."""
         self._barrier.abort()
 
-    def _meet(self, rank: int, call: str) -> list[str]:
+    def _meet(self, rank: int, call: str) -> None:
         if rank == 0:
             self._calls = [""] * self.size
         self._wait()
         self._calls[rank] = call
         self._wait()
-        return list(self._calls)
+        calls = list(self._calls)
+        if any(call != other for other in calls):
+            raise AssertionError(f"the ranks make different calls: {calls}")
 
     def _wait(self) -> None:
         try:
@@ -70,6 +80,7 @@ class ThreadCommunicator:
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.size = group.size
+        self.guard: Guard | None = None
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self._group = group
 
@@ -85,6 +96,11 @@ class ThreadCommunicator:
         """See `Communicator.all_gather`."""
         return torch.cat(self._exchange("all_gather", x), dim=-1)
 
+    def any(self, flag: bool) -> bool:
+        """See `Communicator.any`; `calls` lists it, too."""
+        self.calls.append(("any", ()))
+        return self._group.any(self.rank, flag)
+
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
         self._group.exchange(self.rank, "barrier", None)
@@ -96,8 +112,9 @@ class ThreadCommunicator:
         """Nothing is held."""
 
     def _exchange(self, name: str, x: Tensor) -> list[Tensor]:
-        self.calls.append((name, tuple(x.shape)))
-        return self._group.exchange(self.rank, f"{name} of {tuple(x.shape)} {x.dtype}", x)
+        with nullcontext() if self.guard is None else self.guard():
+            self.calls.append((name, tuple(x.shape)))
+            return self._group.exchange(self.rank, f"{name} of {tuple(x.shape)} {x.dtype}", x)
 
 
 class ThreadDataParallelGroup:

@@ -66,6 +66,16 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
+class _Taken:
+    """The additions of a step to the states of pooling requests."""
+
+    chunks: list[tuple[_Span, Tensor]]
+    """The hidden states of spans [tokens, hidden], on the host, for "encode"."""
+    sums: list[tuple[Tensor, Tensor]]
+    """Rows of the accumulator, int64 [rows], and what they become, float32 [rows, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
 class PooledStep:
     """The pooling requests that a step has completed, their results still on the device."""
 
@@ -88,12 +98,13 @@ class PooledStep:
         for req_id, params, parts, finish in self._unfinished():
             with allocations.attempt() as attempt:
                 array = torch.cat(parts).float().numpy()
-                if np.isfinite(array).all():
-                    results[req_id] = finish(array, params)
-                else:
-                    faults[req_id] = Fault.NOT_FINITE
+                result = finish(array, params) if np.isfinite(array).all() else None
             if attempt.failed:
                 allocations.starve([req_id])
+            elif result is None:
+                faults[req_id] = Fault.NOT_FINITE
+            else:
+                results[req_id] = result
         if faults:
             output.faults = {**(output.faults or {}), **faults}
 
@@ -172,38 +183,45 @@ class Pooler:
             return None
         spans = self._advance(req_ids, counts)
         lengths = [counts[req_id] for req_id in req_ids]
-        failed = {
-            span.req_id for span in self._allocations.each(partial(self._take_in, hidden, lengths), spans)
-        }
+        starved = self._allocations.each(partial(self._taken, hidden, lengths), spans, self._take_in)
+        failed = {span.req_id for span in starved}
         self._allocations.starve(failed)
         done = [span for span in spans if span.ends and span.req_id not in failed]
         if not done:
             return None
         with self._allocations.attempt() as attempt:
-            return self._completed(done)
+            completed = self._completed(done)
+        if not attempt.failed:
+            return completed
         # A row for each was too much, so all are starved: none has asked for more than the others.
-        if attempt.failed:
-            self._allocations.starve(span.req_id for span in done)
+        self._allocations.starve(span.req_id for span in done)
         return None
 
     def rehearse(self, hidden: Tensor) -> None:
         """Do the most that a step can do, for its use of memory: every token's state is added up."""
         state = _PoolingState(PoolingParams(task="embed", pooling="mean"), len(hidden), 0)
         span = _Span("", state, 0, 0, len(hidden), begins=True, ends=True)
-        self._take_in(hidden, [len(hidden)], [span])
+        self._take_in(self._taken(hidden, [len(hidden)], [span]))
 
-    def _take_in(self, hidden: Tensor, lengths: list[int], spans: list[_Span]) -> None:
-        """Take in the states of some of the step's requests; doing so again does no harm."""
-        for span in spans:
-            if span.pooling is None:
-                state = span.state
-                if span.begins:
-                    state.chunks.clear()
-                first = state.num_computed - (span.end - span.start)
-                state.chunks[first] = hidden[span.start : span.end].to("cpu", copy=True)
-        self._pick(hidden, spans, self._sums)
-        if means := [span for span in spans if span.pooling == "mean"]:
-            self._add_segments(hidden, lengths, means, self._sums)
+    def _taken(self, hidden: Tensor, lengths: list[int], spans: list[_Span]) -> _Taken:
+        """Compute what `_take_in` takes in of some of the step's requests; this changes nothing."""
+        chunks = [
+            (span, hidden[span.start : span.end].to("cpu", copy=True))
+            for span in spans
+            if span.pooling is None
+        ]
+        means = [span for span in spans if span.pooling == "mean"]
+        sums = [*self._picked(hidden, spans), *(self._segments(hidden, lengths, means) if means else ())]
+        return _Taken(chunks, sums)
+
+    def _take_in(self, taken: _Taken) -> None:
+        for span, chunk in taken.chunks:
+            state = span.state
+            if span.begins:
+                state.chunks.clear()
+            state.chunks[state.num_computed - (span.end - span.start)] = chunk
+        for rows, values in taken.sums:
+            self._sums[rows] = values
 
     def _advance(self, req_ids: Sequence[str], counts: Mapping[str, int]) -> list[_Span]:
         spans = []
@@ -219,17 +237,18 @@ class Pooler:
                 spans.append(_Span(req_id, state, position, start, end, begins, ends))
         return spans
 
-    def _pick(self, hidden: Tensor, spans: list[_Span], sums: Tensor) -> None:
-        """Take the states of first tokens for "cls" and of last ones for "last"."""
+    def _picked(self, hidden: Tensor, spans: list[_Span]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the states of first tokens for "cls" and of last ones for "last", with their rows."""
         picked = [(span.state.row, span.start) for span in spans if span.pooling == "cls" and span.begins]
         picked += [(span.state.row, span.end - 1) for span in spans if span.pooling == "last" and span.ends]
         if picked:
             rows, positions = torch.tensor(picked, device=self._device).unbind(1)
-            sums[rows] = hidden[positions].float()
+            yield rows, hidden[positions].float()
 
-    def _add_segments(self, hidden: Tensor, lengths: list[int], spans: list[_Span], sums: Tensor) -> None:
-        """Add up each request's states for "mean". The sums that go on are written last, when nothing can
-        fail any more."""
+    def _segments(
+        self, hidden: Tensor, lengths: list[int], spans: list[_Span]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the new sums of each request's states for "mean", with their rows."""
         if len(spans) == 1:
             # Cut out, it needs no sums over the other requests' tokens.
             (span,) = spans
@@ -242,7 +261,7 @@ class Pooler:
             chosen = [(s.state.row, s.position) for s in spans if s.begins is begins]
             if chosen:
                 rows, positions = torch.tensor(chosen, device=self._device).unbind(1)
-                sums[rows] = segments[positions] if begins else sums[rows] + segments[positions]
+                yield rows, segments[positions] if begins else self._sums[rows] + segments[positions]
 
     def _completed(self, done: list[_Span]) -> PooledStep:
         sums = self._sums

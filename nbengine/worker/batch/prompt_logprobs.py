@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nbengine.ipc.messages import LogprobsLists
 from nbengine.kernels.transfer import upload
-from nbengine.sampling.logprobs import compute_logprobs
+from nbengine.sampling.logprobs import LogprobsTensors, compute_logprobs
 from nbengine.sampling_params import MAX_LOGPROBS
 from nbengine.scheduler.output import Fault, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from nbengine.worker.batch.allocation import Allocations
@@ -47,6 +47,13 @@ class _Gathering:
         self.ranks[start:end] = ranks
         self.num_done = end
 
+    def to_lists(self) -> LogprobsLists | None:
+        """Return all of them on the host, None if there is NaN among them."""
+        logprobs = self.logprobs.cpu()
+        if logprobs.isnan().any():
+            return None
+        return LogprobsLists(self.token_ids.tolist(), logprobs.tolist(), self.ranks.tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -59,6 +66,10 @@ class _Part:
     first_row: int
     """The row of that position among the step's hidden states."""
     length: int
+
+
+_Computed = tuple[Sequence[_Part], LogprobsTensors]
+"""Parts, and what was found for their positions, one part's after the other's."""
 
 
 class PromptLogprobs:
@@ -88,6 +99,7 @@ class PromptLogprobs:
                 with self._allocations.attempt() as attempt:
                     self._begin(new, params.prompt_logprobs)
                 if attempt.failed:
+                    self._gatherings.pop(new.req_id, None)
                     self._allocations.starve([new.req_id])
         if self._gatherings:
             for req_id in plan.finished_req_ids:
@@ -122,7 +134,7 @@ class PromptLogprobs:
             if first + count > len(gathering.targets):
                 done.append(req_id)
         if parts:
-            for part in self._allocations.each(partial(self._compute, hidden), parts):
+            for part in self._allocations.each(partial(self._compute, hidden), parts, _store):
                 self._starve(part.req_id)
         return [req_id for req_id in done if req_id in self._gatherings]
 
@@ -131,7 +143,7 @@ class PromptLogprobs:
         probabilities."""
         count = min(MAX_LOGPROBS, self._vocab_size)
         gathering = self._new_gathering([0] * len(hidden), count)
-        self._compute(hidden, [_Part("", gathering, 0, 0, len(hidden))])
+        _store(self._compute(hidden, [_Part("", gathering, 0, 0, len(hidden))]))
 
     def take(self, req_ids: Sequence[str], output: ModelRunnerOutput) -> None:
         """Write complete prompts into a step's output, or that one has NaN; wait for the device."""
@@ -141,13 +153,13 @@ class PromptLogprobs:
         for req_id in req_ids:
             part = self._gatherings.pop(req_id)
             with self._allocations.attempt() as attempt:
-                logprobs = part.logprobs.cpu()
-                if logprobs.isnan().any():
-                    output.faults = {**(output.faults or {}), req_id: Fault.NOT_FINITE}
-                    continue
-                found[req_id] = LogprobsLists(part.token_ids.tolist(), logprobs.tolist(), part.ranks.tolist())
+                lists = part.to_lists()
             if attempt.failed:
                 self._allocations.starve([req_id])
+            elif lists is None:
+                output.faults = {**(output.faults or {}), req_id: Fault.NOT_FINITE}
+            else:
+                found[req_id] = lists
 
     def _starve(self, req_id: str) -> None:
         del self._gatherings[req_id]
@@ -167,7 +179,8 @@ class PromptLogprobs:
             ranks=torch.empty_like(targets),
         )
 
-    def _compute(self, hidden: Tensor, parts: Sequence[_Part]) -> None:
+    def _compute(self, hidden: Tensor, parts: Sequence[_Part]) -> _Computed:
+        """Compute the log probabilities of parts of prompts; this changes nothing."""
         rows = upload(_ranges(parts), self._device)
         targets = torch.cat([p.gathering.targets[p.start : p.start + p.length] for p in parts])
         count = max(part.gathering.count for part in parts)
@@ -179,10 +192,17 @@ class PromptLogprobs:
         token_ids = torch.cat([piece.token_ids for piece in pieces])
         logprobs = torch.cat([piece.logprobs for piece in pieces])
         ranks = torch.cat([piece.ranks for piece in pieces])
-        end = 0
-        for part in parts:
-            begin, end = end, end + part.length
-            part.gathering.store(part.start, token_ids[begin:end], logprobs[begin:end], ranks[begin:end])
+        return parts, LogprobsTensors(token_ids, logprobs, ranks)
+
+
+def _store(computed: _Computed) -> None:
+    parts, found = computed
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.length
+        part.gathering.store(
+            part.start, found.token_ids[begin:end], found.logprobs[begin:end], found.ranks[begin:end]
+        )
 
 
 def _ranges(parts: Sequence[_Part]) -> NDArray[np.int64]:

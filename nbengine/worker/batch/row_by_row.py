@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nbengine.errors import NBEngineError
 from nbengine.models.step_output import StepOutput
 from nbengine.sampling.logits import TokenMask
 from nbengine.sampling.logprobs import LogprobRows, LogprobsTensors
@@ -21,8 +22,8 @@ from nbengine.worker.batch.sampling_batch import SamplingBatch
 class StepLogits:
     """The logits of the requests that get a token, [requests, vocabulary], computed from their hidden states.
 
-    Sampling may overwrite them. Should it have to begin again, they are computed again, in the same batch and
-    therefore with the same bits.
+    Sampling may overwrite them. Should it have to begin again, `again` computes them again, in the same batch
+    and therefore with the same bits.
     """
 
     def __init__(
@@ -43,10 +44,16 @@ class StepLogits:
             self.largest = output.largest
 
     def take(self) -> Tensor:
-        """Return the logits and keep no reference, so that the caller can free them; the next call computes
-        them again."""
+        """Return the logits, once, and keep no reference, so that the caller can free them."""
         logits, self._logits = self._logits, None
-        return self._computed() if logits is None else logits
+        if logits is None:
+            raise NBEngineError("the logits have been taken")
+        return logits
+
+    def again(self) -> Tensor:
+        """Compute the logits again, together with the other ranks, whether they have been taken or not."""
+        self._logits = None
+        return self._computed()
 
     def _computed(self) -> Tensor:
         return self._compute(self._hidden)[: self._count]
@@ -100,11 +107,11 @@ class RowByRow:
     def _sample_one(
         self, logits: Tensor, row: NDArray[np.int64], uniform: Tensor | None
     ) -> SamplerOutput | None:
-        with self._allocations.attempt():
+        with self._allocations.attempt() as attempt:
             metadata = self._batch.metadata(row)
             constraints = self._batch.constraints(row, self._grammar_mask(row))
-            return self._sampler(logits, metadata, uniform, constraints)
-        return None
+            sampled = self._sampler(logits, metadata, uniform, constraints)
+        return None if attempt.failed else sampled
 
 
 def _joined(parts: Sequence[SamplerOutput], wanted: LogprobRows, device: torch.device) -> LogprobsTensors:

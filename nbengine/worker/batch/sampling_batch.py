@@ -76,7 +76,9 @@ class SamplingBatch:
         self._bad_words = BadWords()
         self._early_ends = RowTable(_EARLY_END)
         self._bias = RowTable(_BIAS)
-        self._penalties = PenaltyTable(len(self.rows), vocab_size, device, tokens.token_ids.shape[1])
+        self._penalties = PenaltyTable(
+            len(self.rows), vocab_size, device, tokens.token_ids.shape[1], self._allocations.checkpoint
+        )
         self._processors = _ProcessorFeed(processors) if processors else None
         self._version = 0
         self._metadata_key: tuple[int, bytes] | None = None
@@ -118,6 +120,8 @@ class SamplingBatch:
         if params.has_penalties:
             with self._allocations.attempt() as attempt:
                 self._penalties.add(row, params, *self._known_tokens(row, prompt_is_known))
+            if attempt.failed:
+                self._penalties.remove(row)
             self.rows["has_penalties"][row] = not attempt.failed
             return not attempt.failed
         return True
@@ -181,6 +185,8 @@ class SamplingBatch:
         changed."""
         key = (self._version, rows.tobytes())
         if key != self._metadata_key:
+            # Should memory run out, nothing of what is half there is taken for whole.
+            self._metadata_key = None
             self._positions = np.full(len(self.rows), -1)
             self._positions[rows] = np.arange(len(rows))
             self._metadata_rows = rows.copy()
@@ -218,12 +224,15 @@ class SamplingBatch:
             where one more token for each is too much, all rows do.
         """
         lost: list[int] = []
-        while (penalised := self._metadata.penalties) is not None:
+        penalised = self._metadata.penalties
+        if penalised is not None:
+            self._penalties.expect(penalised)
+        while penalised is not None and self._penalties.is_full:
             with self._allocations.attempt() as attempt:
                 self._penalties.make_room(penalised)
-            if not attempt.failed:
-                break
-            lost += self._lose_penalties([self._penalties.longest_row])
+            if attempt.failed:
+                lost += self._lose_penalties([self._penalties.longest_row])
+                penalised = self._metadata.penalties
         if penalised is not None:
             with self._allocations.attempt() as attempt:
                 self._penalties.append(penalised, take_rows(token_ids, penalised.positions))

@@ -56,6 +56,7 @@ class Rehearsal:
         # A grammar's mask has its own words.
         step = StepConstraints(TokenMask(ALL_ROWS, words.clone()))
         sampled = Sampler()(logits, metadata, uniform, step)
+        self._table.expect(penalties)
         self._table.make_room(penalties)
         self._table.append(penalties, sampled.token_ids)
         sampled.token_ids.cpu()

@@ -23,6 +23,7 @@ from nbengine.distributed.communicator import ParallelState
 from nbengine.distributed.data_parallel import DataParallelEnd, join_data_parallel
 from nbengine.distributed.layout import RankLayout
 from nbengine.kernels.dispatch import shares_memory
+from nbengine.worker.batch.allocation import Allocations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 5, 64, 576, 1000)
@@ -50,7 +51,7 @@ class Script:
         self._plan = random.Random(seed)
         layout = state.layout
         self._delays = random.Random(seed * 1000 + layout.rank + 100 * layout.dp_rank)
-        self._kinds = ["all_reduce", "all_reduce", "all_gather", "barrier", "stages"]
+        self._kinds = ["all_reduce", "all_reduce", "all_gather", "barrier", "stages", "attempt"]
         if layout.dp_size > 1:
             self._kinds += ["step", "step", "step", "flags", "broadcast"]
         self._digest = hashlib.blake2b()
@@ -82,6 +83,27 @@ class Script:
 
     def barrier(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._state.tp.barrier()
+
+    def attempt(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """One rank or none runs out of memory, before an exchange or after it; the next call finds all ranks alike."""
+        tp = self._state.tp
+        poor, place = self._plan.randrange(2 * tp.size), self._plan.choice(("before", "after"))
+        mine, parts = self._parts(index, shape, dtype)
+        gathered = None
+        with Allocations(tp).attempt() as attempt:
+            self._allocate(poor if place == "before" else None)
+            gathered = tp.all_gather(mine)
+            self._allocate(poor if place == "after" else None)
+        if attempt.failed != (poor < tp.size):
+            raise AssertionError(f"attempt {index}, in which rank {poor} was to fail, is wrong")
+        if (gathered is None) != (attempt.failed and place == "before"):
+            raise AssertionError(f"attempt {index} got as far as it should not")
+        if gathered is not None and not torch.equal(gathered, torch.cat(parts, dim=-1)):
+            raise AssertionError(f"all_gather {index} of {shape} {dtype} is wrong in an attempt")
+
+    def _allocate(self, poor: int | None) -> None:
+        if self._state.tp.rank == poor:
+            raise MemoryError
 
     def stages(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         layout = self._state.layout

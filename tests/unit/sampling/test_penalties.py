@@ -113,6 +113,7 @@ class Rows(RuleBasedStateMachine):
                 expected[position] = self.rows[row].penalised(logits[position])
             np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
             tokens = self.random.integers(low, VOCAB, len(chosen))
+            self.table.expect(rows)
             self.table.make_room(rows)
             self.table.append(rows, torch.from_numpy(tokens))
             for row, token in zip(chosen, tokens.tolist(), strict=True):
@@ -148,3 +149,36 @@ def test_long_lists_leave_no_trace_in_the_width_of_those_after_them(length: int)
     table.remove(0)
     assert table._width == 2 * 16
     assert len(table) == 1
+
+
+def test_a_table_stays_as_it_is_where_the_checkpoint_refuses_what_there_is_memory_for() -> None:
+    """It is how the tables of several ranks stay alike, one of which had too little memory."""
+    refused: list[str] = []
+
+    def checkpoint() -> None:
+        if refused:
+            raise MemoryError(refused[0])
+
+    def state() -> tuple[object, ...]:
+        return len(table), table._width, table._num_entries.tolist(), table._index.shape
+
+    table = PenaltyTable(2, 500, CPU, checkpoint=checkpoint)
+    words = np.arange(20, dtype=np.int32)
+    table.add(0, SamplingParams(repetition_penalty=1.5), words, words[:0])
+    rows = PenaltyRows.build(table, np.arange(1), np.arange(1), 1, CPU)
+    while not table.is_full:
+        table.expect(rows)
+    before = state()
+    refused.append("another rank")
+    with pytest.raises(MemoryError, match="another rank"):
+        table.make_room(rows)
+    assert state() == before
+    refused.clear()
+    table.make_room(rows)
+    assert table._num_entries.tolist() == [21, 0]
+    before = state()
+    refused.append("another rank")
+    many = np.arange(300, dtype=np.int32)
+    with pytest.raises(MemoryError, match="another rank"):
+        table.add(1, SamplingParams(repetition_penalty=1.5), many, many[:0])
+    assert state() == before

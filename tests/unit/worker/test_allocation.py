@@ -3,15 +3,22 @@ without it."""
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
+from parallel_support import ThreadCommunicator, ThreadGroup, ThreadWorld
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbengine.config import EngineConfig
+from nbengine.distributed.communicator import ParallelState
 from nbengine.ipc.messages import EngineCoreRequest
+from nbengine.models.step_output import StepOutput
 from nbengine.sampling import penalties, sampler
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.scheduler.output import (
@@ -22,9 +29,12 @@ from nbengine.scheduler.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from nbengine.worker.batch import pooler, prompt_logprobs
-from nbengine.worker.batch.allocation import Allocations, is_out_of_memory
+from nbengine.worker.batch import allocation, pooler, prompt_logprobs
+from nbengine.worker.batch.allocation import Allocations, Attempt, is_out_of_memory
+from nbengine.worker.batch.row_by_row import StepLogits
+from nbengine.worker.batch.sampling_batch import RowTokens, SamplingBatch
 from nbengine.worker.model_runner import ModelRunner
+from tests.support.thorough import amount
 from tests.unit.worker import test_stages as stages
 from tests.unit.worker.test_stages import Arrival, Engine, Result, check, divided, five_layers, prompt_of
 
@@ -56,20 +66,28 @@ DOOMED: dict[str, tuple[list[int], SamplingParams | None, str]] = {
 }
 
 
-def fail(room: Callable[..., bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with no more memory than for what there is `room` for."""
+class Rank(threading.local):
+    """The place of the rank whose thread asks, in its stage."""
+
+    number = 0
+
+
+RANK = Rank()
+
+
+def fail(room: Callable[..., bool], function: Callable[..., Any], poor: set[int]) -> Callable[..., Any]:
+    """Return `function` with no more memory than for what there is `room` for, on the `poor` ranks."""
 
     def with_little_memory(*args: Any, **options: Any) -> Any:
-        if not room(*args):
+        if RANK.number in poor and not room(*args):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return function(*args, **options)
 
     return with_little_memory
 
 
-@pytest.fixture
-def scarce(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave too little memory for what the doomed ask for."""
+def make_scarce(monkeypatch: pytest.MonkeyPatch, poor: set[int]) -> None:
+    """Leave too little memory for what the doomed ask for on the ranks of a stage that are `poor`."""
     seams: list[tuple[object, str, Callable[..., bool]]] = [
         (prompt_logprobs.PromptLogprobs, "_begin", lambda _, new, num_top: num_top != 6),
         (prompt_logprobs, "compute_logprobs", lambda logits, targets, num_top: num_top < 7),
@@ -80,7 +98,18 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch, "segment_reduce", lambda states, _: len(states) <= ROOM_STATES),
     ]
     for owner, name, room in seams:
-        monkeypatch.setattr(owner, name, fail(room, getattr(owner, name)))
+        monkeypatch.setattr(owner, name, fail(room, getattr(owner, name), poor))
+
+
+@pytest.fixture(autouse=True)
+def numbered_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = stages.Ranks._serve
+
+    def serve_with_number(ranks: stages.Ranks, parallel: ParallelState) -> None:
+        RANK.number = parallel.layout.tp_rank
+        serve(ranks, parallel)
+
+    monkeypatch.setattr(stages.Ranks, "_serve", serve_with_number)
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +133,19 @@ def expected(five_layers: EngineConfig) -> dict[str, Result]:
     return Engine(five_layers, 400).run(OTHERS)
 
 
-@pytest.mark.parametrize("pp_size", [1, 3])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "poor"), [(1, 1, {0}), (1, 3, {0}), (2, 1, {0}), (2, 1, {1}), (2, 2, {0, 1})]
+)
 def test_who_asks_for_too_much_ends_and_the_others_get_what_they_get_without(
-    five_layers: EngineConfig, expected: dict[str, Result], scarce: None, pp_size: int
+    five_layers: EngineConfig,
+    expected: dict[str, Result],
+    monkeypatch: pytest.MonkeyPatch,
+    tp_size: int,
+    pp_size: int,
+    poor: set[int],
 ) -> None:
-    engine = Engine(divided(five_layers, 1, pp_size), 120, seed=pp_size)
+    make_scarce(monkeypatch, poor)
+    engine = Engine(divided(five_layers, tp_size, pp_size), 120, seed=pp_size)
     doomed = [Arrival(kind, kind, 3 * place) for place, kind in enumerate(DOOMED)]
     found = engine.run([*OTHERS, *doomed])
     check({name: result for name, result in found.items() if name in expected}, expected)
@@ -133,6 +170,23 @@ def test_what_is_too_much_for_all_together_may_be_done_for_each(
     expected = Engine(five_layers, 400).run(arrivals)
     allow_one_row(monkeypatch)
     check(Engine(five_layers, 400).run(arrivals), expected)
+
+
+def test_of_several_lists_of_penalties_that_outgrow_the_memory_at_once_each_ends_and_the_rest_goes_on(
+    five_layers: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No column is there for the longest list of those that stay, either."""
+    kept = ["greedy", "logprobs", "penalties"]
+    others = [Arrival(kind, kind) for kind in kept]
+    expected = Engine(five_layers, 400).run(others)
+    prompt = list(range(ROOM_COLUMNS - 20))
+    monkeypatch.setitem(stages.KINDS, "long", (prompt, growing(repetition_penalty=1.2)))
+    make_scarce(monkeypatch, {0})
+    found = Engine(five_layers, 400).run([*others, *(Arrival(f"long {n}", "long") for n in range(3))])
+    check({kind: found[kind] for kind in kept}, expected)
+    for n in range(3):
+        assert "does not have enough memory for repetition_penalty=1.2" in (found[f"long {n}"].error or "")
+        assert found[f"long {n}"].tokens
 
 
 def test_each_row_alone_has_its_own_grammar(
@@ -174,16 +228,171 @@ def test_memory_errors_are_told_from_all_others_on_whichever_device() -> None:
     assert not is_out_of_memory(None)
 
 
-def test_only_a_shortage_is_survived_and_only_where_no_other_rank_samples_the_same() -> None:
+def test_only_a_shortage_is_survived() -> None:
     with pytest.raises(RuntimeError, match="a bug"), Allocations().attempt():
         raise RuntimeError("a bug")
-    with pytest.raises(MemoryError), Allocations(is_alone=False).attempt():
-        raise MemoryError
+
+
+def test_several_ranks_do_not_survive_what_was_counted_and_pay_nothing_for_it() -> None:
+    def step(parallel: ParallelState) -> None:
+        with Allocations(parallel.tp).attempt(is_counted=True):
+            parallel.tp.all_gather(torch.zeros(3))
+        with pytest.raises(MemoryError), Allocations(parallel.tp).attempt(is_counted=True):
+            raise MemoryError
+        assert isinstance(parallel.tp, ThreadCommunicator)
+        assert parallel.tp.calls == [("all_gather", (3,))]
+
+    ThreadWorld(2).run(step)
+
+
+def test_an_exchange_that_has_begun_is_not_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = ThreadGroup.exchange
+
+    def short_of_memory(group: ThreadGroup, rank: int, *args: Any) -> list[torch.Tensor]:
+        if rank == 1:
+            raise MemoryError("in the exchange")
+        return exchange(group, rank, *args)
+
+    def step(parallel: ParallelState) -> None:
+        with Allocations(parallel.tp).attempt():
+            parallel.tp.all_gather(torch.zeros(3))
+
+    monkeypatch.setattr(ThreadGroup, "exchange", short_of_memory)
+    with pytest.raises(MemoryError, match="in the exchange"):
+        ThreadWorld(2).run(step)
+
+
+@pytest.mark.parametrize("place", ["before the exchange", "after the exchange"])
+def test_no_rank_goes_on_where_one_has_failed(place: str) -> None:
+    def step(parallel: ParallelState) -> tuple[bool, list[str]]:
+        reached = []
+        with Allocations(parallel.tp).attempt() as attempt:
+            for name in ("before the exchange", "after the exchange"):
+                if name == place and parallel.layout.tp_rank == 1:
+                    raise MemoryError
+                parallel.tp.all_gather(torch.zeros(3))
+                reached.append(name)
+        # Nothing of the attempt is left in the way of what all do next.
+        parallel.tp.all_gather(torch.zeros(4))
+        return attempt.failed, reached
+
+    reached = [] if place == "before the exchange" else ["before the exchange"]
+    assert ThreadWorld(2).run(step) == [(True, reached)] * 2
+
+
+def test_logits_are_computed_again_by_all_ranks_whichever_have_taken_them() -> None:
+    def step(parallel: ParallelState) -> int:
+        hidden = StepOutput(torch.zeros(2, 3))
+        logits = StepLogits(parallel.tp.all_gather, hidden, None, 2)
+        if parallel.layout.tp_rank == 0:
+            logits.take()
+        logits.again()
+        assert isinstance(parallel.tp, ThreadCommunicator)
+        return len(parallel.tp.calls)
+
+    assert ThreadWorld(2).run(step) == [2, 2]
+
+
+def test_penalties_that_one_rank_has_no_room_for_stay_in_no_ranks_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fill = penalties.PenaltyTable._fill
+
+    def step(parallel: ParallelState) -> tuple[bool, int]:
+        RANK.number = parallel.layout.tp_rank
+        tokens = RowTokens(np.zeros((2, 50), np.int32), np.full(2, 9), np.full(2, 9))
+        batch = SamplingBatch(tokens, 300, torch.device("cpu"), allocations=Allocations(parallel.tp))
+        return batch.add(0, asking(repetition_penalty=1.5), 1), len(batch._penalties)
+
+    monkeypatch.setattr(penalties.PenaltyTable, "_fill", fail(lambda *_: False, fill, {1}))
+    assert ThreadWorld(2).run(step) == [(False, 0)] * 2
+
+
+class OneFailure(TorchDispatchMode):
+    """A lack of memory for one operation of torch, the one that has the number `at` among those of all attempts
+    of one rank."""
+
+    def __init__(self, rank: int, at: int) -> None:
+        super().__init__()
+        self.rank, self.at, self.count = rank, at, 0
+        self.attempt: Attempt | None = None
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # What fails in an exchange ends the engine.
+        if self.attempt is not None and self.attempt._survives:
+            self.count += 1
+            if self.count == self.at:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return function(*args, **(kwargs or {}))
+
+
+def allocate_with(failure: OneFailure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let attempts of the failure's rank go through it."""
+
+    class Counted(Attempt):
+        def __enter__(self) -> Self:
+            super().__enter__()
+            if RANK.number == failure.rank:
+                failure.attempt = self
+                failure.__enter__()
+            return self
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            trace: TracebackType | None,
+        ) -> bool:
+            if RANK.number == failure.rank:
+                failure.__exit__(kind, error, trace)
+            return super().__exit__(kind, error, trace)
+
+    monkeypatch.setattr(allocation, "Attempt", Counted)
+
+
+def test_whichever_operation_of_whichever_rank_lacks_memory_all_ranks_stay_alike(
+    five_layers: EngineConfig, expected: dict[str, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads' group compares the calls, `Ranks.output` the outputs of the ranks. One that lacks memory once
+    ends those for whom it was needed, or nobody where they are tried again alone."""
+    asking = {"penalties", "logprobs", "pooled"}
+
+    def run(failure: OneFailure) -> dict[str, Result]:
+        with monkeypatch.context() as patch:
+            allocate_with(failure, patch)
+            engine = Engine(divided(five_layers, 2, 1), 400)
+            found = engine.run(OTHERS)
+        assert engine.scheduler.make_stats().num_free_blocks == 400
+        return found
+
+    whole = OneFailure(1, 0)
+    check(run(whole), expected)
+    assert whole.count > 500, "it is within reach of what attempts do"
+    chosen = random.Random(5).sample(range(1, whole.count + 1), amount(8, thorough=300))
+    num_ended = 0
+    for place in chosen:
+        found = run(OneFailure(place % 2, place))
+        ended = {name for name, result in found.items() if result.error is not None}
+        assert ended <= asking, place
+        assert all("does not have enough memory for" in (found[name].error or "") for name in ended)
+        kept = [name for name in found if name not in ended]
+        check({name: found[name] for name in kept}, {name: expected[name] for name in kept})
+        num_ended += len(ended)
+    assert num_ended < len(chosen) * len(asking)
 
 
 def test_a_fault_is_written_once_and_beside_those_that_are_there() -> None:
     allocations = Allocations()
-    assert allocations.each(lambda items: np.empty(1 << 50 + max(items)) if max(items) else 0, [0, 9]) == [9]
+    kept: list[object] = []
+
+    def work(items: list[int]) -> list[int]:
+        np.empty(1 << 50 + max(items) if max(items) else 0)
+        return items
+
+    assert allocations.each(work, [0, 9], kept.append) == [9]
+    assert kept == [[0]]
     allocations.starve("b")
     output = ModelRunnerOutput(["a", "b"], [[1], [2]], faults={"a": Fault.NOT_FINITE})
     allocations.put_faults(output)

@@ -141,6 +141,7 @@ def test_a_table_of_penalties_never_outgrows_what_was_counted(as_on_a_device: No
     words = np.arange(100, dtype=np.int32)
     table.add(0, SamplingParams(repetition_penalty=1.5), words, words[:0])
     for step in range(900):
+        table.expect(rows)
         table.make_room(rows)
         table.append(rows, torch.tensor([step % 100]))
         if step % 7 == 0:
@@ -172,6 +173,7 @@ def test_long_lists_are_penalised_piece_by_piece_with_the_same_outcome(
             table.add(row, SamplingParams(repetition_penalty=1.5, frequency_penalty=0.3), words, words[:2])
         rows = penalties.PenaltyRows.build(table, np.arange(5), np.array([3, 0, 1, 4, 2]), 5, CPU)
         for token in (3, 60, 60):
+            table.expect(rows)
             table.make_room(rows)
             table.append(rows, torch.full((5,), token))
         logits = torch.linspace(-2, 2, 5 * 64).view(5, 64).clone()
