@@ -70,8 +70,6 @@ class Topology:
 
 FEW_TOPOLOGIES = {
     "tp2": Topology({"tensor_parallel_size": 2}, "0:1", "worker 1 (TP1)"),
-    "pp2": Topology({"pipeline_parallel_size": 2}, "0:1", "worker 1 (PP1)"),
-    "dense-dp2": Topology({"data_parallel_size": 2}, "1:0", "engine core 1"),
     "dp2-tp2-ep": Topology(
         {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
         "1:0",
@@ -83,6 +81,8 @@ TOPOLOGIES = amount(
     FEW_TOPOLOGIES,
     thorough={
         **FEW_TOPOLOGIES,
+        "pp2": Topology({"pipeline_parallel_size": 2}, "0:1", "worker 1 (PP1)"),
+        "dense-dp2": Topology({"data_parallel_size": 2}, "1:0", "engine core 1"),
         "tp2-first": Topology({"tensor_parallel_size": 2, "async_scheduling": True}, "0:0", "worker 0 (TP0)"),
         "tp2-pp2": Topology(
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "0:3", "worker 3 (TP1 PP1)"
