@@ -9,13 +9,12 @@ from tests.simulation import state
 
 def monotonic() -> float:
     """`time.monotonic`, of all processes of the machine alike."""
-    return 5000.0 + state.hub().now
+    return 5000.0 + state.current.now
 
 
 def wall_time() -> float:
     """`time.time`."""
-    hub = state.hub()
-    return hub.wall_offset + hub.now
+    return state.current.wall_offset + state.current.now
 
 
 def sleep(seconds: float) -> None:

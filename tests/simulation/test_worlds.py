@@ -1,23 +1,15 @@
 """Many worlds, each with its own users, delays and faults: in none of them happens what never may.
 
-`NBENGINE_SIMULATION_SEEDS` says how many there are (2,000, and 100,000 in `make thorough`),
-`NBENGINE_SIMULATION_FIRST` with which seed they begin.
+`test_further_worlds.py` has the other half of them.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from tests.simulation.batch import violations
+from tests.simulation.batch import FIRST, QUICK, SEEDS, Batch, batches, violations
 from tests.simulation.faults import KINDS
 from tests.simulation.world import draw_plan
-
-QUICK = 2000
-SEEDS = int(os.environ.get("NBENGINE_SIMULATION_SEEDS", QUICK))
-FIRST = int(os.environ.get("NBENGINE_SIMULATION_FIRST", "0"))
-SEEDS_A_TEST = 250
 
 
 def test_as_many_worlds_have_faults_of_every_kind_in_every_process() -> None:
@@ -30,7 +22,13 @@ def test_as_many_worlds_have_faults_of_every_kind_in_every_process() -> None:
         }
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, SEEDS_A_TEST))
-def test_nothing_happens_that_never_may(first: int) -> None:
-    found = violations((first, min(first + SEEDS_A_TEST, FIRST + SEEDS), KINDS))
+def test_the_files_have_every_world_once() -> None:
+    shares = [batch for file in range(2) for batch in batches(file, 2)]
+    seeds = [seed for first, end, _ in shares for seed in range(first, end)]
+    assert sorted(seeds) == list(range(FIRST, FIRST + SEEDS))
+
+
+@pytest.mark.parametrize("batch", batches(0, 2), ids=lambda batch: str(batch[0]))
+def test_nothing_happens_that_never_may(batch: Batch) -> None:
+    found = violations(batch)
     assert not found, "\n".join(found)

@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from engine_processes import processes_of
 from process_support.engine_under_test import wait_for
@@ -27,6 +26,8 @@ from nbengine import AsyncLLM, SamplingParams
 from nbengine.client.engines.directory import list_engines
 from nbengine.client.engines.processes import session_processes
 from nbengine.config.progress import DEFAULT_STEP_TIMEOUT_SECONDS, ProgressDeadlines
+from nbengine.ipc.control_messages import EngineReady, WorkerInfo
+from nbengine.runtime.connection import newest
 from nbengine.sampling_params import RequestOutputKind
 from tests.support.thorough import amount
 
@@ -35,7 +36,7 @@ STOPPED_SECONDS = amount(0.0, thorough=60.0)
 STEP_TIMEOUT = amount(12.0, thorough=DEFAULT_STEP_TIMEOUT_SECONDS)
 SLACK = 60.0
 """Seconds that a word may be late, and that a recovery may take, on a machine that does much else."""
-NUM_TOKENS = 600
+NUM_TOKENS = 200
 STREAM = SamplingParams(
     temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )
@@ -49,6 +50,15 @@ class Stop:
     layout: str
     role: str
     place: int = 0
+
+    def victim(self, host: int, cores: Sequence[EngineReady]) -> int:
+        """Find the process's pid. The workers of several cores start in any order: each core says which are its own."""
+        if self.role == "host":
+            return host
+        by_rank = sorted(cores, key=lambda core: core.rank)
+        if self.role == "core":
+            return by_rank[self.place].pid
+        return [worker.pid for core in by_rank for worker in core.workers][self.place]
 
     @property
     def named(self) -> str:
@@ -72,23 +82,14 @@ def all_stops() -> Iterator[Stop]:
 
 
 FEW = [
-    Stop("one process", "host"),
+    Stop("pp2", "host"),
     Stop("pp2", "worker", 0),
     Stop("dp2", "core", 1),
     Stop("dp2 in lock step", "core", 0),
 ]
 STOPS = amount(FEW, thorough=list(all_stops()))
 
-pytestmark = pytest.mark.timeout(300)
-
-
-def victim(stopped: Stop, engine: AsyncLLM) -> psutil.Process:
-    processes = processes_of(engine.connection)
-    if stopped.role == "host":
-        return processes[0]
-    role = f" {stopped.role} "
-    of_role = [process for process in processes if role in f" {' '.join(process.cmdline())} "]
-    return of_role[stopped.place]
+pytestmark = pytest.mark.timeout(amount(300, thorough=1800))
 
 
 @contextmanager
@@ -114,30 +115,61 @@ async def read(engine: AsyncLLM, begun: asyncio.Event) -> int:
     return num_tokens
 
 
-@pytest.mark.parametrize("stopped", STOPS, ids=str)
-async def test_a_stopped_process_is_named_in_time_and_nothing_is_lost_when_it_goes_on(stopped: Stop) -> None:
-    engine = started(LAYOUTS[stopped.layout])
+def test_a_worker_is_found_by_its_core_in_whatever_order_the_workers_have_started() -> None:
+    def core(rank: int, pid: int, *workers: int) -> EngineReady:
+        places = [WorkerInfo(place, place, 0, each, "cpu", 0, 0, 0, 1) for place, each in enumerate(workers)]
+        return EngineReady(rank, 1, 16, 64, 0, 0, "cpu", "float32", [], pid, places)
+
+    cores = [core(1, 12, 20, 23), core(0, 11, 21, 22)]
+    layout = "dp2 x tp2 in lock step"
+    assert [Stop(layout, "worker", place).victim(10, cores) for place in range(4)] == [21, 22, 20, 23]
+    assert [Stop(layout, "core", place).victim(10, cores) for place in range(2)] == [11, 12]
+    assert Stop(layout, "host").victim(10, cores) == 10
+
+
+def test_the_thorough_stops_leave_out_no_process_of_any_layout() -> None:
+    stops = list(all_stops())
+    assert {stopped.layout for stopped in stops} == set(LAYOUTS)
+    for name, layout in LAYOUTS.items():
+        num_processes = 1 + layout.num_cores * (1 + layout.num_workers)
+        assert len({stopped for stopped in stops if stopped.layout == name}) == num_processes
+
+
+@pytest.mark.parametrize("layout", sorted({stopped.layout for stopped in STOPS}))
+async def test_a_stopped_process_is_named_in_time_and_nothing_is_lost_when_it_goes_on(layout: str) -> None:
+    """One engine meets one stop after the other: what the next one finds is what a recovery has left."""
+    engine = started(LAYOUTS[layout])
     try:
-        begun = [asyncio.Event() for _ in range(4)]
-        streams = [asyncio.create_task(read(engine, event)) for event in begun]
-        await asyncio.gather(*(event.wait() for event in begun))
-        deadline = ProgressDeadlines.of_step_timeout(STEP_TIMEOUT).to_report("step")
-        with stopped_process(victim(stopped, engine).pid):
-            since = time.monotonic()
-            wait_for(lambda: engine.stall, "a word", deadline + SLACK)
-            assert stopped.named in engine.stall
-            assert "SIGSTOP?" in engine.stall
-            (listing,) = list_engines()
-            assert listing.state == "stopped"
-            assert engine.death is None
-            wait_a_moment(max(0.0, since + STOPPED_SECONDS - time.monotonic()))
-        answers = await asyncio.wait_for(asyncio.gather(*streams), 2 * SLACK)
-        assert answers == [NUM_TOKENS] * len(streams)
-        wait_for(lambda: engine.stall is None, "the recovery", SLACK)
-        await engine.check_health()
+        for stopped in STOPS:
+            if stopped.layout == layout:
+                await stop_and_go_on(engine, stopped)
     finally:
         engine.shutdown()
     assert not session_processes(engine.connection)
+
+
+async def stop_and_go_on(engine: AsyncLLM, stopped: Stop) -> None:
+    """Hold a process still while it works, and let it go on."""
+    info = newest(engine.connection)
+    pid = stopped.victim(info.host_pid, info.ready)
+    assert pid in {process.pid for process in processes_of(info)}
+    begun = [asyncio.Event() for _ in range(4)]
+    streams = [asyncio.create_task(read(engine, event)) for event in begun]
+    await asyncio.gather(*(event.wait() for event in begun))
+    deadline = ProgressDeadlines.of_step_timeout(STEP_TIMEOUT).to_report("step")
+    with stopped_process(pid):
+        since = time.monotonic()
+        wait_for(lambda: engine.stall, f"a word of {stopped}", deadline + SLACK)
+        assert stopped.named in engine.stall
+        assert "SIGSTOP?" in engine.stall
+        (listing,) = list_engines()
+        assert listing.state == "stopped"
+        assert engine.death is None
+        wait_a_moment(max(0.0, since + STOPPED_SECONDS - time.monotonic()))
+    answers = await asyncio.wait_for(asyncio.gather(*streams), 2 * SLACK)
+    assert answers == [NUM_TOKENS] * len(streams), stopped
+    wait_for(lambda: engine.stall is None, f"the recovery from {stopped}", SLACK)
+    await engine.check_health()
 
 
 CLIENT = """
