@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer.json say of text and that file does otherwise.
+"""This module finds what the files beside a tokenizer.json say of text and that file has otherwise.
 
 tokenizer.json counts here, because it describes the whole tokenizer. The classes that transformers has for
 single models make parts of it again, of what tokenizer_config.json says; where the two differ, tokens differ.
@@ -119,7 +119,7 @@ _TRUTHS: Mapping[str, tuple[Callable[[Tokenizer], bool | None], tuple[str, ...]]
     "keep_accents": (lambda backend: not _strips_accents(backend), (_UNIGRAM,)),
     "tokenize_chinese_chars": (_splits_chinese, (_WORD_PIECE,)),
 }
-"""What is true of a tokenizer where an entry says so, and the kinds of models that the entry is for, if not all."""
+"""The truth about a tokenizer that each entry states, and the kinds of models that the entry is for, if not all."""
 
 
 def _other_tokens(stated: Mapping[str, Any], backend: Tokenizer) -> list[str]:

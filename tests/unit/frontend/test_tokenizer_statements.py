@@ -1,4 +1,4 @@
-"""What tokenizer_config.json says and tokenizer.json has otherwise, held against transformers' AutoTokenizer."""
+"""Statements of tokenizer_config.json that tokenizer.json contradicts, held against transformers' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def say(directory: Path, name: str, value: Any) -> None:
 
 
 def seen(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What a tokenizer makes of texts, and what it makes of that."""
+    """The tokens that a tokenizer makes of texts, and the texts that it makes of these."""
     encoded = [tokenizer.encode(text) for text in TEXTS]
     texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in encoded for skip in (False, True)]
     return [encoded, texts]
