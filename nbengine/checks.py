@@ -16,6 +16,8 @@ MAX_LINE = 4096
 """Most characters of an argument that is a name or a path."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and dicts in a value that the wire or a file carries."""
+MAX_TIMEOUT = 10**9
+"""Most seconds that a call may be given: clocks of threads and sockets end somewhere behind."""
 _KEY_CHARACTERS = 40
 
 MAX_FACTOR = 1e30
@@ -52,6 +54,15 @@ def require_number(name: str, value: object) -> float:
     return found
 
 
+def checked_timeout(name: str, value: object) -> float | None:
+    """Return the seconds that `value` stands for, None for None; raise unless something can wait as long as that."""
+    if value is None:
+        return None
+    seconds = require_number(name, value)
+    require(name, value, 0 <= seconds <= MAX_TIMEOUT, f"None, or a number of seconds in [0, {MAX_TIMEOUT:,}]")
+    return seconds
+
+
 def require_fits_logits(name: str, value: float) -> None:
     """Raise `InvalidArgumentError` if `value`, added or multiplied, could make float32 logits not finite."""
     require(name, value, abs(value) <= MAX_FACTOR, f"at most {MAX_FACTOR:g} in size")
@@ -69,6 +80,22 @@ def require_callback(name: str, value: object) -> None:
     """Raise `InvalidTypeError` unless `value` can be called or is None."""
     if value is not None and not callable(value):
         raise InvalidTypeError(name, value, "a function, or None")
+
+
+def require_method(name: str, value: object, method: str) -> None:
+    """Raise `InvalidTypeError` unless `value` has this method."""
+    if not callable(getattr(value, method, None)):
+        raise InvalidTypeError(name, value, f"an object with a method {method}")
+
+
+def require_headers(name: str, value: object) -> None:
+    """Raise unless `value` is None or maps texts to texts."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(
+        isinstance(part, str) for item in value.items() for part in item
+    ):
+        raise InvalidTypeError(name, value, "None, or names of headers and their texts")
 
 
 def require_bool(name: str, value: object, allowed: str = "True or False") -> bool:

@@ -208,7 +208,7 @@ def reset_prefix_cache(caller: Caller, *, reset_running_requests: bool = False) 
     With `reset_running_requests` the running requests compute their tokens again, and nothing forbids it.
     """
     del caller
-    return (reset_running_requests,)
+    return (require_bool("reset_running_requests", reset_running_requests),)
 
 
 # Pausing.
@@ -230,7 +230,7 @@ def pause_generation(caller: Caller, mode: str = "abort", *, clear_cache: bool =
     """
     del caller
     require("mode", mode, mode in PAUSE_MODES, "one of " + ", ".join(PAUSE_MODES))
-    return mode, bool(clear_cache)
+    return mode, require_bool("clear_cache", clear_cache)
 
 
 @engine_call(_nothing, _first)
@@ -313,7 +313,7 @@ def start_profile(
         UtilityError: a profile is being recorded already, or the directory cannot be written to.
     """
     max_steps = require_int("max_steps", max_steps)
-    require("max_steps", max_steps, max_steps >= 1, "an integer, at least 1")
+    require("max_steps", max_steps, 1 <= max_steps < 2**63, "an integer in [1, 2**63)")
     if directory is not None:
         directory = require_path("directory", directory)
     # The engine's working directory may be another one.

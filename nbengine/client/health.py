@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from nbengine.checks import require, require_number
+from nbengine.checks import MAX_TIMEOUT, require, require_number
 from nbengine.client.base import EngineCoreClient
 from nbengine.errors import EngineStalledError, LeaseExpiredError, UtilityError
 
@@ -44,7 +44,12 @@ async def check_health_async(client: EngineCoreClient, timeout: float = DEFAULT_
 
 def _ask(client: EngineCoreClient, timeout: float) -> list[Future[Any]]:
     timeout = require_number("timeout", timeout)
-    require("timeout", timeout, timeout > 0, "more than 0 seconds")
+    require(
+        "timeout",
+        timeout,
+        0 < timeout <= MAX_TIMEOUT,
+        f"a number of seconds above 0, at most {MAX_TIMEOUT:,}",
+    )
     try:
         client.check_alive()
     except LeaseExpiredError as error:

@@ -16,9 +16,11 @@ from nbengine.frontend.requests.input_processor import InputProcessor
 from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.frontend.text.stored_templates import check_template
 from nbengine.frontend.text.tokenizer import load_tokenizer, resolve_tokenizer, with_tokenizer
+from nbengine.frontend.text.tokenizer_statements import warn_of_unmet_statements
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.models.configs.description import ModelDescription, described_model
 from nbengine.models.configs.hf_config import load_hf_config
+from nbengine.models.configs.stated_lengths import warn_of_shorter_lengths
 from nbengine.models.division import check_parallel
 from nbengine.models.registry import is_registered
 from nbengine.runtime.capacity import Capacity
@@ -97,6 +99,8 @@ def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> Fro
 
 
 def _assemble(config: EngineConfig, tokenizer: PreTrainedTokenizerFast, ready: EngineReady) -> FrontendParts:
+    warn_of_unmet_statements(config.model, tokenizer)
+    warn_of_shorter_lengths(config.model, ready.max_model_len)
     return FrontendParts(
         ready,
         tokenizer,

@@ -11,7 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from nbengine.checks import check_session, require_callback
+from nbengine.checks import (
+    check_session,
+    checked_texts,
+    checked_token_ids,
+    require_callback,
+    require_headers,
+    require_method,
+)
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.data_parallel import DPAsyncMPClient, DPLBAsyncMPClient
@@ -243,6 +250,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
     ) -> _Prepared:
         """Make a request of which nobody has heard yet; arguments and errors are those of `submit`."""
         self.engine_core.check_alive()
+        require_headers("trace_headers", trace_headers)
         data_parallel_rank = checked_rank(data_parallel_rank, self.engine_core.engine_ranks)
         if request_id is None:
             request_id = str(next(self._request_counter))
@@ -253,10 +261,11 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         request = self.input_processor.process_inputs(
             request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
         )
-        continuation = self.input_processor.continue_answer(request, written) if written else None
+        tokens = checked_token_ids("written", written)
+        continuation = self.input_processor.continue_answer(request, tokens) if tokens else None
         self.input_processor.assign_request_id(request)
         if transcript is not None:
-            request.transcript = mark(request, self.session, transcript, len(written))
+            request.transcript = mark(request, self.session, transcript, len(tokens))
         collector = RequestOutputCollector(sampling_params.output_kind, request_id, request.request_id)
         collector.trace_headers = trace_headers
         return request, continuation, collector
@@ -325,18 +334,22 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
 
     def observe_requests(self, observer: RequestObserver) -> None:
         """Tell an observer of every request of this object that is sent from now on, when it has ended."""
+        require_method("observer", observer, "ended")
         self._requests.watch.observers.append(observer)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one request or several: their streams get the text that there is, with
         `finish_reason="abort"`."""
-        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        request_ids = checked_texts("request_id", ids, "the id of a request, or several")
         done = self.engine_core.loop_thread.submit(self._requests.abort(request_ids))
         await asyncio.wrap_future(done)
 
     def abort_soon(self, request_id: str) -> None:
         """Do what `abort` does, without waiting, on any thread. After the end of the loop, at the
         interpreter's exit, nothing is left to abort: generators that are finalized there come here."""
+        if not isinstance(request_id, str):
+            raise InvalidTypeError("request_id", request_id, "the id of a request")
         self.engine_core.loop_thread.call_if_open(self._requests.abort_now, [request_id])
 
     def go_on_soon(self) -> None:

@@ -65,11 +65,8 @@ class AsyncPooling:
         self.engine_core.check_alive()
         if request_id is None:
             request_id = str(next(self._request_counter))
-        if pooling_params is None:
-            pooling_params = PoolingParams()
-        elif not isinstance(pooling_params, PoolingParams):
-            raise InvalidTypeError("pooling_params", pooling_params, "PoolingParams")
-        request = self.input_processor.process_inputs(request_id, prompt, pooling_params, priority=priority)
+        params = _checked_params(pooling_params)
+        request = self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
         self.input_processor.assign_request_id(request)
         return request
 
@@ -114,7 +111,15 @@ class AsyncPooling:
         priority: int = 0,
     ) -> EmbeddingRequestOutput:
         """Make a vector of a prompt; arguments and errors are those of `encode`."""
-        params = msgspec.structs.replace(pooling_params or PoolingParams(), task="embed")
+        params = msgspec.structs.replace(_checked_params(pooling_params), task="embed")
         async for output in self.encode(prompt, params, request_id, priority=priority):
             return as_embedding(output)
         raise NBEngineError("a pooling request has ended without an output")
+
+
+def _checked_params(pooling_params: PoolingParams | None) -> PoolingParams:
+    if pooling_params is None:
+        return PoolingParams()
+    if not isinstance(pooling_params, PoolingParams):
+        raise InvalidTypeError("pooling_params", pooling_params, "PoolingParams")
+    return pooling_params

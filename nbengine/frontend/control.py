@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import Any
 
-from nbengine.checks import require_int, require_number
+from nbengine.checks import checked_timeout, require_int, require_line
 from nbengine.client import calls
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.calls import awaitable, blocking
@@ -50,7 +50,9 @@ class Control(ABC):
             UtilityError: the engine has no such method, or it failed.
             TimeoutError: there was no answer within `timeout` seconds.
         """
-        return self._engine_client().submit_utility(method, *args).result(timeout)
+        require_line("method", method)
+        seconds = checked_timeout("timeout", timeout)
+        return self._engine_client().submit_utility(method, *args).result(seconds)
 
     def check_health(self, timeout: float = DEFAULT_HEALTH_TIMEOUT) -> None:
         """Return when the engine's host, the busy loop of every engine core and every worker have answered:
@@ -79,7 +81,7 @@ class Control(ABC):
             NBEngineError: the engine cannot be scaled; the message says why.
             TimeoutError: it has not been done within `timeout` seconds; it goes on.
         """
-        seconds = None if timeout is None else require_number("timeout", timeout)
+        seconds = checked_timeout("timeout", timeout)
         size = require_int("data_parallel_size", data_parallel_size)
         return self._engine_client().submit_scale(size).result(seconds)
 
@@ -125,6 +127,7 @@ class AsyncControl(ABC):
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core by name; see `Control.call_utility`."""
+        require_line("method", method)
         return await asyncio.wrap_future(self._engine_client().submit_utility(method, *args))
 
     async def check_health(self, timeout: float = DEFAULT_HEALTH_TIMEOUT) -> None:
@@ -133,7 +136,7 @@ class AsyncControl(ABC):
 
     async def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
         """Change the number of engine cores, and return that number; see `Control.scale`."""
-        seconds = None if timeout is None else require_number("timeout", timeout)
+        seconds = checked_timeout("timeout", timeout)
         size = require_int("data_parallel_size", data_parallel_size)
         done = asyncio.wrap_future(self._engine_client().submit_scale(size))
         return await asyncio.wait_for(done, seconds)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nbengine.checks import MAX_TIMEOUT, checked_token_ids, require, require_method, require_number
 from nbengine.client.base import EngineCoreClient
 from nbengine.errors import NBEngineError
 from nbengine.metrics.stats import EngineStats
@@ -62,6 +63,8 @@ class Inspection(ABC):
         result is closed or the engine has ended."""
         from nbengine.frontend.observability.stat_loggers import StatsFollower
 
+        for stat_logger in stat_loggers:
+            require_method("stat_loggers", stat_logger, "record")
         return StatsFollower(self.connection, stat_loggers)
 
     @property
@@ -85,7 +88,11 @@ class Inspection(ABC):
     def stats_within(self, timeout: float) -> tuple[EngineStats, list[int]]:
         """Return the state of those engine cores that tell it within `timeout` seconds, and the ranks of
         those that do not."""
-        stats, missing = self.engine_core.call_within(timeout, "stats")
+        seconds = require_number("timeout", timeout)
+        require(
+            "timeout", timeout, 0 <= seconds <= MAX_TIMEOUT, f"a number of seconds in [0, {MAX_TIMEOUT:,}]"
+        )
+        stats, missing = self.engine_core.call_within(seconds, "stats")
         return stats or EngineStats(), missing
 
     @abstractmethod
@@ -106,4 +113,7 @@ class Inspection(ABC):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; safe on any thread."""
-        return str(self._tokenizer.decode(list(token_ids)))
+        tokens = checked_token_ids("token_ids", token_ids)
+        known = all(0 <= token < 2**32 for token in tokens)
+        require("token_ids", token_ids, known, "made of integers in [0, 2**32)")
+        return str(self._tokenizer.decode(tokens))

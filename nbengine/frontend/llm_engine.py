@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 
-from nbengine.checks import require_callback
+from nbengine.checks import require_callback, require_method
 from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.client.link.ownership import Owned, finalize
 from nbengine.client.making import make_client
@@ -135,6 +135,7 @@ class LLMEngine(Prompting, Control, Inspection):
 
     def observe_requests(self, observer: RequestObserver) -> None:
         """Tell an observer of every request that is added from now on, when it has ended."""
+        require_method("observer", observer, "ended")
         self.output_processor.watch.observers.append(observer)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:

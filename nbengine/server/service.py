@@ -8,11 +8,13 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nbengine.client.observe.stats_subscriber import StatsSubscriber
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, NBEngineError
+from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.requests.input_processor import InputProcessor, PromptType
 from nbengine.frontend.text.stored_templates import template_for
 from nbengine.metrics.stats import EngineStats
@@ -21,6 +23,7 @@ from nbengine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.server.limits import Limits
+from nbengine.server.merging import Inbox, Indexed, merged, numbered
 from nbengine.server.protocol.errors import INVALID_REQUEST, ApiError, unavailable
 from nbengine.server.settings import ServerSettings
 
@@ -35,7 +38,6 @@ trace_headers: ContextVar[Mapping[str, str] | None] = ContextVar("trace_headers"
 """The headers that make the request that is being answered part of a trace."""
 WATCH_INTERVAL = 0.2
 """Seconds between two looks at the engine: whether it lives, and what it has published."""
-Indexed = tuple[int, RequestOutput]
 
 
 class State(enum.StrEnum):
@@ -86,6 +88,7 @@ class Engine(Protocol):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        on_prompt_progress: PromptCallback | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs; closing the generator aborts the request."""
 
@@ -277,8 +280,10 @@ class EngineService:
         *,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        reports_prompts: bool = False,
     ) -> AsyncGenerator[Indexed, None]:
-        """Yield the outputs of several prompts as they come, each with its prompt's index.
+        """Yield the outputs of several prompts as they come, each with its prompt's index; with `reports_prompts`
+        also how much of a prompt that takes several steps has been read.
 
         Closing the generator aborts what has not ended.
 
@@ -291,6 +296,7 @@ class EngineService:
         try:
             # While it waited, the engine may have been put to sleep.
             engine = self.check_ready()
+            inbox = Inbox() if reports_prompts else None
             streams = [
                 engine.generate(
                     prompt,
@@ -299,10 +305,12 @@ class EngineService:
                     priority=priority,
                     data_parallel_rank=data_parallel_rank,
                     trace_headers=trace_headers.get(),
+                    on_prompt_progress=None if inbox is None else partial(inbox.report, index),
                 )
                 for index, prompt in enumerate(prompts)
             ]
-            async with aclosing(_one(streams[0]) if len(streams) == 1 else merged(streams)) as outputs:
+            alone = len(streams) == 1 and inbox is None
+            async with aclosing(numbered(streams[0]) if alone else merged(streams, inbox)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
@@ -347,49 +355,6 @@ class EngineService:
             raise errors.exceptions[0] from None
         finally:
             ticket.release()
-
-
-async def _one(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Indexed, None]:
-    async with aclosing(stream):
-        async for output in stream:
-            yield 0, output
-
-
-async def merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Indexed, None]:
-    """Yield the outputs of several streams as they come, each with its stream's index; the first error ends
-    all of them.
-
-    What nobody reads stays in the streams, which join it.
-    """
-    ready: asyncio.Queue[Indexed | None] = asyncio.Queue()
-    room = asyncio.Semaphore(1)
-
-    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
-        async with aclosing(stream):
-            async for output in stream:
-                await room.acquire()
-                ready.put_nowait((index, output))
-
-    async def pump_all() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, stream in enumerate(streams):
-                    group.create_task(pump(index, stream))
-        finally:
-            ready.put_nowait(None)
-
-    pumping = asyncio.create_task(pump_all())
-    try:
-        while (item := await ready.get()) is not None:
-            yield item
-            room.release()
-        try:
-            await pumping
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-    finally:
-        pumping.cancel()
-        await asyncio.gather(pumping, return_exceptions=True)
 
 
 async def _only(outputs: AsyncIterator[T]) -> T:

@@ -69,6 +69,7 @@ class ChatTurn:
             self._request_id,
             priority=self._request.priority or 0,
             data_parallel_rank=self._request.data_parallel_rank,
+            reports_prompts=self._request.wants_progress,
         )
         async with aclosing(outputs):
             async for position, output in outputs:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from nbengine.errors import NBEngineError
+from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.metrics.stats import EngineStats, SchedulerStats
-from nbengine.outputs import CompletionOutput, Logprob, RequestOutput
+from nbengine.outputs import CompletionOutput, Logprob, PromptProgress, RequestOutput
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 from nbengine.server.app import make_app
 from nbengine.server.service import EngineService
@@ -82,6 +83,8 @@ class FakeEngine:
         self.error_at = 0
         """The step at which `error` comes instead of an output."""
         self.before_step: Callable[[int], Awaitable[None]] | None = None
+        self.progress: list[PromptProgress] = []
+        """The progress of each prompt before its answer begins."""
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -104,6 +107,7 @@ class FakeEngine:
         priority: int = 0,
         data_parallel_rank: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        on_prompt_progress: PromptCallback | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         assert sampling_params is not None
         assert request_id is not None
@@ -116,6 +120,9 @@ class FakeEngine:
         self.running += 1
         finished = False
         try:
+            for progress in self.progress if on_prompt_progress is not None else ():
+                await asyncio.sleep(0)
+                on_prompt_progress(progress)
             for step, output in enumerate(self._outputs(prompt, sampling_params, request_id)):
                 await asyncio.sleep(0)
                 if self.before_step is not None:

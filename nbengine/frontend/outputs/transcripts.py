@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from nbengine.checks import require
+from nbengine.checks import checked_texts, require_text
 from nbengine.errors import InvalidTypeError
 from nbengine.frontend.text.decoding import TextDecoding
 from nbengine.frontend.text.detokenizer import IncrementalDetokenizer
@@ -130,8 +130,7 @@ class Transcripts(ABC):
     def _named(self, session: str | None) -> str:
         if session is None:
             return self.session
-        named = isinstance(session, str) and bool(session)
-        require("session", session, named, "None, or the name of a session")
+        require_text("session", session)
         return session
 
     def _transcripts_of(self, records: Sequence[TranscriptRecord]) -> list[Transcript]:
@@ -221,10 +220,7 @@ def _transcript(records: list[TranscriptRecord], decoding: TextDecoding) -> Tran
 
 
 def _checked_ids(request_ids: Iterable[str]) -> list[str]:
-    ids = [] if isinstance(request_ids, str) else list(request_ids)
-    is_list = not isinstance(request_ids, str) and all(isinstance(name, str) for name in ids)
-    require("request_ids", request_ids, is_list, "a list of the ids of transcripts")
-    return ids
+    return checked_texts("request_ids", request_ids, "a list of the ids of transcripts")
 
 
 def _log_failure(call: Future[Any]) -> None:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from nbengine.errors import ModelLoadError
-from nbengine.models.checkpoints.gguf import read_header
+from nbengine.models.checkpoints.gguf import GGUFHeader, read_header
 from nbengine.models.checkpoints.gguf_config import generation_config, hf_config, num_tokens
+from nbengine.models.checkpoints.gguf_pieces import divide_as_stated
 from nbengine.models.checkpoints.gguf_prepare import REFUSED
+from nbengine.models.checkpoints.tokenizer_prepare import NOT_APPLIED
 from nbengine.models.configs.hf_config import read_json_object
 from nbengine.models.registry import decoder_config
 
+_NAMED_TEMPLATE = "tokenizer.chat_template."
 _LOADER_LEFTOVERS = ("is_local", "local_files_only")
 """The arguments of the conversion's own load that transformers writes into tokenizer_config.json."""
 
@@ -33,22 +36,30 @@ def write_prepared(gguf: Path, directory: Path) -> None:
     decoder_config(config)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", generation_config(header))
-    _write_tokenizer(gguf, directory, num_tokens(header))
+    _write_tokenizer(gguf, directory, header)
 
 
-def _write_tokenizer(gguf: Path, directory: Path, num_tokens: int) -> None:
+def _write_tokenizer(gguf: Path, directory: Path, header: GGUFHeader) -> None:
     # AutoTokenizer gives the same tokenizer but parses the whole file twice more to choose its class.
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    unmet = divide_as_stated(tokenizer.backend_tokenizer, header)
     tokenizer.save_pretrained(str(directory))
-    _drop_entries(directory / "tokenizer_config.json", _LOADER_LEFTOVERS)
-    _drop_invented_tokens(directory / "tokenizer.json", num_tokens)
+    path = directory / "tokenizer_config.json"
+    content = {key: value for key, value in read_json_object(path).items() if key not in _LOADER_LEFTOVERS}
+    _write_json(path, {**content, NOT_APPLIED: unmet} if unmet else content)
+    _drop_invented_tokens(directory / "tokenizer.json", num_tokens(header))
+    _write_further_templates(directory / "additional_chat_templates", header)
 
 
-def _drop_entries(path: Path, keys: tuple[str, ...]) -> None:
-    content = read_json_object(path)
-    _write_json(path, {key: value for key, value in content.items() if key not in keys})
+def _write_further_templates(directory: Path, header: GGUFHeader) -> None:
+    """Write the chat templates that have a name, such as "tool_use", as files."""
+    for key, template in header.metadata.items():
+        name = key.removeprefix(_NAMED_TEMPLATE)
+        if name != key and isinstance(template, str) and name.replace("-", "_").isidentifier():
+            directory.mkdir(exist_ok=True)
+            (directory / f"{name}.jinja").write_text(template, encoding="utf-8")
 
 
 def _drop_invented_tokens(path: Path, num_tokens: int) -> None:

@@ -22,6 +22,8 @@ _FORMAT = 1
 """A part of the cache key, to be raised whenever the content of a prepared directory changes."""
 REFUSED = 3
 """The exit status of the child when it has printed a message for the user instead of a traceback."""
+NOT_APPLIED = "nbengine_not_applied"
+"""The entry of a prepared tokenizer_config.json that lists what its sources say and the tokenizer does not do."""
 FAST = "tokenizer.json"
 VOCABULARIES = (
     "tokenizer.model",

@@ -9,7 +9,15 @@ OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads",),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length", "context_length"),
+    "max_position_embeddings": (
+        "n_positions",
+        "max_seq_len",
+        "max_seq_length",
+        "max_sequence_length",
+        "seq_length",
+        "model_max_length",
+        "context_length",
+    ),
     "head_dim": ("kv_channels", "attention_head_dim"),
     "intermediate_size": ("n_inner", "ffn_dim"),
 }

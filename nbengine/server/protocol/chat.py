@@ -98,3 +98,9 @@ class ChunkWithUsage(Chunk):
     """A chunk of a stream for which usage is wanted: the last one has it."""
 
     usage: dict[str, Any] | None = None
+
+
+class ChunkOfPrompt(Chunk):
+    """A chunk that comes before the answer and says how much of the prompt has been read."""
+
+    prompt_progress: dict[str, int]

@@ -92,11 +92,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None
 
     @property
     def wants_usage_chunk(self) -> bool:
         """Tell whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_progress(self) -> bool:
+        """Tell whether a stream says how much of its prompt has been read."""
+        return bool(self.stream and self.return_progress)
 
     @property
     def wants_running_usage(self) -> bool:

@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nbengine.server.merging import Indexed
 from nbengine.server.protocol.completions import CompletionRequest
 from nbengine.server.protocol.decoding import BodyDecoder
 from nbengine.server.replies import json_reply
 from nbengine.server.routes.common import id_of, now, service_of, stream_of
-from nbengine.server.service import EngineService, Indexed
+from nbengine.server.service import EngineService
 from nbengine.server.sse import DONE, EventStream, event, until_disconnect
 from nbengine.server.translate.answers import AnswerReader
 from nbengine.server.translate.completions import (
@@ -45,6 +46,7 @@ async def completions(request: Request) -> Response | EventStream:
         request_id,
         priority=asked.priority or 0,
         data_parallel_rank=asked.data_parallel_rank,
+        reports_prompts=asked.wants_progress,
     )
     reader = AnswerReader(completions_per_prompt=params.n * copies, copies=copies)
     form = CompletionForm(

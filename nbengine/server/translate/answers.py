@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from nbengine.frontend.parsing.deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallEnded
-from nbengine.outputs import Logprob, RequestOutput
+from nbengine.outputs import Logprob, PromptProgress, RequestOutput
 from nbengine.server.protocol.errors import SERVER_ERROR, ApiError
 from nbengine.server.translate.usage import Usage
 
@@ -38,7 +38,8 @@ class PlainText:
 class AnswerPart(msgspec.Struct, gc=False):
     """The new part of one completion; `index` counts completions, those of one prompt together.
 
-    `finish_reason` is "stop", "length" or "tool_calls", None while more comes.
+    `finish_reason` is "stop", "length" or "tool_calls", None while more comes. A part with `prompt_progress` has
+    nothing else: it comes before the answer.
     """
 
     index: int
@@ -47,6 +48,7 @@ class AnswerPart(msgspec.Struct, gc=False):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 class _Choice:
@@ -90,13 +92,17 @@ class AnswerReader:
         self.first_outputs: dict[int, RequestOutput] = {}
         """The first output for each prompt, which has the prompt."""
 
-    def take(self, position: int, output: RequestOutput) -> list[AnswerPart]:
-        """Take in the newest output of the request at `position`: a delta, or the whole.
+    def take(self, position: int, output: RequestOutput | PromptProgress) -> list[AnswerPart]:
+        """Take in the newest output of the request at `position`: a delta, the whole, or the progress of its prompt,
+        of which copies have no part of their own.
 
         Raises:
             ApiError: the request was ended by somebody else, so that the answer is not whole.
         """
         prompt, copy = divmod(position, self._copies)
+        if isinstance(output, PromptProgress):
+            index = prompt * self._per_prompt
+            return [] if copy else [AnswerPart(index, [], [], prompt_progress=output)]
         if prompt not in self.first_outputs or output.prompt_logprobs is not None:
             self.first_outputs[prompt] = output
         if copy == 0:

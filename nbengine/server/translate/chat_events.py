@@ -18,6 +18,7 @@ from nbengine.frontend.parsing.deltas import (
 from nbengine.server.protocol.chat import (
     Chunk,
     ChunkChoice,
+    ChunkOfPrompt,
     ChunkWithUsage,
     Delta,
     FunctionDelta,
@@ -26,7 +27,7 @@ from nbengine.server.protocol.chat import (
 )
 from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.logprobs import chat_logprobs
-from nbengine.server.translate.usage import Usage
+from nbengine.server.translate.usage import Usage, prompt_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,9 @@ class ChatChunks:
 
     def add(self, part: AnswerPart, usage: Usage | None = None) -> list[Chunk]:
         """Return the chunks for a part; `usage` is that so far, where each chunk has it."""
+        if part.prompt_progress is not None:
+            choices = [ChunkChoice(part.index, Delta())]
+            return [ChunkOfPrompt(*self._head(choices), prompt_progress(part.prompt_progress))]
         chunks = []
         if part.index not in self._begun:
             self._begun.add(part.index)
@@ -82,11 +86,12 @@ class ChatChunks:
         return [self._chunk([], usage)] if self._form.usage_chunk else []
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Chunk:
-        form = self._form
-        head = (form.id, "chat.completion.chunk", form.created, form.model, choices)
-        if not form.usage_chunk:
-            return Chunk(*head)
-        return ChunkWithUsage(*head, None if usage is None else usage.openai())
+        if not self._form.usage_chunk:
+            return Chunk(*self._head(choices))
+        return ChunkWithUsage(*self._head(choices), None if usage is None else usage.openai())
+
+    def _head(self, choices: list[ChunkChoice]) -> tuple[str, str, int, str, list[ChunkChoice]]:
+        return self._form.id, "chat.completion.chunk", self._form.created, self._form.model, choices
 
 
 def delta_of(deltas: Iterable[AnswerDelta], *, reasoning: bool = True) -> Delta | None:

@@ -15,7 +15,7 @@ from nbengine.server.translate.answers import AnswerPart
 from nbengine.server.translate.chat_events import delta_of
 from nbengine.server.translate.logprobs import CompletionLogprobs
 from nbengine.server.translate.sampling import DEFAULT_COMPLETION_TOKENS, sampling_params
-from nbengine.server.translate.usage import Usage
+from nbengine.server.translate.usage import Usage, prompt_progress
 
 
 def check_available(request: CompletionRequest) -> None:
@@ -121,6 +121,9 @@ class Completion:
 
     def chunk(self, part: AnswerPart, usage: Usage | None = None) -> dict[str, Any] | None:
         """Return the chunk for a part, None if it says nothing."""
+        if part.prompt_progress is not None:
+            choice = {"index": part.index, "text": "", "logprobs": None, "finish_reason": None}
+            return {**self._body([choice]), "prompt_progress": prompt_progress(part.prompt_progress)}
         choice = self._choice(part)
         if not (choice["text"] or choice["finish_reason"] or choice["logprobs"] or self._form.token_ids):
             return None

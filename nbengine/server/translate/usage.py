@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nbengine.outputs import PromptProgress
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -28,3 +30,14 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, int]:
+    """Return how much of a prompt has been read, in tokens and milliseconds, as llama.cpp's server has it: `cache` of
+    the `processed` tokens were in the prefix cache."""
+    return {
+        "total": progress.num_prompt_tokens,
+        "cache": progress.num_cached_tokens,
+        "processed": progress.num_read_tokens,
+        "time_ms": round(progress.seconds * 1000),
+    }

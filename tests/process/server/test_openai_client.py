@@ -20,6 +20,12 @@ Serve = Callable[..., Any]
 HELLO: Any = [{"role": "user", "content": "a"}]
 
 
+@pytest.fixture(scope="module")
+def long_prompts(start_shared_server: Serve) -> Any:
+    """An engine that reads 32 tokens a step, and its server."""
+    return start_shared_server(max_num_batched_tokens=32, max_num_seqs=4)
+
+
 def letters(first: str, count: int) -> str:
     """The text that the fake executor writes behind a prompt that ends with `first`."""
     return "".join(chr(ord(first) + number) for number in range(1, count + 1))
@@ -60,6 +66,40 @@ def test_a_stream_has_the_whole_answer_and_its_usage(served: Any) -> None:
     assert reasons == {0: "length", 1: "length"}
     assert usage is not None
     assert usage.completion_tokens == 40
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_stream_says_how_far_a_long_prompt_is_read(is_chat: bool, long_prompts: Any) -> None:
+    client = long_prompts.client()
+    # Each prompt begins differently, so that none finds blocks of another's.
+    text = ("c" if is_chat else "t") * 200 + "a"
+
+    def chunks(**extra: Any) -> list[Any]:
+        options = {"model": "random-tiny", "max_tokens": 3, "stream": True, "extra_body": extra}
+        if is_chat:
+            return list(
+                client.chat.completions.create(messages=[{"role": "user", "content": text}], **options)
+            )
+        return list(client.completions.create(prompt=text, **options))
+
+    def told(found: list[Any]) -> list[dict[str, int]]:
+        return [chunk.prompt_progress for chunk in found if "prompt_progress" in (chunk.model_extra or {})]
+
+    found = chunks(return_progress=True)
+    progress = told(found)
+    # 201 tokens are read in steps of 32; no step is told of twice, and the last one brings the first token.
+    assert [step["processed"] for step in progress] == sorted({step["processed"] for step in progress})
+    assert {step["processed"] for step in progress} <= set(range(32, 201, 32))
+    assert progress
+    assert all((step["total"], step["cache"]) == (201, 0) for step in progress)
+    times = [step["time_ms"] for step in progress]
+    assert times == sorted(times)
+    assert "prompt_progress" in found[0].model_extra
+    answer = [chunk.choices[0].delta.content if is_chat else chunk.choices[0].text for chunk in found]
+    assert "".join(part or "" for part in answer) == letters("a", 3)
+    assert told(chunks()) == []
+    # The second time 192 tokens are there, and one step reads the others.
+    assert told(chunks(return_progress=True)) == []
 
 
 async def test_the_async_client_streams(served: Any) -> None:

@@ -9,9 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
+from nbengine.config import ModelConfig
 from nbengine.errors import ModelLoadError
+from nbengine.frontend.text.tokenizer import load_tokenizer
+from nbengine.frontend.text.tokenizer_statements import unmet_statements
 from nbengine.models.checkpoints import gguf_prepare
 from nbengine.models.checkpoints.gguf_prepare import prepared_directory
 from nbengine.models.checkpoints.gguf_tokenizer import main, write_prepared
@@ -92,6 +96,112 @@ def test_a_sentencepiece_vocabulary_equals_transformers(add_bos: bool, tmp_path:
     assert (tokenizer.encode("hello")[0] == 1) is add_bos
     chat = [{"role": "user", "content": "hello"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>hello"
+
+
+def prepared(gguf: Path, directory: Path) -> PreTrainedTokenizerFast:
+    directory.mkdir()
+    write_prepared(gguf, directory)
+    return load_tokenizer(ModelConfig(directory=str(directory)))
+
+
+def unmet(directory: Path) -> list[str]:
+    return unmet_statements(
+        directory, load_tokenizer(ModelConfig(directory=str(directory))).backend_tokenizer
+    )
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_the_space_before_a_text_is_put_or_left_out_as_the_file_says(space: bool, tmp_path: Path) -> None:
+    gguf = write_sentencepiece(tmp_path / "model.gguf", add_bos_token=False, add_space_prefix=space)
+    tokenizer = prepared(gguf, tmp_path / "prepared")
+    converted = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=gguf.name)
+    merges = json.loads(converted.backend_tokenizer.to_str())["model"]["merges"]
+    oracle = LlamaTokenizer(
+        vocab=converted.get_vocab(), merges=[tuple(merge) for merge in merges], add_prefix_space=space
+    )
+    for text in TEXTS:
+        assert tokenizer.encode(text) == oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(tokenizer.encode(text)) == oracle.decode(
+            oracle.encode(text, add_special_tokens=False)
+        )
+    assert (tokenizer.tokenize("hello") == ["▁hello"]) is space
+    assert unmet(tmp_path / "prepared") == []
+
+
+def byte_level_file(path: Path, pre: str | None) -> Path:
+    """A GGUF file with a byte-level vocabulary that has some pairs of spaces, letters and digits."""
+    merges = ["Ġ Ġ", "1 2", "12 3", "Ġ 1", "h e", "' s", "' S", "Ġ he"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    writer = GGUFWriter(str(path), "llama")
+    for name, value in {"context_length": 64, "embedding_length": 32, "block_count": 1}.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(0)
+    writer.add_string("tokenizer.chat_template.tool_use", "with tools")
+    writer.add_string("tokenizer.chat_template.../../evil", "no")
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS = ["In 1  23 he's 123", "  7", " 007", "a1b22", "x = 12\n\n 5", "he'S"]
+
+
+@pytest.mark.parametrize(
+    "pre", ["smollm", "starcoder", "refact", "command-r", "gpt-2", "olmo", "glm4", "llama-bpe", None]
+)
+def test_text_is_divided_as_llama_cpps_patterns_for_the_pre_tokenizer_say(
+    pre: str | None, tmp_path: Path
+) -> None:
+    """The patterns are those of llama-vocab.cpp: one divides the text, the next one each part."""
+    llama_3 = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    patterns = {"glm4": [llama_3], "llama-bpe": [llama_3], "gpt-2": [GPT_2], "olmo": [GPT_2], None: [GPT_2]}
+    tokenizer = prepared(byte_level_file(tmp_path / "model.gguf", pre), tmp_path / "prepared")
+    for text in DIGITS:
+        parts = [text]
+        for pattern in patterns.get(pre, [r"\p{N}", GPT_2]):
+            parts = [piece for part in parts for piece in divided(pattern, part)]
+        whole = [tokenizer.backend_tokenizer.model.tokenize(in_bytes(part)) for part in parts]
+        assert tokenizer.encode(text) == [token.id for tokens in whole for token in tokens], (pre, text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert unmet(tmp_path / "prepared") == []
+
+
+def divided(pattern: str, text: str) -> list[str]:
+    """All of a text: what the pattern finds, and what lies between."""
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return [piece for piece, _ in split.pre_tokenize_str(text)]
+
+
+def in_bytes(text: str) -> str:
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in as_bytes.pre_tokenize_str(text))
+
+
+def test_a_pre_tokenizer_that_nobody_knows_is_named_at_every_start(tmp_path: Path) -> None:
+    tokenizer = prepared(byte_level_file(tmp_path / "model.gguf", "deepseek-coder"), tmp_path / "prepared")
+    assert tokenizer.encode("he")
+    assert unmet(tmp_path / "prepared") == ["tokenizer.ggml.pre='deepseek-coder'"]
+
+
+def test_chat_templates_with_a_name_are_found(tmp_path: Path) -> None:
+    tokenizer = prepared(byte_level_file(tmp_path / "model.gguf", "gpt-2"), tmp_path / "prepared")
+    assert tokenizer.chat_template == {"tool_use": "with tools"}
 
 
 def test_a_byte_level_vocabulary_of_qwen_equals_transformers(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nbengine.config import ModelConfig
@@ -57,7 +58,14 @@ def resolved() -> ModelConfig:
 @pytest.fixture(scope="module")
 def oracle_tokenizer(resolved: ModelConfig) -> Any:
     gguf = Path(resolved.weights[0])
-    return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    # The published tokenizer.json of SmolLM2 takes each digit by itself. The file says so ("smollm"), and the conversion
+    # does not know that name.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,16 @@ from asgi import Call, call
 from fake_service_engine import FakeEngine, FakeServer
 
 from nbengine.errors import EngineDeadError, RequestError
+from nbengine.outputs import PromptProgress
 from nbengine.sampling_params import RequestOutputKind
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+READ = [PromptProgress("r", 200, 60, 20, 0.25), PromptProgress("r", 200, 120, 20, 1.0)]
+SHOWN = [
+    {"total": 200, "cache": 20, "processed": 60, "time_ms": 250},
+    {"total": 200, "cache": 20, "processed": 120, "time_ms": 1000},
+]
 
 
 async def server(engine: FakeEngine | None = None, **settings: Any) -> FakeServer:
@@ -38,6 +44,27 @@ async def test_an_answer_has_openais_form() -> None:
         "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
+
+
+async def test_a_stream_says_how_far_the_prompt_is_read_to_those_who_ask() -> None:
+    fake = await server()
+    fake.engine.progress = READ
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    for more in ({}, {"return_progress": False}, {"return_progress": True, "stream": False}):
+        reply = await call(fake.app, PATH, {"messages": HELLO, "stream": True, **more})
+        assert b"prompt_progress" not in b"".join(reply.parts)
+    for more in ({}, {"n": 2, "temperature": 0}, {"n": 2, "temperature": 1}, usage):
+        body = {"messages": HELLO, "stream": True, "return_progress": True, **more}
+        chunks = (await call(fake.app, PATH, body)).events()
+        # Completions that are requests of their own read the same prompt.
+        assert [chunk["prompt_progress"] for chunk in chunks[:2]] == SHOWN
+        for chunk in chunks[:2]:
+            assert chunk["object"] == "chat.completion.chunk"
+            assert chunk["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}]
+        assert not any("prompt_progress" in chunk for chunk in chunks[2:])
+        first = [chunk["choices"][0] for chunk in chunks[2:-1] if chunk["choices"]]
+        text = "".join(part["delta"].get("content", "") for part in first if part["index"] == 0)
+        assert text == "Hello"
 
 
 async def test_a_stream_says_the_same_in_chunks_and_ends_with_usage_if_asked() -> None:

@@ -8,6 +8,8 @@ import pytest
 from asgi import call
 from fake_service_engine import FakeEngine, FakeServer
 
+from nbengine.outputs import PromptProgress
+
 PATH = "/v1/completions"
 
 
@@ -24,6 +26,22 @@ async def test_an_answer_has_openais_form() -> None:
     assert choice["finish_reason"] == "stop"
     assert body["usage"]["prompt_tokens"] == 2
     assert fake.engine.asked[0][1].max_tokens == 16
+
+
+async def test_a_stream_says_how_far_each_prompt_is_read_to_those_who_ask() -> None:
+    fake = await server()
+    fake.engine.progress = [PromptProgress("r", 200, 60, 20, 0.25)]
+    body = {"prompt": ["a", "b"], "stream": True, "n": 2, "temperature": 0}
+    reply = await call(fake.app, PATH, body)
+    assert b"prompt_progress" not in b"".join(reply.parts)
+    *chunks, done = (await call(fake.app, PATH, {**body, "return_progress": True})).events()
+    told = [chunk for chunk in chunks if "prompt_progress" in chunk]
+    shown = {"total": 200, "cache": 20, "processed": 60, "time_ms": 250}
+    assert [chunk["prompt_progress"] for chunk in told] == [shown, shown]
+    # Each prompt is told of at its first completion.
+    assert sorted(chunk["choices"][0]["index"] for chunk in told) == [0, 2]
+    assert {chunk["choices"][0]["text"] for chunk in told} == {""}
+    assert done == "[DONE]"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from asgi import Call
 from fake_service_engine import FakeEngine, FakeServer
 
 from nbengine.errors import EngineDeadError
+from nbengine.outputs import PromptProgress
 from nbengine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from nbengine.server.merging import Inbox, merged
 from nbengine.server.protocol.errors import ApiError
-from nbengine.server.service import State, merged
+from nbengine.server.service import State
 from nbengine.server.sse import EventStream, event
 
 DELTAS = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -72,6 +75,28 @@ async def test_what_nobody_reads_stays_in_the_streams() -> None:
         await asyncio.sleep(0)
     assert sum(made) <= 4
     await outputs.aclose()
+
+
+async def test_one_who_lags_behind_gets_the_latest_progress_of_each_prompt_and_every_output() -> None:
+    inbox = Inbox()
+
+    def progress(index: int, number: int) -> PromptProgress:
+        return PromptProgress(f"r-{index}", 100, number, 0, 1.0)
+
+    async def stream(index: int) -> AsyncGenerator[Any, None]:
+        for number in range(3):
+            inbox.report(index, progress(index, number))
+        for number in range(5):
+            yield number
+
+    items: list[Any] = []
+    async with aclosing(merged([stream(0), stream(1)], inbox)) as outputs:
+        async for item in outputs:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            items.append(item)
+    for index in (0, 1):
+        assert [what for whose, what in items if whose == index] == [progress(index, 2), *range(5)]
 
 
 async def test_a_pooling_request_without_an_output_is_an_error_for_its_caller() -> None:
