@@ -20,6 +20,7 @@ from nbengine.models.configs.hf_config import (
     max_model_len_of,
     vocab_size,
 )
+from tests.conftest import gguf_files_read_once
 
 TEXTS = [
     "",
@@ -57,7 +58,8 @@ def resolved() -> ModelConfig:
 @pytest.fixture(scope="module")
 def oracle_tokenizer(resolved: ModelConfig) -> Any:
     gguf = Path(resolved.weights[0])
-    return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    with gguf_files_read_once():
+        return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
 
 
 @pytest.fixture(scope="module")
