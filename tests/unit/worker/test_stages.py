@@ -30,7 +30,6 @@ from nbengine.scheduler.output import AsyncModelRunnerOutput, ModelRunnerOutput,
 from nbengine.scheduler.request import Request, RequestStatus
 from nbengine.scheduler.scheduler import Scheduler
 from nbengine.worker.model_runner import ModelRunner
-from tests.support.thorough import amount
 from tests.unit.worker.conftest import MAX_MODEL_LEN
 
 CPU = torch.device("cpu")
@@ -302,7 +301,7 @@ def test_divided_runners_give_what_one_runner_gives(
     assert engine.scheduler.make_stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("seed", range(amount(2, thorough=4)))
+@pytest.mark.parametrize("seed", range(4))
 def test_requests_that_are_aborted_with_steps_in_flight_do_not_disturb_the_others(
     five_layers: EngineConfig, expected: dict[str, Result], seed: int
 ) -> None:
