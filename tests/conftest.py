@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -172,15 +173,23 @@ def smollm2_oracle() -> PreTrainedModel:
     ).eval()
 
 
-def read_with_transformers(file: Path) -> PreTrainedModel:
-    """Read a model's GGUF file, each part of it once."""
+@contextlib.contextmanager
+def gguf_files_read_once() -> Iterator[None]:
+    """Let transformers read each part of a GGUF file once, which takes it a second each time."""
     import gguf
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        yield
+
+
+def read_with_transformers(file: Path) -> PreTrainedModel:
+    """Read a model's GGUF file, each part of it once."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    with gguf_files_read_once():
         return AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,

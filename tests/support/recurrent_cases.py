@@ -31,6 +31,7 @@ GRANITE: dict[str, Any] = {
     "shared_intermediate_size": 48,
     "num_local_experts": 0,
     "mamba_n_heads": 8,
+    "mamba_chunk_size": 16,
     "mamba_d_state": 24,
     "mamba_n_groups": 2,
     "embedding_multiplier": 6.0,

@@ -344,7 +344,7 @@ def gguf_variant() -> type[GGUFVariant]:
     return GGUFVariant
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def load() -> LoadModel:
     """Load a model by name with our loader, on the CPU; quantised weights stay so unless float32 is `asked` for."""
 

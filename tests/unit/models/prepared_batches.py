@@ -30,6 +30,7 @@ from nbengine.models.prepared.steps import MOST_LOGITS
 from nbengine.models.registry import decoder_config
 from nbengine.models.step_output import StepOutput
 from nbengine.runtime.progress import Reporter
+from tests.support.thorough import amount
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -237,12 +238,16 @@ STEPS: list[tuple[list[int], list[int] | None]] = [
 ]
 
 
+AGAIN = amount(STEPS[::3], thorough=STEPS)
+"""One request's token, one prompt, and more requests than have logits at once, among others."""
+
+
 def assert_same_bits_of_all_steps(batches: Batches) -> None:
-    """Compare all steps twice: the second time, the program is there already, and serves them all."""
+    """Compare all steps, and then steps for which the program is there already, and which it serves."""
     assert batches.model._prepared is not None
     programs = []
-    for _ in range(2):
-        for seed, (lengths, queries) in enumerate(STEPS):
+    for steps in (STEPS, AGAIN):
+        for seed, (lengths, queries) in enumerate(steps):
             assert_same_bits(batches, lengths, seed, queries)
         programs.append(batches.model._prepared._program)
     assert programs[0] is not None

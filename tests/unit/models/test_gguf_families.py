@@ -25,6 +25,7 @@ from nbengine.models.registry import decoder_config
 from nbengine.runtime.progress import Reporter
 from tests.support.gguf_cases import CASES, RECURRENT
 from tests.support.gguf_converter import VOCABULARY, Converter, convert, round_matrices
+from tests.support.thorough import combinations
 from tests.unit.models.conftest import Runner
 from tests.unit.models.test_recurrent_families import HybridRunner
 
@@ -94,17 +95,20 @@ def test_a_file_without_an_output_projection_has_the_embeddings_for_it(
     assert_same(runner_of(name, loaded(path)).step({"a": TOKENS})["a"], oracle)
 
 
-@KINDS
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
 @pytest.mark.parametrize(
-    "name", ["qwen3.5", "qwen3.5 moe", "qwen3-next", "granite 4 moe", "lfm2", "olmo", "olmo3", "glm"]
+    ("name", "kind", "sizes"),
+    combinations(
+        ["qwen3.5", "qwen3.5 moe", "qwen3-next", "granite 4 moe", "lfm2", "olmo", "olmo3", "glm"],
+        [Kind.F32, Kind.Q8_0],
+        [(2, 1), (1, 2)],
+    ),
 )
 def test_two_ranks_give_them_from_their_parts_of_a_file(
-    name: str, tp_size: int, pp_size: int, kind: Kind, tmp_path: Path, random_model: Any
+    name: str, kind: Kind, sizes: tuple[int, int], tmp_path: Path, random_model: Any
 ) -> None:
     even = {"linear_num_key_heads": 4, "linear_num_value_heads": 8} if name.startswith("qwen3") else {}
     oracle, path = made(name, kind, tmp_path, random_model, **even)
-    world = ThreadWorld(tp_size, pp_size)
+    world = ThreadWorld(*sizes)
     runners = [runner_of(name, loaded(path, parallel=state), parallel=state) for state in world.states]
 
     def run(state: Any) -> Tensor:

@@ -27,6 +27,7 @@ from nbengine.errors import QueueClosedError
 from nbengine.kernels.cpu.flags import Patience
 from nbengine.models.prepared.steps import PreparedSteps
 from tests.support.parallel_support import ThreadWorld
+from tests.support.thorough import combinations
 from tests.unit.models.prepared_batches import (
     EXPERTS,
     Batches,
@@ -100,20 +101,11 @@ def on_threads(states: list[ParallelState], body: Callable[[ParallelState], T]) 
         return list(pool.map(guarded, states))
 
 
-CASES = [(name, size, False) for name in MODELS for size in (2, 4) if (name, size) != ("experts", 4)]
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize(("name", "size", "expert_parallel"), [*CASES, ("experts", 4, True)])
+@pytest.mark.parametrize(("name", "size", "num_threads"), combinations(MODELS, [2, 4], [1, 2]))
 def test_a_prepared_step_of_ranks_has_the_bits_of_the_eager_path(
-    name: str,
-    size: int,
-    expert_parallel: bool,
-    num_threads: int,
-    path_of: Callable[[str], Path],
-    tmp_path: Path,
+    name: str, size: int, num_threads: int, path_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = path_of(name)
+    path, expert_parallel = path_of(name), (name, size) == ("experts", 4)
 
     def body(state: ParallelState) -> None:
         torch.set_num_threads(num_threads)

@@ -19,13 +19,15 @@ from nbengine.kernels.recurrent_metadata import Checkpoints, build_recurrent_met
 from nbengine.kernels.torch.recurrent import TorchRecurrent
 from nbengine.models.families.decoder import DecoderForCausalLM
 from tests.support.recurrent_cases import CASES, QWEN, QWEN_EXPERTS, saved
-from tests.support.thorough import combinations
+from tests.support.thorough import amount, combinations
 from tests.unit.models.conftest import BLOCK_SIZE, Runner
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 24
 LENGTH = 150
 """Tokens of the longest request: two chunks of transformers, and a part of one."""
+SHORT = amount(40, thorough=LENGTH)
+"""Tokens of a request in small chunks, which need not be as long as those of transformers."""
 
 
 @dataclass
@@ -137,8 +139,9 @@ def test_tokens_are_those_of_transformers_however_a_request_is_cut(
     expected = expected_of(oracle, tokens)
     for found_name, logits in runner.step(others).items():
         assert_same(logits, expected_of(oracle, others[found_name]))
-    for size in (LENGTH, 64, 7, 1):
-        assert_same(chunked(runner, tokens, size, {f"beside {size}": tokens_of(5, size)}), expected)
+    for size, length in ((LENGTH, LENGTH), (64, LENGTH), (7, SHORT), (1, SHORT)):
+        found = chunked(runner, tokens[:length], size, {f"beside {size}": tokens_of(5, size)})
+        assert_same(found, expected[:length])
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "granite 4 moe", "lfm2"])

@@ -21,6 +21,7 @@ from nbengine.models.configs.hf_config import (
     max_model_len_of,
     vocab_size,
 )
+from tests.conftest import gguf_files_read_once
 
 TEXTS = [
     "",
@@ -58,7 +59,8 @@ def resolved() -> ModelConfig:
 @pytest.fixture(scope="module")
 def oracle_tokenizer(resolved: ModelConfig) -> Any:
     gguf = Path(resolved.weights[0])
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    with gguf_files_read_once():
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     # The published tokenizer.json of SmolLM2 takes each digit by itself. The file says so ("smollm"), and the conversion
     # does not know that name.
     digits = pre_tokenizers.Digits(individual_digits=True)

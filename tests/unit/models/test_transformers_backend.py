@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_support import ThreadWorld
+from random_models import assert_greedy
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers_cases import CLASSES, GROUPED, HEADS, LATENT, WINDOW
@@ -34,14 +35,6 @@ def logits_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([tokens])).logits[0].float()
     return logits
-
-
-def continued(model: PreTrainedModel, tokens: list[int]) -> list[int]:
-    """The tokens that follow greedily, each from a sequence that is computed as a whole."""
-    found = list(tokens)
-    for _ in range(NEW_TOKENS):
-        found.append(int(logits_of(model, found)[-1].argmax()))
-    return found[len(tokens) :]
 
 
 def greedy(runner: Any, prompts: dict[str, list[int]], chunk: int) -> dict[str, list[int]]:
@@ -72,7 +65,7 @@ def saved(
     return model, directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(saved: tuple[PreTrainedModel, Path], load: Any) -> TransformersForCausalLM:
     found = load(saved[1], model_impl="transformers")
     assert isinstance(found, TransformersForCausalLM)
@@ -84,9 +77,10 @@ def test_greedy_tokens_are_those_of_transformers_in_mixed_batches_and_in_chunks(
     saved: tuple[PreTrainedModel, Path], model: TransformersForCausalLM, make_runner: Any, chunk: int
 ) -> None:
     prompts = {name: tokens_of(length, length) for name, length in PROMPTS.items()}
-    expected = {name: continued(saved[0], tokens) for name, tokens in prompts.items()}
-    assert greedy(make_runner(model), prompts, chunk) == expected
-    assert greedy(make_runner(model), {"alone": prompts["short"]}, chunk)["alone"] == expected["short"]
+    found = greedy(make_runner(model), prompts, chunk)
+    for name, tokens in prompts.items():
+        assert_greedy(saved[0], tokens, found[name])
+    assert greedy(make_runner(model), {"alone": prompts["short"]}, chunk)["alone"] == found["short"]
 
 
 def test_logits_of_all_positions_are_those_of_transformers(

@@ -87,7 +87,7 @@ def random_limits(rng: random.Random, mode: dict) -> Limits:
 @pytest.mark.parametrize("mode", MODES)
 def test_mirrors_agree_over_long_histories(mode: str) -> None:
     rng = random.Random(mode)
-    for _ in range(amount(2, thorough=40)):
+    for _ in range(amount(1, thorough=40)):
         follow_a_long_history(random_limits(rng, MODES[mode]), rng)
 
 
