@@ -9,12 +9,13 @@ from tests.simulation import state
 
 def monotonic() -> float:
     """`time.monotonic`, of all processes of the machine alike."""
-    return 5000.0 + state.current.now
+    return 5000.0 + state.hub().now
 
 
 def wall_time() -> float:
     """`time.time`."""
-    return state.current.wall_offset + state.current.now
+    hub = state.hub()
+    return hub.wall_offset + hub.now
 
 
 def sleep(seconds: float) -> None:

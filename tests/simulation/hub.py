@@ -205,8 +205,7 @@ class Hub:
         if task.waiting:
             task.waiting = False
             self._num_scheduled = count = self._num_scheduled + 1
-            when = self.now + (self.jitter() if self.long_delay_chance else self._draw() * self.delay)
-            _push(self._events, (when, count, self._resume, (task, task.num_waits, True)))
+            _push(self._events, (self.now + self.jitter(), count, self._resume, (task, task.num_waits, True)))
 
     def sleep(self, seconds: float) -> None:
         """Have the current thread wait."""

@@ -82,24 +82,23 @@ class Network:
 class Channel:
     """One direction of a connection."""
 
-    __slots__ = ("_hub", "_network", "broken", "in_flight", "last_at", "prefix", "receiver", "sender")
+    __slots__ = ("broken", "in_flight", "last_at", "receiver", "sender", "wrap")
 
-    def __init__(self, sender: SimSocket, receiver: SimSocket, prefix: Frames = ()) -> None:
+    def __init__(self, sender: SimSocket, receiver: SimSocket, wrap: Callable[[Frames], Frames]) -> None:
         self.sender = sender
         self.receiver = receiver
-        self.prefix = prefix
-        """The frames that the receiver finds before those that were sent."""
-        world = state.world()
-        self._hub, self._network = world.hub, world.network
+        self.wrap = wrap
         self.in_flight: deque[tuple[Frames, Tracker | None]] = deque()
         self.last_at = 0.0
         self.broken = False
 
     def send(self, frames: Frames, tracker: Tracker | None = None) -> None:
+        world = state.world()
+        hub = world.hub
         self.in_flight.append((frames, tracker))
-        arrives = self._hub.now + self._network.latency()
+        arrives = hub.now + world.network.latency()
         self.last_at = max(self.last_at, arrives)
-        self._hub.call_at(self.last_at, self._arrive)
+        hub.call_at(self.last_at, self._arrive)
 
     def _arrive(self) -> None:
         if self.broken or not self.in_flight:
@@ -111,12 +110,11 @@ class Channel:
         frames, tracker = self.in_flight.popleft()
         if tracker is not None:
             tracker.done = True
-        hub = self._hub
+        hub = state.hub()
         if hub.trace is not None:
             hub.say(f"{self.sender!r} -> {self.receiver!r}: {_show(frames)}")
-        self.receiver.take(self.prefix + frames)
-        if self.sender.pollers:
-            self.sender.changed()
+        self.receiver.take(self.wrap(frames))
+        self.sender.changed()
 
     def cut(self) -> None:
         """Lose what has not left the sender, which is gone."""
@@ -183,8 +181,12 @@ class Link:
             listener.peers[key] = self
         self.listener = listener
         listener.links.append(self)
-        self.up = Channel(self.connector, listener, (self.name,) if listener.kind == zmq.ROUTER else ())
-        self.down = Channel(listener, self.connector)
+        name = self.name
+        if listener.kind == zmq.ROUTER:
+            self.up = Channel(self.connector, listener, lambda frames: (name, *frames))
+        else:
+            self.up = Channel(self.connector, listener, lambda frames: frames)
+        self.down = Channel(listener, self.connector, lambda frames: frames)
         for topic in self.connector.topics:
             self.up.send((b"\x01" + topic,))
         while self.queue:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -19,9 +19,6 @@ _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 class Source:
     """Something that can be polled."""
-
-    arrived: Sized | None = None
-    """It is what has arrived, if the source is readable just when something is there; None: `readable` says."""
 
     def __init__(self) -> None:
         self.pollers: list[SimPoller] = []
@@ -51,7 +48,7 @@ class SimPoller:
 
     def __init__(self) -> None:
         self._sources: dict[Any, tuple[Any, Source, int]] = {}
-        self._input: list[tuple[Any, Sized | None, Callable[[], bool]]] | None = None
+        self._input: list[tuple[Any, Callable[[], bool]]] | None = None
         """The sources, if it looks at nothing but whether they can be read."""
         self._sorted = False
         self.task: Any = None
@@ -84,15 +81,11 @@ class SimPoller:
         self._sorted = True
         sources = self._sources.values()
         looks_at_input_alone = all(flags == _IN for _, _, flags in sources)
-        self._input = (
-            [(key, source.arrived, source.readable) for key, source, _ in sources]
-            if looks_at_input_alone
-            else None
-        )
+        self._input = [(key, source.readable) for key, source, _ in sources] if looks_at_input_alone else None
 
     def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
         """Wait up to `timeout` milliseconds for something to be ready."""
-        hub = state.current
+        hub = state.hub()
         found = self._ready()
         if found or timeout == 0:
             if hub.preemption:
@@ -114,11 +107,7 @@ class SimPoller:
         if not self._sorted:
             self._sort()
         if self._input is not None:
-            return [
-                (key, _IN)
-                for key, arrived, readable in self._input
-                if arrived or (arrived is None and readable())
-            ]
+            return [(key, _IN) for key, readable in self._input if readable()]
         found = []
         for key, source, flags in self._sources.values():
             events = _IN if flags & _IN and source.readable() else 0

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def deadline_of(timeout: float | None) -> float:
     """The moment until which a call with this time-out may wait."""
-    return math.inf if timeout is None else state.current.now + timeout
+    return math.inf if timeout is None else state.hub().now + timeout
 
 
 class Waiters:
@@ -30,7 +30,7 @@ class Waiters:
 
     def wait(self, until: float) -> bool:
         """Wait to be woken; False if `until` came first."""
-        hub = state.current
+        hub = state.hub()
         task = hub.current
         assert task is not None
         self._tasks.append(task)
@@ -43,13 +43,13 @@ class Waiters:
     def wake_one(self) -> None:
         """Wake the one that has waited longest."""
         if self._tasks:
-            state.current.wake(self._tasks.pop(0))
+            state.hub().wake(self._tasks.pop(0))
 
     def wake_all(self) -> None:
         """Wake all."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
-            state.current.wake(task)
+            state.hub().wake(task)
 
 
 class SimQueue(Generic[T]):
@@ -62,7 +62,7 @@ class SimQueue(Generic[T]):
     def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:
         self._items.append(item)
         self._waiters.wake_one()
-        hub = state.current
+        hub = state.hub()
         if hub.preemption:
             hub.maybe_preempt()
 
@@ -121,7 +121,7 @@ class SimLock:
         self._waiters = Waiters()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        hub = state.current
+        hub = state.hub()
         task = hub.current
         if self._owner is not None and self._reentrant and self._owner is task:
             self._depth += 1
@@ -192,7 +192,7 @@ class SimCondition:
 
 def thread_start(self: Any) -> None:
     """`Thread.start`."""
-    hub = state.current
+    hub = state.hub()
     process = state.process()
     process.outside("thread")
     self._sim_task = hub.spawn(process, self.name, self.run)
@@ -202,7 +202,7 @@ def thread_start(self: Any) -> None:
 
 def thread_join(self: Any, timeout: float | None = None) -> None:
     """`Thread.join`."""
-    hub, task = state.current, self._sim_task
+    hub, task = state.hub(), self._sim_task
     until = deadline_of(timeout)
     while not task.ended:
         if hub.current is task:
@@ -261,5 +261,5 @@ for _name, _method in THREAD_METHODS.items():
 
 def current_thread() -> Any:
     """`threading.current_thread`."""
-    task = state.current.current
+    task = state.hub().current
     return threading.main_thread() if task is None or task.thread is None else task.thread

@@ -85,7 +85,7 @@ class SimSocket(Source):
         self.options: dict[int, Any] = {}
         self.topics: list[bytes] = []
         self.closed = False
-        self.arrived = self.inbox = deque[Frames]()
+        self.inbox: deque[Frames] = deque()
         self.peers: dict[bytes, Link] = {}
         """Of a ROUTER, by identity."""
         self.links: list[Link] = []
@@ -99,6 +99,9 @@ class SimSocket(Source):
         context.sockets.append(self)
         self.process.free_files -= 1
         self._world.network.open_sockets[self.number] = self
+
+    def __hash__(self) -> int:
+        return self.number
 
     def __repr__(self) -> str:
         kind = zmq.SocketType(self.kind).name
@@ -320,12 +323,11 @@ class SimSocket(Source):
         """Let the descriptor tell that something has happened to this socket."""
         if self._descriptor is not None:
             self._descriptor.signal()
-        if self.pollers:
-            self.changed()
+        self.changed()
 
     def _use(self) -> None:
         """Look what has happened, as every call does, so that the descriptor has nothing more to tell."""
-        if self._world.over or self.process.is_dead:
+        if self.process.is_dead or self._world.over:
             raise GreenletExit
         if self.closed:
             raise zmq.ZMQError(errno.ENOTSOCK)

@@ -11,22 +11,18 @@ if TYPE_CHECKING:
 
 _world: World | None = None
 _hub: Hub | None = None
-current: Hub
-"""The hub of the world that runs, for what is asked too often to call `hub`; there is none while no world runs."""
 
 
 def enter(world: World) -> None:
     """Make a world the one that runs."""
-    global _world, _hub, current
+    global _world, _hub
     _world, _hub = world, world.hub
-    current = world.hub
 
 
 def leave() -> None:
     """Leave the world, so that there is none any more."""
-    global _world, _hub, current
+    global _world, _hub
     _world = _hub = None
-    del current
 
 
 def world() -> World:

@@ -163,10 +163,9 @@ class User:
     def _info(self) -> ConnectionInfo | None:
         if self.plan.owner:
             return launch.launch_engine(self.world.config, name=ENGINE)
-        file = connection.connection_file(ENGINE)
         for _ in range(40):
-            if file.exists():
-                return connection.read_connection(file)
+            if connection.connection_file(ENGINE).exists():
+                return connection.read_connection(connection.connection_file(ENGINE))
             if self.world.owner_is_gone:
                 return None
             self.world.hub.sleep(LOOK_INTERVAL)
