@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sized
 from collections.abc import Set as AbstractSet
+from dataclasses import asdict, is_dataclass
 from os import PathLike, fsdecode
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 _PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
 
@@ -80,3 +81,13 @@ def is_ordered(value: object) -> TypeGuard[Iterable[object]]:
     if isinstance(value, (str, bytes, bytearray, Mapping, AbstractSet)) or getattr(value, "ndim", 1) == 0:
         return False
     return isinstance(value, Iterable) and isinstance(value, Sized) and hasattr(value, "__getitem__")
+
+
+def as_mapping(value: object) -> Any:
+    """Return the dict of a value of a class that describes one, without what is None: pydantic's models (messages and
+    calls of OpenAI's client among them) and dataclasses; return anything else as it is."""
+    if not isinstance(value, type) and callable(dump := getattr(value, "model_dump", None)):
+        return dump(exclude_none=True)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {key: item for key, item in asdict(value).items() if item is not None}
+    return value

@@ -19,7 +19,7 @@ from nbengine.frontend.requests.prompt_length import PromptLimit, TextEncoder
 from nbengine.frontend.text.quoting import QuotingEncoder
 from nbengine.frontend.text.stored_templates import template_for
 from nbengine.frontend.text.tools import Tool, tool_schemas
-from nbengine.plain import plain
+from nbengine.plain import as_mapping, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 _SPEAKERS = ("system", "developer", "user", "assistant")
 """The roles whose contents are texts; those of others, results of tools for instance, may be objects, which
 templates write as JSON, or missing. Which roles there are is for the template to say."""
+_VARIABLES = (
+    "messages",
+    "conversations",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+)
+"""The names of what a template is rendered with beside `chat_template_kwargs`."""
 CONTENT_FORMATS = ("auto", "string", "openai")
 MEDIA_PARTS = ("image", "audio", "video", "file")
 Message = Mapping[str, Any]
@@ -82,6 +92,10 @@ def render_chat(
     for key in chat_template_kwargs or ():
         if not isinstance(key, str):
             raise InvalidTypeError("chat_template_kwargs", key, "a dict with strings as keys")
+        if key in _VARIABLES:
+            raise InvalidArgumentError(
+                "chat_template_kwargs", key, f"without {', '.join(_VARIABLES)}, which are set otherwise"
+            )
     if continue_final_message and add_generation_prompt:
         raise InvalidArgumentError(
             "continue_final_message", True, "False, unless add_generation_prompt is: both end the prompt"
@@ -115,7 +129,9 @@ def render_chat(
 
 def is_conversation(messages: object) -> bool:
     """Return whether `messages` is one conversation, as opposed to a list of them."""
-    return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+    return isinstance(messages, Sequence) and all(
+        isinstance(as_mapping(message), Mapping) for message in messages
+    )
 
 
 def _as_sequence(messages: object) -> Sequence[object]:
@@ -128,6 +144,7 @@ def _checked(message: object, index: int) -> dict[str, Any]:
     """Copy a message, with its content a string or a list of text parts, and the arguments of its tool calls
     objects."""
     name = f"messages[{index}]"
+    message = as_mapping(message)
     if not isinstance(message, Mapping):
         raise InvalidTypeError(name, message, 'a dict with "role" and "content"')
     role = plain(message.get("role"))
@@ -156,7 +173,7 @@ def _checked_content(content: object, name: str) -> str | list[dict[str, Any]]:
     if not isinstance(content, Sequence):
         raise InvalidTypeError(name, content, _ALLOWED_CONTENT)
     parts = []
-    for part in content:
+    for part in map(as_mapping, content):
         if isinstance(part, str):
             part = {"type": "text", "text": part}
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -173,7 +190,7 @@ def _checked_calls(calls: object, name: str) -> list[dict[str, Any]]:
     if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
         raise InvalidTypeError(name, calls, allowed)
     checked = []
-    for call in calls:
+    for call in map(as_mapping, calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidArgumentError(name, call, allowed)

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nbengine.errors import ChatTemplateError, InvalidArgumentError
-from nbengine.frontend.text.chat import render_chat
+from nbengine.frontend.text.chat import is_conversation, render_chat
 from nbengine.server.protocol.errors import api_error_of
 
 ANY_ROLE = "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else m.content | tojson }}{% endfor %}"
+
+
+@dataclass
+class Said:
+    role: str
+    content: str
+
+
+@dataclass
+class Part:
+    type: str
+    text: str
+
+
 USER = {"role": "user", "content": "the fox"}
 
 
@@ -70,3 +86,38 @@ def test_a_template_that_fails_is_not_quoted_as_if_it_complained(tokenizer: PreT
         with pytest.raises(InvalidArgumentError, match="accepted by the chat template") as raised:
             render_chat(tokenizer, [USER], chat_template=template)
         assert not isinstance(raised.value, ChatTemplateError)
+
+
+def test_messages_calls_and_parts_may_be_objects_of_those_who_describe_them(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """People append `response.choices[0].message` to their messages."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": "yes", "tool_calls": [call]}
+    calls = ChatCompletionMessage.model_validate(said).tool_calls
+    template = "{% for m in messages %}{{ m | tojson(sort_keys=true) }}{% endfor %}"
+
+    def rendered(*messages: Any) -> str:
+        return str(render_chat(tokenizer, [USER, *messages], chat_template=template)["prompt"])
+
+    wanted = rendered(said)
+    assert "null" not in wanted
+    assert rendered(ChatCompletionMessage.model_validate(said)) == wanted
+    assert rendered({**said, "tool_calls": calls}) == wanted
+    assert rendered({**said, "content": [Part("text", "yes")]}) == wanted
+    assert rendered(Said("user", "the fox")) == rendered(USER)
+    assert is_conversation([USER, Said("user", "the fox")])
+    with pytest.raises(InvalidArgumentError, match=r"messages\[1\] must be a dict"):
+        rendered(object())
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "chat_template", "conversations", "continue_final_message"]
+)
+def test_variables_of_a_template_that_are_set_otherwise_are_refused_by_name(
+    tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=rf"^chat_template_kwargs must be without .*{name}.*got '{name}'"
+    ):
+        render_chat(tokenizer, [USER], chat_template_kwargs={name: []})
