@@ -111,6 +111,8 @@ class Scheduler(RequestOutcomes):
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         cached = plan.scheduled_cached_reqs
         num_scheduled_tokens = plan.num_scheduled_tokens
+        add_id, add_blocks = cached.req_ids.append, cached.new_block_ids.append
+        add_computed = cached.num_computed_tokens.append
         lookahead = self.num_lookahead_tokens
         shares, running = self._shares, self.running
         for request in running if shares is None else shares.in_turn(running, self._num_in_flight):
@@ -126,7 +128,8 @@ class Scheduler(RequestOutcomes):
             elif request.spec_token_ids:
                 # One place is left for the token that is sampled behind the drafts.
                 num_new += min(len(request.spec_token_ids), request.max_total_tokens - num_known - 1)
-            num_new = min(num_new, self._chunk_limit, budget)
+            if num_new > 1:
+                num_new = min(num_new, self._chunk_limit, budget)
             new_block_ids = None
             # Most steps go on within the last block, and need not call the manager.
             if num_computed + num_new + lookahead > request.num_slots:
@@ -134,18 +137,19 @@ class Scheduler(RequestOutcomes):
                 # It was the last one, so nothing behind it is left to plan.
                 if request.status is not RequestStatus.RUNNING:
                     break
-            cached.req_ids.append(request.request_id)
-            cached.new_block_ids.append(new_block_ids)
-            cached.num_computed_tokens.append(num_computed)
-            num_scheduled_tokens[request.request_id] = num_new
+            request_id = request.request_id
+            add_id(request_id)
+            add_blocks(new_block_ids)
+            add_computed(num_computed)
+            num_scheduled_tokens[request_id] = num_new
             request.num_computed_tokens = num_computed = num_computed + num_new
             if num_computed < num_known:
-                plan.incomplete_req_ids.add(request.request_id)
+                plan.incomplete_req_ids.add(request_id)
             elif request.spec_token_ids:
                 # Drafts are for this step alone, also those that the budget has cut off.
                 drafts, request.spec_token_ids = request.spec_token_ids, []
                 if num_computed > num_known:
-                    plan.scheduled_spec_decode_tokens[request.request_id] = drafts[: num_computed - num_known]
+                    plan.scheduled_spec_decode_tokens[request_id] = drafts[: num_computed - num_known]
             if num_computed >= request.next_cache_point:
                 self.kv_cache_manager.cache_blocks(request)
             budget -= num_new

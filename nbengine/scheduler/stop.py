@@ -25,17 +25,21 @@ def append_tokens(request: Request, new_token_ids: list[int]) -> list[int]:
     `min_tokens` output tokens with it; the limit of `max_tokens` and `max_model_len` counts always. When the
     request ends, `status` and `stop_reason` (the stop token id, None for eos and for the limit) are set.
     """
-    all_token_ids = request.all_token_ids
-    for position, token_id in enumerate(new_token_ids, 1):
+    all_token_ids, num_tokens = request.all_token_ids, request.num_tokens
+    stop_token_ids, limit = request.stop_token_ids, request.max_total_tokens
+    for token_id in new_token_ids:
         all_token_ids.append(token_id)
-        request.num_tokens += 1
-        if token_id in request.stop_token_ids and request.num_tokens >= request.min_total_tokens:
+        num_tokens += 1
+        if token_id in stop_token_ids and num_tokens >= request.min_total_tokens:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = None if token_id == request.eos_token_id else token_id
-            return new_token_ids[:position]
-        if request.num_tokens >= request.max_total_tokens:
+        elif num_tokens >= limit:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-            return new_token_ids[:position]
+        else:
+            continue
+        new_token_ids = new_token_ids[: num_tokens - request.num_tokens]
+        break
+    request.num_tokens = num_tokens
     return new_token_ids
 
 
