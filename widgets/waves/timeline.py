@@ -80,11 +80,12 @@ class WaveTimeline:
         return list(waves.values())
 
     def total(self, rank: int) -> RankSpan:
-        """Sum up what an engine core did; `num_requests` is the most that it had at a time."""
+        """Sum up what an engine core did, in whole steps; `num_requests` is the most that it had at a time."""
         states = [span.ranks[rank] for span in self.spans if rank in span.ranks]
         return RankSpan(
-            sum(state.steps for state in states),
-            sum(state.dummy_steps for state in states),
+            # Shares of a report come to a whole number again, but for the rounding of their sum.
+            round(sum(state.steps for state in states)),
+            round(sum(state.dummy_steps for state in states)),
             max((state.wave for state in states), default=0),
             any(state.is_running for state in states),
             max((state.num_requests for state in states), default=0),
