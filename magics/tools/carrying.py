@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from IPython.core.error import StdinNotImplementedError, UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.magics.conversations.answer import answer_in
@@ -22,7 +23,7 @@ from nbengine.outputs import ToolCall
 
 DEFAULT_MAX_CALLS = 10
 INTERRUPTED = "the user has interrupted this call"
-NOT_BEGUN = "the user has interrupted the calls before this one was carried out"
+NOT_BEGUN = "the calls were ended before this one was carried out"
 REFUSED = "the user does not want this call to be carried out"
 
 
@@ -113,8 +114,11 @@ class ToolRounds:
         return call
 
     def _is_confirmed(self, call: ToolCall) -> bool:
-        with interruptible():
-            reply = input(f"call {written(call.name, call.arguments)}? [y/N] ")
+        try:
+            with interruptible():
+                reply = input(f"call {written(call.name, call.arguments)}? [y/N] ")
+        except StdinNotImplementedError:
+            raise UsageError("%chat: --confirm needs a frontend that can ask, and this one cannot") from None
         return reply.strip().lower() in ("y", "yes")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from IPython.core.error import UsageError
+from IPython.core.error import StdinNotImplementedError, UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.magics.conversations.conversation import Conversation
@@ -180,6 +180,20 @@ def test_a_call_waits_for_consent(
     (turn,) = shell.user_ns["talk"].turns
     assert turn.rounds[0].calls[0].failed is not bool(asked)
     assert turn.text == "Well."
+
+
+def test_a_frontend_that_cannot_ask_is_told_so_and_the_conversation_stays_whole(
+    shell: InteractiveShell, engine: FakeClient, said: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(question: str) -> str:
+        raise StdinNotImplementedError(question)
+
+    monkeypatch.setattr("builtins.input", refuse)
+    engine.turns = [[call("later", '{"text": "x"}')]]
+    with pytest.raises(UsageError, match="--confirm needs a frontend that can ask"):
+        run(shell, "%chat --tools later --confirm -o talk hi")
+    (turn,) = shell.user_ns["talk"].turns
+    assert (said, turn.rounds[0].calls[0].failed) == ([], True)
 
 
 def test_an_interrupt_leaves_the_conversation_whole(

@@ -327,8 +327,8 @@ def watched_path(path: Path, reads: list[range]) -> Path:
 
 
 def needed_bytes(weights: GGUFWeights, name: str, slot: WeightSlot) -> tuple[int, np.ndarray[Any, Any]]:
-    """Where a tensor begins in its file, and for each of its bytes whether its block holds values of the slot, found
-    value by value."""
+    """Find value by value where a tensor begins in its file, and for each of its bytes whether its block holds values
+    of the slot."""
     tensor = weights._parts[name].tensor
     block_size, block_bytes = GGML_QUANT_SIZES[tensor.type]
     values = np.zeros(tensor.shape, bool)
