@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import threading
 
 import zmq
 
@@ -20,8 +21,11 @@ from nbengine.runtime.connection import ConnectionInfo, remove_engine_files
 
 logger = logging.getLogger(__name__)
 
-CLEAR_TIMEOUT = 10.0
-"""Seconds for which the removal of an engine's remains is tried again while descriptors are short."""
+CLEAR_TIMEOUT = 60.0
+"""Seconds for which the removal of an engine's remains is tried again while descriptors are short.
+
+Strangers at this client's ports are cut off after a handshake's time, one backlog after the other.
+"""
 CONNECT_LINGER_MS = 2000
 """Milliseconds that the last request to a host on another machine may be on its way."""
 
@@ -37,6 +41,8 @@ class EngineEnd:
         self._info = info
         self._watch = watch
         self._reserve = DescriptorReserve()
+        self._clearing = threading.Lock()
+        """The link's thread and one that shuts the engine down may both clear it away."""
         self._setbacks = Setbacks(logger, f"what is left of engine {info.name} cannot be removed")
 
     def ask(self) -> None:
@@ -62,10 +68,15 @@ class EngineEnd:
 
     def clear(self, grace: float) -> None:
         """Kill the engine's processes that still run after `grace` seconds, and remove its files."""
-        self._reserve.give_back()
-        if not persist(lambda: self._clear(grace), self._setbacks, CLEAR_TIMEOUT):
-            logger.error("something of engine %s may be left: `nbengine reap` removes it", self._info.name)
-        self._reserve.renew()
+        with self._clearing:
+            self._reserve.give_back()
+            if not persist(lambda: self._clear(grace), self._setbacks, CLEAR_TIMEOUT):
+                logger.error(
+                    "something of engine %s may be left: `nbengine reap` removes it", self._info.name
+                )
+            # This needs no descriptor.
+            bury_child(self._info.run_dir)
+            self._reserve.renew()
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -78,7 +89,6 @@ class EngineEnd:
         if killed:
             logger.warning("killed what was left of engine %s: pids %s", self._info.name, killed)
         remove_engine_files(self._info)
-        bury_child(self._info.run_dir)
 
     def _ask_from_afar(self) -> None:
         with contextlib.suppress(NBEngineError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from descriptors import exhausted, starved
 from process_support.engine_under_test import wait_for
@@ -135,6 +136,21 @@ def test_an_engine_whose_link_has_failed_is_ended_by_a_signal(
     if way == "release":
         llm.shutdown()
     assert_nothing_left(info)
+
+
+def test_a_shortage_that_does_not_end_leaves_files_alone(
+    start_llm: StartLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nbengine.client.link.engine_end.CLEAR_TIMEOUT", 0.05)
+    monkeypatch.setattr("nbengine.client.link.engine_end.RESERVE", 1000)
+    llm = start_llm()
+    info = llm.llm_engine.connection
+    with exhausted():
+        llm.shutdown()
+    assert f"something of engine {info.name} may be left: `nbengine reap` removes it" in caplog.text
+    # Not even as a zombie.
+    assert not psutil.pid_exists(info.host_pid)
+    assert not session_processes(info)
 
 
 def faltering(function: Callable[..., None]) -> tuple[Callable[..., None], list[int]]:
