@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STATS_INTERVAL = 0.02
+"""Most seconds between two reports of an engine core that is busy, unless the number of its requests changes."""
 METER_INTERVAL = 0.1
 """Least seconds between two reports of what requests have taken, while there are unfinished requests."""
 TRACE_INTERVAL = 0.05
@@ -80,6 +82,8 @@ class EngineCoreProc(EngineCore):
     Raises:
         NBEngineError: the engine cannot be started; see `EngineCore`.
     """
+
+    stats_interval = STATS_INTERVAL
 
     def __init__(
         self,
@@ -106,7 +110,8 @@ class EngineCoreProc(EngineCore):
         self._drain = False
         self._requeue = False
         self._stats_are_stale = True
-        self._trace_due = 0.0
+        self._stats_due = self._trace_due = 0.0
+        self._told_load = (0, 0)
         self._meter_due = 0.0
         self.input_queue: InputQueue = SimpleQueue()
         self._lanes = RequestLanes()
@@ -250,25 +255,33 @@ class EngineCoreProc(EngineCore):
     def _publish_stats(self, *, at_rest: bool = False) -> None:
         """Push the statistics, and the events that someone follows.
 
-        The events of the trace gather for `TRACE_INTERVAL`, and what requests have taken for
-        `METER_INTERVAL`, unless nothing more is about to happen (`at_rest`).
+        While steps follow each other, most reports would be replaced before they are read, so they are made
+        each `stats_interval` and when the number of requests changes. The events of the trace gather for
+        `TRACE_INTERVAL`, and what requests have taken for `METER_INTERVAL`. All of it is told when nothing more
+        is about to happen (`at_rest`).
         """
-        self._stats_are_stale = False
-        stats = self.step_stats()
-        told = self._with_requests(stats, at_rest=at_rest) if self.scheduler.meter.has_news else stats
-        self.output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs(scheduler_stats=told)))
+        now = time.monotonic()
+        load = (len(self.scheduler.running), len(self.scheduler.waiting))
+        is_due = at_rest or load != self._told_load or not self.scheduler.requests or now >= self._stats_due
+        self._stats_are_stale = not is_due
+        if is_due:
+            self._stats_due, self._told_load = now + self.stats_interval, load
+            stats = self.step_stats()
+            told = (
+                self._with_requests(stats, now, at_rest=at_rest) if self.scheduler.meter.has_news else stats
+            )
+            self.output_queue.put((COORDINATOR_INDEX, EngineCoreOutputs(scheduler_stats=told)))
         events = self.kv_events.take_batch(time.time())
         if events is not None:
             self.output_queue.put(events)
-        if at_rest or (self.trace.has_events and time.monotonic() >= self._trace_due):
-            self._trace_due = time.monotonic() + TRACE_INTERVAL
-            batch = self.trace.take_batch(time.time(), stats, even_if_empty=at_rest)
+        if at_rest or (self.trace.has_events and now >= self._trace_due):
+            self._trace_due = now + TRACE_INTERVAL
+            batch = self.trace.take_batch(time.time(), self.step_stats(), even_if_empty=at_rest)
             if batch is not None:
                 self.output_queue.put(batch)
 
-    def _with_requests(self, stats: SchedulerStats, *, at_rest: bool) -> SchedulerStats:
+    def _with_requests(self, stats: SchedulerStats, now: float, *, at_rest: bool) -> SchedulerStats:
         """Return the statistics with what requests have taken, if it is time to tell that."""
-        now = time.monotonic()
         # The report that says that the engine core is idle is complete.
         if not (at_rest or now >= self._meter_due or not self.scheduler.requests):
             return stats

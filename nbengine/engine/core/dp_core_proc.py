@@ -42,6 +42,9 @@ class DPEngineCoreProc(EngineCoreProc):
     without it.
     """
 
+    # The coordinator makes snapshots of what all cores have told of a turn.
+    stats_interval = 0.0
+
     def __init__(
         self,
         config: EngineConfig,

@@ -442,6 +442,34 @@ def reports_of(rig: Rig) -> list[SchedulerStats]:
     return found
 
 
+def test_a_busy_core_reports_at_intervals_and_when_its_requests_come_and_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(core_proc.time, "monotonic", lambda: now[0])
+    core = rig.core
+    rig.add("a", max_tokens=30)
+
+    def tokens_told(elapsed: float) -> list[int]:
+        now[0] += elapsed * core_proc.STATS_INTERVAL
+        core._process_input_queue()
+        core._process_engine_step()
+        return [report.num_generation_tokens for report in reports_of(rig)]
+
+    assert tokens_told(0.0) == [0, 1], "at rest; the first step"
+    assert [tokens_told(0.3) for _ in range(6)] == [[], [], [], [5], [], []]
+    rig.add("b", max_tokens=2)
+    assert tokens_told(0.0) == [9], "another request"
+    assert tokens_told(0.0) == [11], "its end"
+    rig.add("c", max_tokens=1)
+    assert tokens_told(0.0) == [], "a request that came and ended in a step changes no number"
+    core._abort(AbortRequests(1, ["a"]))
+    core.input_queue.put(ShutdownEngine(drain=True))
+    assert core.scheduler.requests == {}
+    core._publish_stats()
+    assert [report.num_generation_tokens for report in reports_of(rig)] == [13], "there is nothing left to do"
+
+
 def test_what_requests_take_is_told_when_it_has_changed_and_not_with_each_step(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,7 +479,7 @@ def test_what_requests_take_is_told_when_it_has_changed_and_not_with_each_step(
     rig.add("a", max_tokens=4)
     core._process_input_queue()
     told = []
-    for elapsed, new in ((0.0, None), (0.5, "b"), (0.2, None), (0.4, None), (2.0, None)):
+    for elapsed, new in ((0.0, None), (0.5, "b"), (0.3, None), (0.4, None), (2.0, None)):
         now[0] += elapsed * interval
         if new is not None:
             rig.add(new, max_tokens=9)
@@ -481,8 +509,8 @@ def test_the_report_that_says_that_a_core_is_idle_has_all_that_requests_have_tak
     while core.scheduler.requests:
         core._process_engine_step()
     reports = reports_of(rig)
-    assert [report.requests is not None for report in reports] == [True, False, True]
-    assert reports[-1].num_running_reqs == 0
+    assert [report.num_running_reqs for report in reports] == [1, 0]
+    assert all(report.requests is not None for report in reports)
     assert reports[-1].requests.finished == [0, 1, 0, 0]
 
 

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from nbengine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from nbengine.engine.core import core_proc
 from nbengine.engine.core.dp_core_proc import DPEngineCoreProc
 from nbengine.engine.core.waves import WAVE_AGREEMENT_STEPS
 from nbengine.engine.core.work import COORDINATOR_INDEX, AddRequest, StartWave
@@ -169,6 +170,20 @@ def test_statistics_say_where_in_the_wave_the_core_is(make_rig) -> None:
     rig.run(lambda: not rig.core.waves.running)
     stats = rig.core.stats()
     assert (stats.current_wave, stats.step_counter, stats.engines_running) == (1, 0, False)
+
+
+def test_each_turn_is_reported(make_rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_proc.time, "monotonic", lambda: 100.0)
+    rig = make_rig(2)
+    rig.executor.others = lambda _: False
+    rig.add("a", 6)
+    rig.run(lambda: rig.core.waves.num_turns == 6)
+    turns = []
+    while not rig.core.output_queue.empty():
+        item = rig.core.output_queue.get()
+        stats = item[1].scheduler_stats if isinstance(item, tuple) else None
+        turns += [] if stats is None else [stats.step_counter]
+    assert set(turns) >= {1, 2, 3, 4, 5, 6}
 
 
 def test_the_trace_of_what_ends_in_a_wave_is_published_before_the_wave_ends(make_rig) -> None:
