@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import pytest
 from answers import Word, delta_of, tree_of
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from nbengine import errors
 from nbengine.errors import EngineDeadError, NBEngineError, RequestLostError
@@ -173,3 +180,53 @@ def test_errors_come_back_as_they_were(name: str) -> None:
     error = getattr(errors, name)(*ERRORS.get(name, ("text",)))
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
+
+
+READER = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+config = Config()
+config.HistoryManager.enabled = False
+shell = InteractiveShell.instance(config=config, ipython_dir=sys.argv[1])
+shell.run_line_magic("load_ext", "storemagic")
+shell.run_line_magic("store", "-r answer")
+answer = shell.user_ns["answer"]
+tree = answer.tree
+shown = [shell.display_formatter.format(value)[0] for value in (answer, tree)]
+print(json.dumps([answer.text, answer.finish_reason, tree[0].text, *shown]))
+"""
+
+
+def test_an_answer_that_a_notebook_has_stored_is_shown_by_another_python(tmp_path: Path) -> None:
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = InteractiveShell(config=config, ipython_dir=str(tmp_path))
+    shell.run_line_magic("load_ext", "storemagic")
+    result = result_of()
+    shell.user_ns["answer"] = result
+    shell.run_line_magic("store", "answer")
+    command = [sys.executable, "-c", READER, str(tmp_path)]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert not printed.returncode, printed.stderr
+    shown = [shell.display_formatter.format(value)[0] for value in (result, result.tree)]
+    assert json.loads(printed.stdout) == ["The city", "stop", result.tree[0].text, *shown]
+    assert shown[0]["text/plain"].startswith("GenerationResult(")
+
+
+def test_joblib_keeps_answers_and_knows_them_again(tmp_path: Path) -> None:
+    result = result_of()
+    joblib.dump({"answer": result, "tree": result.tree}, tmp_path / "kept")
+    kept = joblib.load(tmp_path / "kept")
+    assert (kept["answer"].text, str(kept["tree"])) == (result.text, str(result.tree))
+    calls: list[str] = []
+
+    def judge(answer: GenerationResult) -> int:
+        calls.append(answer.text)
+        return len(answer.text)
+
+    memory = joblib.Memory(tmp_path / "memory", verbose=0)
+    judged = memory.cache(judge)
+    assert judged(result) == judged(joblib.load(tmp_path / "kept")["answer"]) == len("The city")
+    assert calls == ["The city"]
