@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from queue import SimpleQueue
+
+import msgspec
 
 from nbengine.errors import EngineDeadError
 from nbengine.ipc.control_messages import (
@@ -23,16 +24,14 @@ COORDINATOR_INDEX = -1
 """Stands for the coordinator where a client index is meant; clients' indices are positive."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddRequest:
+class AddRequest(msgspec.Struct, frozen=True):
     """A preprocessed request for the scheduler."""
 
     request: Request
     wave: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequests:
+class AbortRequests(msgspec.Struct, frozen=True):
     """Requests of one client to be aborted, all of them if `request_ids` is None; it has found a stop string in
     those that are `stopped`, too."""
 
@@ -41,36 +40,31 @@ class AbortRequests:
     stopped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUpClient:
+class GiveUpClient(msgspec.Struct, frozen=True):
     """A client leaves too much unread: its requests end with an error that has this `reason`."""
 
     client_index: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartWave:
+class StartWave(msgspec.Struct, frozen=True):
     """The coordinator says that a wave has begun, or is to."""
 
     wave: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wakeup:
+class Wakeup(msgspec.Struct, frozen=True):
     """An item that only ends the busy loop's wait: there is something to notice."""
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadFailed:
+class ThreadFailed(msgspec.Struct, frozen=True):
     """An I/O thread has ended by an exception, and so must the engine."""
 
     thread: str
     error: BaseException
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorFailed:
+class ExecutorFailed(msgspec.Struct, frozen=True):
     """The workers have ended by themselves, and so must the engine."""
 
     error: EngineDeadError

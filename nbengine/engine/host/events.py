@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+
+import msgspec
 
 from nbengine.ipc.control_messages import (
     ClientToHost,
@@ -15,24 +16,21 @@ from nbengine.ipc.control_messages import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ClientSpoke:
+class ClientSpoke(msgspec.Struct, frozen=True):
     """Event: a message came on the clients' socket."""
 
     identity: bytes
     message: ClientToHost
 
 
-@dataclass(frozen=True, slots=True)
-class CoreSpoke:
+class CoreSpoke(msgspec.Struct, frozen=True):
     """Event: a message came from an engine core."""
 
     rank: int
     message: CoreToHost
 
 
-@dataclass(frozen=True, slots=True)
-class CoreExited:
+class CoreExited(msgspec.Struct, frozen=True):
     """Event: an engine core's process is gone. `how` follows "engine core 0 (pid 1)"; `clean`: status 0."""
 
     rank: int
@@ -42,30 +40,26 @@ class CoreExited:
     log_tail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StartFailed:
+class StartFailed(msgspec.Struct, frozen=True):
     """Event: the process of an engine core could not be started."""
 
     rank: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopAsked(msgspec.Struct, frozen=True):
     """Event: somebody other than a client wants the engine to end now; `cause` says who or why."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostStood:
+class HostStood(msgspec.Struct, frozen=True):
     """Event: the host itself did not run for `seconds`: it was stopped, or the machine had no time for it."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StacksGathered:
+class StacksGathered(msgspec.Struct, frozen=True):
     """Event, after `GatherStacks`: a core that stands has written the stacks of its threads, if it could."""
 
     rank: int
@@ -73,13 +67,11 @@ class StacksGathered:
     stacks: str
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFailed:
+class RecordFailed(msgspec.Struct, frozen=True):
     """Event: `RecordReady` or `RecordStalled` could not be carried out, as on a full disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(msgspec.Struct, frozen=True):
     """Event: `HostState.next_deadline` may have come."""
 
 
@@ -96,97 +88,84 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ToClient:
+class ToClient(msgspec.Struct, frozen=True):
     """Action: send a message to a client."""
 
     identity: bytes
     message: HostToClient
 
 
-@dataclass(frozen=True, slots=True)
-class ToCore:
+class ToCore(msgspec.Struct, frozen=True):
     """Action: send a message to an engine core."""
 
     rank: int
     message: HostToCore
 
 
-@dataclass(frozen=True, slots=True)
-class StartCore:
+class StartCore(msgspec.Struct, frozen=True):
     """Action: start the process of an engine core."""
 
     rank: int
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class SignalCores:
+class SignalCores(msgspec.Struct, frozen=True):
     """Action: send a signal to engine cores."""
 
     signal: signal.Signals
     ranks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class GatherStacks:
+class GatherStacks(msgspec.Struct, frozen=True):
     """Action: have an engine core's processes write stacks to their logs; `StacksGathered` follows."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class RecordStalled:
+class RecordStalled(msgspec.Struct, frozen=True):
     """Action: note the engine cores without progress in the connection file, for those who are no clients."""
 
     ranks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveSockets:
+class RemoveSockets(msgspec.Struct, frozen=True):
     """Action: remove the socket files of a client that has left; ZMQ does not."""
 
     addresses: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveTensors:
+class RemoveTensors(msgspec.Struct, frozen=True):
     """Action: remove the tensors on their way to an engine core, except those of the clients in `live`."""
 
     live: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordReady:
+class RecordReady(msgspec.Struct, frozen=True):
     """Action: note in the connection file which engine cores take requests; `size` are or will be there."""
 
     engines: list[EngineReady]
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class CoreReady:
+class CoreReady(msgspec.Struct, frozen=True):
     """Action: tell an engine core that takes messages from now on what it could not be told before."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetStats:
+class ForgetStats(msgspec.Struct, frozen=True):
     """Action: drop the statistics of an engine core that is gone; its successor counts from the beginning."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeCoordinator:
+class ResizeCoordinator(msgspec.Struct, frozen=True):
     """Action: collect the statistics of the engine cores 0 to `size` - 1."""
 
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """Action, the last one: remove everything, tell the audience, exit."""
 
     notice: EngineDead

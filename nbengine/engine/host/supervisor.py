@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 import msgspec
 import zmq
 
-from nbengine.engine.bounds import scaling_refusal
 from nbengine.engine.host.connection_record import ConnectionRecord
 from nbengine.engine.host.events import (
     Action,
@@ -343,6 +342,15 @@ class Supervisor:
         remove_client_socket(self.info.run_dir, address.removeprefix(IPC_PREFIX))
 
     def _lacks_room(self, before: int, after: int) -> str | None:
+        """Say why there cannot be `after` engine cores, None if there can."""
+        self._reserve.give_back()
+        try:
+            # It brings the configurations of all models, almost half of what a host would import at its start.
+            from nbengine.engine.bounds import scaling_refusal
+        except ImportError as error:
+            return f"whether there is room for {after} engine cores cannot be computed: {error}"
+        finally:
+            self._reserve.renew()
         return scaling_refusal(self.info.config, before, after, Capacity.here())
 
     # Processes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor
 
 
 def turns_until(host: Supervisor, condition: Any) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         host._poll_once()
@@ -181,4 +182,16 @@ def test_a_launcher_without_a_descriptor_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("nbengine.engine.host.launchers.os.pipe", none_left)
     with pytest.raises(EngineStartError, match=r"engine core 3 cannot be started: .*Too many open files"):
         LocalLauncher(host.info).start(3, 0)
+    stop(host)
+
+
+def test_an_engine_whose_files_are_gone_is_not_scaled_and_goes_on(
+    host: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert host._lacks_room(1, 1) is None
+    # What an import finds that meets a shortage, or a package that was removed.
+    monkeypatch.setitem(sys.modules, "nbengine.engine.bounds", None)
+    said = host._lacks_room(1, 2)
+    assert said is not None
+    assert said.startswith("whether there is room for 2 engine cores cannot be computed: import of ")
     stop(host)

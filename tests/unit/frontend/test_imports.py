@@ -79,6 +79,12 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert run_python(code) == "[]"
 
 
+def test_a_host_imports_nothing_of_models() -> None:
+    wanted = ("torch", "numpy", "nbengine.models", "nbengine.frontend", "transformers")
+    code = f"import nbengine.engine.host.main, sys; print([m for m in {wanted} if m in sys.modules])"
+    assert run_python(code) == "[]"
+
+
 def test_the_whole_frontend_is_free_of_torch(model_directory: Path) -> None:
     code = f"""
 import sys
