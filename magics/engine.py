@@ -28,6 +28,7 @@ from nbengine.magics.engines.reports import (
     reap_sentences,
     status_table,
 )
+from nbengine.magics.engines.serving import ServeCommand
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.help import ENGINE_HELP, documented
 from nbengine.magics.interpolate import interpolate
@@ -64,6 +65,7 @@ class EngineMagics(Magics):
             "detach": self._detach,
             "logs": LogCommands(shell, session).logs,
             "load": self._launcher.load,
+            "serve": ServeCommand(shell, session).serve,
             "fit": FitCommand(shell, config).fit,
             "models": ModelsCommand(shell).models,
             "config": ConfigCommand(shell, session).config,

@@ -22,6 +22,7 @@ ENGINE_HELP = """\
   %engine load MODEL [flags]      another model in its place, under its name
   %engine fit MODEL [flags]       tell whether a model fits on this machine, before anything is loaded
   %engine models                  which models run
+  %engine serve [NAME] [--port N] answer the clients of OpenAI's and Anthropic's APIs over HTTP; --stop
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 
   %engine scale --dp N            have N engine cores, while requests run

@@ -208,8 +208,7 @@ def _serve_engine(settings: ServerSettings, name: str | None, arguments: dict[st
             return AsyncLLM.from_engine_args(engine_args, name=name, progress=progress)
 
     def on_ready(record: ServerRecord) -> None:
-        access = "with an API key" if record.wants_key else "for this machine only, without an API key"
-        print(f"serving {', '.join(record.model_names)} at {record.url}/v1 {access}", flush=True)
+        print(f"serving {record}", flush=True)
 
     try:
         serve(settings, start, on_ready, ends_engine=True)

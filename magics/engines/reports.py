@@ -15,6 +15,7 @@ from nbengine.magics.engines.workers import workers_table
 from nbengine.magics.session import AttachedEngine
 from nbengine.metrics.stats import EngineStats
 from nbengine.runtime.connection import ConnectionInfo, newest
+from nbengine.server.records import servers_of
 from nbengine.units import size
 from nbengine.widgets.words import age, count, seconds, table
 
@@ -144,6 +145,7 @@ def status_table(
     ]
     if written.metrics_address:
         rows.append(["metrics", written.metrics_address])
+    rows += [["server", str(record)] for record in servers_of(written)]
     tables = [table(rows)]
     if num_cores > 1:
         tables.append(cores_table(stats.engines, cores, num_cores, silent, lock_step=config.lock_step))

@@ -34,6 +34,10 @@ class ServerRecord(msgspec.Struct, tag="record"):
         process = this_process()
         return cls(url, tuple(model_names), wants_key, process.pid, process.started)
 
+    def __str__(self) -> str:
+        access = "with an API key" if self.wants_key else "for this machine only, without an API key"
+        return f"{', '.join(self.model_names)} at {self.url}/v1 {access}"
+
     @property
     def process(self) -> ProcessIdentity:
         """Return the server's process."""

@@ -11,6 +11,8 @@ from nbengine.widgets.processes.tree import CoreNode, Link, ProcessTree, WorkerN
 
 GONE = "✗ gone"
 HOST = "host, coordinator"
+_SERVER_TITLE = "nbengine: serve"
+"""The beginning of the titles of processes that answer over HTTP, of `%engine serve` and of `nbengine serve`."""
 
 
 def text_tree(tree: ProcessTree) -> str:
@@ -75,7 +77,9 @@ def narrow_usage_lines(process: ProcessUsage) -> list[str]:
 
 def frontend_name(tree: ProcessTree, process: ProcessUsage) -> str:
     """Return the name of a process with a client."""
-    return "frontend (this process)" if process.pid == tree.own_pid else "frontend"
+    if process.pid == tree.own_pid:
+        return "frontend (this process)"
+    return "frontend (server)" if process.title.startswith(_SERVER_TITLE) else "frontend"
 
 
 def core_name(core: CoreNode) -> str:

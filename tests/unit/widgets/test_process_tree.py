@@ -33,10 +33,27 @@ workers 0, 1                 all-reduce by ShmCommunicator: shared memory
 workers 2, 3                 all-reduce by ShmCommunicator: shared memory
 worker 0 → worker 2          ShmLink: shared memory
 worker 1 → worker 3          ShmLink: shared memory"""
+SERVERS = ("nbengine: server tiny", "nbengine: serve")
+"""The titles of a server that joined an engine, and of `nbengine serve`."""
 
 
 def test_the_text_has_each_process_below_its_parent_and_every_link() -> None:
     assert str(make_tree(2, 2)) == TWO_BY_TWO
+
+
+def test_a_server_is_named_among_the_frontends() -> None:
+    tree = make_tree(frontends=3)
+    own, *others = tree.frontends
+    named = [
+        dataclasses.replace(process, title=title) for process, title in zip(others, SERVERS, strict=True)
+    ]
+    text = str(dataclasses.replace(tree, frontends=(own, *named)))
+    assert [line.split("  ")[0] for line in text.splitlines()[1:4]] == [
+        "frontend (this process)",
+        "frontend (server)",
+        "frontend (server)",
+    ]
+    assert "3 frontends ↔ host" in text
 
 
 def test_several_engine_cores_have_the_statistics_always_and_those_in_lock_step_their_waves() -> None:
