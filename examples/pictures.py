@@ -54,6 +54,8 @@ EXAMPLES = {
     "05_structured_output": "%%generate -o place",
     "06_inside_the_scheduler": "%dashboard",
     "07_kv_cache": "display(board.static(), raw=True)",
+    "08_tools": "%%chat --reset --tools parcel",
+    "09_server": "%engine status",
 }
 """For each notebook, the beginning of the cell that is shown."""
 

@@ -279,3 +279,64 @@ def test_prefixes_are_shared_as_the_example_says(run_example: RunExample) -> Non
     assert end == again
     assert "after ten others: 0 of" in shown["import asyncio"]
     assert "after the reset: 0 of" in shown['print("after the reset:", await reused(story))']
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_tools_are_called_as_the_example_says(run_example: RunExample) -> None:
+    code = run_example("08_tools")
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    cards = [
+        output.data["text/plain"].splitlines()
+        for cell in code
+        if cell.source.startswith("%%chat")
+        for output in cell.outputs
+        if re.match(r"\w+\(", output.get("data", {}).get("text/plain", ""))
+    ]
+    names = [card[0].partition("(")[0] for card in cards]
+    assert names == ["temperature", "parcel", "roll"]
+    town = re.fullmatch(r"temperature\(town='(\w+)'\)", cards[0][0])[1]
+    degrees = {"Rome": 24, "Oslo": 3, "Cairo": 33}
+    assert cards[0][1] == f"It is {degrees[town]} degrees in {town}."
+    number = re.fullmatch(r"parcel\(number=(-?\d+)\)", cards[1][0])[1]
+    assert cards[1][1] == f"LookupError: there is no parcel {number}"
+    assert cards[1][2].startswith("[failed · ")
+    assert cards[2][1] == f"The die with {cards[2][0][len('roll(sides=') : -1]} sides shows a 4."
+    roles = [line.split()[0] for line in shown["for message in talk.to_openai():"].splitlines()]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert shown["(call,) = talk.turns[0].rounds[0].calls"].startswith("('parcel', True, 'LookupError: ")
+    town = re.search(r'"town": "(\w+)"', shown["import json"])[1]
+    assert f"-> It is {degrees[town]} degrees in {town}." in shown["import json"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_openais_client_is_answered_by_the_notebooks_engine_as_the_example_says(
+    run_example: RunExample,
+) -> None:
+    code = run_example("09_server")
+    shown = {cell.source.splitlines()[0]: plain(cell) for cell in code}
+    served = next(text for line, text in shown.items() if line.startswith("%engine serve --port 0"))
+    url = re.search(r"http://127\.0\.0\.1:\d+", served)[0]
+    assert shown["from openai import OpenAI"] == "'smollm2-135m'"
+    question = next(text for line, text in shown.items() if line.startswith("question = "))
+    assert "Paris" in question
+    tokens_in, tokens_out = map(int, re.search(r"(\d+) tokens in, (\d+) out", question).groups())
+    assert (tokens_in > 20, 0 < tokens_out <= 24) == (True, True)
+    streamed = shown["stream = client.chat.completions.create("]
+    assert re.search(r"\S+ \S+ \S+.*\n24 tokens$", streamed.strip())
+    assert re.fullmatch(r"Review\(mood='(good|bad)', stars=[1-5]\)", shown["from typing import Literal"])
+    town, degrees = re.match(r"temperature\('(\w+)'\) -> (\d+)\n", shown["import json"]).groups()
+    assert {"Rome": 24, "Oslo": 3, "Cairo": 33}[town] == int(degrees)
+    assert len(shown["import asyncio"].splitlines()) == 12
+    texts = next(text for line, text in shown.items() if line.startswith("texts = "))
+    same, similar, other = (float(line.split()[0]) for line in texts.splitlines())
+    assert same == 1 > similar > other
+    assert f"at {url}/v1 for this machine only" in shown["%engine status"]
+    ended = re.findall(
+        r'finished_reason="(?:stop|length)".*} (\d+)', shown["from urllib.request import urlopen"]
+    )
+    # The engine tells its figures a few times a second, so that the last requests may be missing.
+    assert 0 < sum(map(int, ended)) <= 20
+    assert shown["%engine serve --stop"].startswith(f"the server at {url} has ended")
+    assert "processes are gone" in shown["%engine stop"]
