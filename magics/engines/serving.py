@@ -31,7 +31,7 @@ class ServeCommand:
         self._shell = shell
         self._session = session
         self._started: dict[str, list[tuple[ServerSettings, ServerRecord]]] = {}
-        """What this notebook has started, by the name of the engine."""
+        """The servers that this notebook has started, with their settings, by the name of the engine."""
         session.on_engine_end.append(self._bury)
 
     def serve(self, words: Sequence[str]) -> None:
