@@ -1,4 +1,4 @@
-"""OpenAI's responses and Anthropic's client, against a server for a real engine."""
+"""OpenAI's responses, Anthropic's client and LangChain's chat model, against a server for a real engine."""
 
 from __future__ import annotations
 
@@ -38,6 +38,42 @@ def test_anthropics_client_streams_with_its_own_key(with_a_key: Any) -> None:
         message = stream.get_final_message()
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "f")
     assert client.messages.count_tokens(model="random-tiny", messages=HI).input_tokens == 1
+
+
+def weather(place: str) -> str:
+    """Say what the weather is like."""
+    return f"fine in {place}"
+
+
+async def test_langchains_chat_model_asks_whole_and_in_streams_and_tells_of_tools(served: Any) -> None:
+    # It takes more than a second to import: only this test pays for it.
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    chat = ChatOpenAI(
+        model="random-tiny",
+        base_url=served.url,
+        api_key=SecretStr("none"),
+        max_retries=0,
+        max_completion_tokens=5,
+        temperature=0,
+    )
+    answer = chat.invoke([HumanMessage("a")])
+    assert (answer.text, answer.response_metadata["finish_reason"]) == ("bcdef", "length")
+    assert answer.usage_metadata is not None
+    assert (answer.usage_metadata["input_tokens"], answer.usage_metadata["output_tokens"]) == (1, 5)
+    chunks = list(chat.stream("a"))
+    assert len(chunks) > 1
+    assert "".join(chunk.text for chunk in chunks) == "bcdef"
+    assert [answer.text for answer in await chat.abatch(["a", "k"])] == ["bcdef", "lmnop"]
+    assert "".join([chunk.text async for chunk in chat.astream("k", stop=["o"])]) == "lmn"
+    call = {"name": "weather", "args": {"place": "Rome"}, "id": "call_1", "type": "tool_call"}
+    turn = [HumanMessage("a"), AIMessage("", tool_calls=[call]), ToolMessage("k", tool_call_id="call_1")]
+    # The template of this engine puts the contents of the messages together, and says nothing of tools.
+    assert chat.bind_tools([weather]).invoke(turn).text == "lmnop"
+    chat.root_client.close()
+    await chat.root_async_client.close()
 
 
 def test_a_reader_who_leaves_ends_his_request(serve: Serve) -> None:
