@@ -19,6 +19,7 @@ from nbengine.magics.engines.arguments import StartOptions, parse_start, present
 from nbengine.magics.engines.config import ConfigCommand
 from nbengine.magics.engines.control import ControlCommands
 from nbengine.magics.engines.fit import FitCommand
+from nbengine.magics.engines.history import HistoryCommand
 from nbengine.magics.engines.launching import Launcher, still_configured
 from nbengine.magics.engines.logs import LogCommands
 from nbengine.magics.engines.models import ModelsCommand
@@ -28,6 +29,7 @@ from nbengine.magics.engines.reports import (
     reap_sentences,
     status_table,
 )
+from nbengine.magics.engines.watch import WatchCommand
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.help import ENGINE_HELP, documented
 from nbengine.magics.interpolate import interpolate
@@ -63,6 +65,8 @@ class EngineMagics(Magics):
             "attach": self._attach,
             "detach": self._detach,
             "logs": LogCommands(shell, session).logs,
+            "history": HistoryCommand(shell, session).history,
+            "watch": WatchCommand(shell, session).watch,
             "load": self._launcher.load,
             "fit": FitCommand(shell, config).fit,
             "models": ModelsCommand(shell).models,

@@ -26,8 +26,8 @@ WHOLE_RANKS = 4
 PAGE_ROWS = 1000
 """The most rows of a `HistoryPage`, which takes 150 kB then."""
 CLOCK_STEP = 0.5
-"""Seconds by which the time of day has to leave the host's clock until rows follow it: less is a clock that is
-being corrected, more one that was set, or a machine that slept."""
+"""Rows follow the time of day when it has left the host's clock by more than these seconds: then somebody has
+set it, or the machine has slept. Less is a clock that is being corrected."""
 
 _Load = tuple[int, int, float]
 _REST: _Load = (0, 0, 0.0)

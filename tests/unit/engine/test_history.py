@@ -83,13 +83,13 @@ class Core:
     events: list[Report | Lost | Stood] = field(default_factory=list)
 
     def load_at(self, moment: float) -> Load | None:
-        """The state just before a moment; None: nothing is known of it."""
+        """Return the state just before a moment; None: nothing is known of it."""
         if any(isinstance(event, Stood) and event.since < moment < event.time for event in self.events):
             return None
         return last_load([event for event in self.events if event.time < moment])
 
     def expected(self, begin: float, end: float) -> tuple | None:
-        """What there is to be said of an interval, from all events; None: nothing is known of any part of it."""
+        """Return all that can be said of an interval, from all events; None: nothing is known of any part of it."""
         inside = [event for event in self.events if begin <= event.time < end]
         reports = [event for event in inside if isinstance(event, Report)]
         loads = [self.load_at(begin), *(event.load for event in reports)]
@@ -117,7 +117,7 @@ class Core:
 
 
 def last_load(events: Sequence[Report | Lost | Stood]) -> Load | None:
-    """The state after these events, which no host that stood has changed."""
+    """Return the state after these events, which no host that stood has changed."""
     changes = [event for event in events if not isinstance(event, Stood)]
     return changes[-1].load if changes and isinstance(changes[-1], Report) else None
 
@@ -218,7 +218,7 @@ class World:
 
 
 def told_by(history: MetricsHistory, rank: int, width: int) -> dict[int, tuple]:
-    """What a history says of each interval of an engine core; no two rows may tell of the same."""
+    """Return all that a history says of each interval of an engine core; no two rows may tell of the same."""
     said: dict[int, tuple] = {}
     for span in history.spans:
         if span.rank == rank:
