@@ -121,12 +121,14 @@ class Curve:
     role: str
     """Its colour, one of `nbengine.widgets.dashboard.palette.ROLES`."""
     value: Callable[[Slice], float | None]
+    on: Callable[[Slice], float] = lambda part: 0.0  # noqa: ARG005
+    """The quantity upon which a picture draws it."""
 
 
 CHARTS: dict[str, tuple[Curve, ...]] = {
     "tokens/s": (Curve("generated", "decode", lambda part: part.tokens_per_second),),
     "requests": (
-        Curve("waiting", "waiting", lambda part: part.waiting),
+        Curve("waiting", "waiting", lambda part: part.waiting, lambda part: part.running),
         Curve("running", "running", lambda part: part.running),
     ),
     "first token": (

@@ -146,13 +146,16 @@ def _chart(
                 Rect(left + index * width, foot - _HEIGHT, width, _HEIGHT), ROLES["free"], opacity=0.35
             )
             drawing.close_group()
-    most = max((curve.value(part) or 0.0 for curve in curves for part in slices), default=0.0)
+    most = max(
+        ((curve.value(part) or 0.0) + curve.on(part) for curve in curves for part in slices), default=0.0
+    )
+    scale = (_HEIGHT - 2) / (most or 1.0)
     entries = []
     for curve in curves:
         values = [curve.value(part) for part in slices]
         bars = [
-            (left + (index + 0.5) * width, foot, (_HEIGHT - 2) * value / most)
-            for index, value in enumerate(values)
+            (left + (index + 0.5) * width, foot - scale * curve.on(part), scale * value)
+            for index, (part, value) in enumerate(zip(slices, values, strict=True))
             if value
         ]
         drawing.open_group(f"{title}: {curve.name}", role=curve.role)

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.metrics.history import HistoryRow, MetricsHistory
+from nbengine.widgets.dashboard.palette import ROLES
+from nbengine.widgets.pictures.svg_parts import WIDTH
 from nbengine.widgets.pictures.text import cells
 from nbengine.widgets.pictures.trends import Trends
 from nbengine.widgets.pictures.trends_view import MAX_RANKS, _draw, history_bundle
 from tests.support.thorough import amount
-from tests.unit.widgets.pictures import SVG, texts_fit
+from tests.unit.widgets.pictures import SVG, strokes_in, texts_fit
 
 
 def row(
@@ -96,6 +98,17 @@ def test_the_picture_is_well_formed_fits_and_has_each_gap_and_each_value() -> No
     (tokens,) = [group for group in picture.iter(f"{SVG}g") if group[0].text == "tokens/s: generated"]
     heights = [float(height) for height in re.findall(r"v(-[\d.]+)", tokens[1].get("d", ""))]
     assert [height / heights[-1] for height in heights] == pytest.approx([50 / 70, 9 / 70, 1], abs=0.01)
+
+
+def test_requests_that_wait_stand_upon_those_that_run() -> None:
+    slices = Trends(MetricsHistory([row(100, 1, running=4, waiting=2)], 0, 100.5)).of_rank(0, 60)
+    picture = ElementTree.fromstring(_draw("", slices))
+    waiting, running = (
+        next(stroke for stroke in strokes_in(picture) if stroke.color == ROLES[role] and stroke.x > WIDTH / 2)
+        for role in ("waiting", "running")
+    )
+    assert running.length == pytest.approx(2 * waiting.length, abs=0.2)
+    assert waiting.y == pytest.approx(running.y - running.length, abs=0.2)
 
 
 def test_hostile_names_stay_text_and_many_engine_cores_are_counted() -> None:
