@@ -342,7 +342,7 @@ def test_one_rank_can_be_asked_for_and_one_that_never_was_has_nothing() -> None:
 
 def test_the_coordinator_keeps_it_and_knows_another_incarnation() -> None:
     state = DPCoordinator(1, wall_clock=lambda: 0.0)
-    for tokens, step, incarnation, now in ((5, 1, 0, 1.0), (9, 2, 0, 2.0), (4, 1, 0, 2.5), (3, 1, 1, 4.0)):
+    for tokens, step, incarnation, now in ((5, 1, 0, 1.0), (9, 2, 0, 2.0), (4, 1, 0, 2.5), (13, 1, 1, 4.0)):
         stats = SchedulerStats(step_counter=step, num_generation_tokens=tokens, num_running_reqs=1)
         state.observe(EngineCoreOutputs(scheduler_stats=stats, incarnation=incarnation), now)
     state.forget(0, 6.0)
@@ -351,7 +351,7 @@ def test_the_coordinator_keeps_it_and_knows_another_incarnation() -> None:
         (1, 5),
         (1, 4),
         (1, 0),
-        (1, 3),
+        (1, 13),
         (1, 0),
         (1, 0),
     ]

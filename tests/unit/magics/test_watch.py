@@ -186,8 +186,9 @@ def test_it_changes_as_the_newest_values_of_all_engine_cores_do_however_they_are
         if (after := any(compare(each, 0.5) for each in newest.values())) is not before:
             expected.append(after)
         if is_read:
-            # The newest row is under way the first time.
-            told += [change.is_true for change in watch.take(MetricsHistory(history, 0, start + 0.5))]
+            # The newest row is under way the first time, and says something else then.
+            begun = [*history[:-1], row(start, 1.0 - (value or 0.0), rank)]
+            told += [change.is_true for change in watch.take(MetricsHistory(begun, 0, start + 0.5))]
             told += [change.is_true for change in watch.take(MetricsHistory(history, 0, start + 1))]
     told += [change.is_true for change in watch.take(MetricsHistory(history, 0, math.inf))]
     assert told == expected
