@@ -19,7 +19,7 @@ HOUR, DAY = 3600, 86400
 FINE, COARSE = 1, 10
 """Seconds of a row: fine ones reach back an hour, coarse ones a day."""
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": HOUR, "d": DAY}
-_SPAN = re.compile(rf"(?P<number>\d{{1,9}}(?:\.\d{{1,9}})?)\s*(?P<unit>{'|'.join(filter(None, _UNITS))})?")
+_SPAN = rf"(?P<number>\d{{1,9}}(?:\.\d{{1,9}})?)\s*(?P<unit>{'|'.join(filter(None, _UNITS))})?"
 
 
 class HistoryRow(msgspec.Struct, array_like=True, gc=False):
@@ -154,7 +154,7 @@ def seconds_of(last: object) -> float:
     """
     allowed = "a number of seconds, or a text such as '90s', '10m', '1h' or '1d', above 0 and at most a day"
     if isinstance(last, str):
-        match = _SPAN.fullmatch(last.strip())
+        match = re.fullmatch(_SPAN, last.strip())
         require("last", last, match is not None, allowed)
         assert match is not None
         seconds = float(match["number"]) * _UNITS[match["unit"] or ""]
