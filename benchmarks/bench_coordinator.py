@@ -93,7 +93,7 @@ class NoLauncher:
 
 def host(run_dir: str) -> int:
     """Run the host process."""
-    supervisor.core_launcher = lambda info, wake: NoLauncher()  # type: ignore[assignment]
+    supervisor.core_launcher = lambda info, wake, spare: NoLauncher()  # type: ignore[assignment]
     return host_main.run_host(read_connection(Path(run_dir) / "engine.json"))
 
 

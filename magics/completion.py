@@ -39,7 +39,7 @@ CHOICES: Mapping[str, Iterable[str | None]] = {
     "data_parallel_backend": DATA_PARALLEL_BACKENDS,
 }
 """Values of the flags whose parsers leave the check to the engine's configuration."""
-_OF_THIS_NOTEBOOK = ("stop", "detach", "restart", "load", "config", "status", "serve")
+_OF_THIS_NOTEBOOK = ("stop", "detach", "restart", "load", "config", "status", "serve", "history")
 """Commands of `%engine` that take attached engines; others also take engines that merely run."""
 
 _WITH_PROMPTS = ("generate", "chat")

@@ -19,6 +19,7 @@ from nbengine.magics.engines.arguments import StartOptions, parse_start, present
 from nbengine.magics.engines.config import ConfigCommand
 from nbengine.magics.engines.control import ControlCommands
 from nbengine.magics.engines.fit import FitCommand
+from nbengine.magics.engines.history import HistoryCommand
 from nbengine.magics.engines.launching import Launcher, still_configured
 from nbengine.magics.engines.logs import LogCommands
 from nbengine.magics.engines.models import ModelsCommand
@@ -29,6 +30,7 @@ from nbengine.magics.engines.reports import (
     status_table,
 )
 from nbengine.magics.engines.serving import ServeCommand
+from nbengine.magics.engines.watch import WatchCommand
 from nbengine.magics.errors import without_traceback
 from nbengine.magics.help import ENGINE_HELP, documented
 from nbengine.magics.interpolate import interpolate
@@ -64,6 +66,8 @@ class EngineMagics(Magics):
             "attach": self._attach,
             "detach": self._detach,
             "logs": LogCommands(shell, session).logs,
+            "history": HistoryCommand(shell, session).history,
+            "watch": WatchCommand(shell, session).watch,
             "load": self._launcher.load,
             "serve": ServeCommand(shell, session).serve,
             "fit": FitCommand(shell, config).fit,

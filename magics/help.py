@@ -16,6 +16,8 @@ ENGINE_HELP = """\
                                   a .gguf file or a hub id            %engine start -h lists the flags
   %engine status [NAME]           requests, KV blocks, prefix cache, engine cores, workers
   %engine tree [NAME]             its processes and their connections
+  %engine history [--last 1h]     what it did, watched or not: tokens a second, latencies, requests, cache
+  %engine watch "ttft_p95 > 0.5"  say when a figure passes a bound; --notify, --list, --stop [N]
   %engine logs [NAME] [-n N] [-f] the last lines of its log; -f follows it; --worker R: of one of its workers
   %engine config [NAME]           its whole configuration, and the source of each value
   %engine restart [flags]         stop and start again, with the same arguments and those given here

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from nbengine.config import EngineConfig
 from nbengine.errors import NBEngineError
-from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.control_messages import EngineReady, HistoryPage, ReadHistory
 from nbengine.ipc.messages import EngineCoreOutputs, EngineCoreRequest
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.runtime.progress import ProgressCallback
@@ -77,6 +77,9 @@ class EngineCoreClient(Protocol):
     def submit_scale(self, data_parallel_size: int) -> Future[int]:
         """Start or end engine cores until `data_parallel_size` run;
         the future gets their number, or `NBEngineError`."""
+
+    def submit_history(self, asked: ReadHistory) -> Future[HistoryPage]:
+        """Ask for a page of the history that the engine's host keeps; the future gets it, or `NBEngineError`."""
 
     def ask_health(self) -> list[Future[Any]]:
         """Ask every process that takes part in a step; the futures get the answers."""

@@ -23,7 +23,7 @@ from nbengine.errors import (
     RequestError,
     UtilityError,
 )
-from nbengine.ipc.control_messages import EngineReady
+from nbengine.ipc.control_messages import EngineReady, HistoryPage, ReadHistory
 from nbengine.ipc.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from nbengine.runtime.logs import describe_exception
 from nbengine.runtime.progress import ProgressCallback
@@ -161,6 +161,15 @@ class InprocClient:
             f"data_parallel_size={data_parallel_size}: an engine in this process (multiprocess=False) has one engine core"
         )
         future.set_exception(error)
+        return future
+
+    def submit_history(self, asked: ReadHistory) -> Future[HistoryPage]:
+        """Refuse: the host of an engine keeps the history, and an engine in this process has none."""
+        del asked
+        future: Future[HistoryPage] = Future()
+        future.set_exception(
+            NotSupportedError("an engine in this process keeps no history; leave multiprocess=False out")
+        )
         return future
 
     def check_alive(self) -> None:

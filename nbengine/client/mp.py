@@ -18,7 +18,15 @@ from nbengine.client.standing import Standing
 from nbengine.client.threads.socket_thread import SocketThread
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError, EngineStartError, LeaseExpiredError, NBEngineError
-from nbengine.ipc.control_messages import EngineLost, EngineReady, Progress, Scaled, Stalled
+from nbengine.ipc.control_messages import (
+    EngineLost,
+    EngineReady,
+    HistoryPage,
+    Progress,
+    ReadHistory,
+    Scaled,
+    Stalled,
+)
 from nbengine.ipc.messages import EngineCoreRequest
 from nbengine.ipc.shm_tensors import ShmTensorSender
 from nbengine.runtime.connection import ConnectionInfo
@@ -172,6 +180,10 @@ class MPClient:
         """Ask the host for `data_parallel_size` engine cores."""
         self.check_alive()
         return self.link.scale(data_parallel_size)
+
+    def submit_history(self, asked: ReadHistory) -> Future[HistoryPage]:
+        """Ask the host for a page of the history."""
+        return self.link.read_history(asked)
 
     def check_alive(self) -> None:
         """Raise the error that keeps this client from being used, if any does."""

@@ -1,5 +1,5 @@
 """The calls that every frontend offers beside requests: pausing, sleeping, the prefix cache, profiling,
-health and scaling.
+health, the history and scaling.
 
 `Control` and `AsyncControl` have the same calls, blocking and awaitable. `nbengine.client.calls` declares
 them. All of them concern the whole engine, also the requests of its other clients.
@@ -16,7 +16,9 @@ from nbengine.client import calls
 from nbengine.client.base import EngineCoreClient
 from nbengine.client.calls import awaitable, blocking
 from nbengine.client.health import DEFAULT_HEALTH_TIMEOUT, check_health, check_health_async
+from nbengine.client.history import DEFAULT_HISTORY_TIMEOUT, read_history, read_history_async
 from nbengine.config import EngineConfig
+from nbengine.metrics.history import MetricsHistory
 
 
 class Control(ABC):
@@ -70,6 +72,26 @@ class Control(ABC):
         """
         check_health(self._engine_client(), timeout)
 
+    def metrics(
+        self, last: str | float = "1h", *, rank: int | None = None, timeout: float = DEFAULT_HISTORY_TIMEOUT
+    ) -> MetricsHistory:
+        """Return the engine's figures over the last time, also of times when nobody looked: `rows()` are dicts,
+        `to_frame()` is a DataFrame.
+
+        Args:
+            last: a number of seconds, or a text such as "90s", "10m", "1h", "1d". Up to an hour has a row a second,
+                up to a day one for ten seconds.
+            rank: the engine core; None: all.
+            timeout: seconds for each answer of the engine's host.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+            EngineStalledError: the host has not answered in time.
+            InvalidArgumentError: an argument.
+            NotSupportedError: the engine is in this process, and has no host.
+        """
+        return read_history(self._engine_client(), last, rank, timeout)
+
     def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
         """Change the number of engine cores while requests run, and return that number.
 
@@ -102,7 +124,7 @@ class ControlOf(Control):
 
 
 class AsyncControl(ABC):
-    """The calls as coroutines; `Control` says what `check_health` and `scale` do."""
+    """The calls as coroutines; `Control` says what `check_health`, `metrics` and `scale` do."""
 
     @property
     @abstractmethod
@@ -133,6 +155,12 @@ class AsyncControl(ABC):
     async def check_health(self, timeout: float = DEFAULT_HEALTH_TIMEOUT) -> None:
         """Exercise the engine end to end; see `Control.check_health`."""
         await check_health_async(self._engine_client(), timeout)
+
+    async def metrics(
+        self, last: str | float = "1h", *, rank: int | None = None, timeout: float = DEFAULT_HISTORY_TIMEOUT
+    ) -> MetricsHistory:
+        """Return the engine's figures over the last time; see `Control.metrics`."""
+        return await read_history_async(self._engine_client(), last, rank, timeout)
 
     async def scale(self, data_parallel_size: int, timeout: float | None = None) -> int:
         """Change the number of engine cores, and return that number; see `Control.scale`."""

@@ -12,6 +12,7 @@ import msgspec
 from nbengine.ipc.liveness import ProcessIdentity, ProcessState
 from nbengine.ipc.messages import MAX_SECRET_BYTES, EventTopic
 from nbengine.ipc.protocol import UNNAMED
+from nbengine.metrics.history import HistoryRow
 
 Secret = Annotated[bytes, msgspec.Meta(max_length=MAX_SECRET_BYTES)]
 
@@ -62,6 +63,27 @@ class Scaled(msgspec.Struct, tag="scaled"):
     data_parallel_size: int
     """The number of engine cores now."""
     error: str | None = None
+
+
+class ReadHistory(msgspec.Struct, tag="read_history"):
+    """Client to host: tell what has been kept of the engine's figures. `HistoryPage` is the answer."""
+
+    last: float
+    """The time to go back, in seconds."""
+    rank: int | None = None
+    """The engine core that is asked for; None: all."""
+    after: tuple[int, int] | None = None
+    """The rank and the start of the last row of the page before."""
+
+
+class HistoryPage(msgspec.Struct, tag="history_page"):
+    """Host to client, answer to `ReadHistory`: rows in the order of ranks and times, as many as a message holds."""
+
+    rows: list[HistoryRow]
+    now: float
+    """The time on the clock of the rows' `start`."""
+    more: bool = False
+    """There are rows after these."""
 
 
 class RanksChanged(msgspec.Struct, tag="ranks_changed"):
@@ -330,7 +352,7 @@ class GroupChanged(msgspec.Struct, tag="group_changed"):
     after: int
 
 
-ClientToHost = Attach | Heartbeat | Detach | Shutdown | ScaleElasticEP
+ClientToHost = Attach | Heartbeat | Detach | Shutdown | ScaleElasticEP | ReadHistory
 HostToClient = (
     Attached
     | Refused
@@ -341,6 +363,7 @@ HostToClient = (
     | EngineLost
     | RanksChanged
     | Scaled
+    | HistoryPage
     | Stalled
     | Recovered
     | EngineDead

@@ -8,7 +8,7 @@ message or file is read.
 
 from __future__ import annotations
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The protocol of this version. Raise it by one with every change after which processes from before and after
 it would misunderstand each other: a field of a message, a connection file or shared memory that gets another
 name, type or meaning, that goes or becomes required; a message that is to be answered. A new field with a

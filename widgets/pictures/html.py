@@ -57,7 +57,7 @@ def page(state: DashboardState) -> str:
     """Render the whole dashboard as HTML that also shows where only harmless HTML is let through."""
     parts = [
         header_part(state),
-        *(f"<div>{_image(name, svg)}</div>" for name, svg in pictures(state, standalone=True)),
+        *(f"<div>{image(name, svg)}</div>" for name, svg in pictures(state, standalone=True)),
         requests_part(state),
     ]
     return f'<div style="{_NARROW}">{"".join(parts)}</div>'
@@ -103,7 +103,8 @@ def requests_part(state: DashboardState) -> str:
     return f'<div style="overflow-x:auto">{table}</div>{more}{own}'
 
 
-def _image(name: str, svg: str) -> str:
+def image(name: str, svg: str) -> str:
+    """Render a picture as an image with its data in the address."""
     data = base64.b64encode(svg.encode()).decode("ascii")
     return f'<img alt="{name}" src="data:image/svg+xml;base64,{data}" style="max-width:100%">'
 

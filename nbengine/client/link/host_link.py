@@ -17,6 +17,7 @@ from nbengine.client.engines.logs import last_words_of
 from nbengine.client.link.engine_end import EngineEnd
 from nbengine.client.link.engine_verdict import Death, EngineVerdict
 from nbengine.client.link.engine_watch import EngineWatch
+from nbengine.client.link.history_calls import HistoryCalls
 from nbengine.client.link.host_answers import HostAnswers
 from nbengine.client.link.host_connection import HostConnection
 from nbengine.client.link.lease import Lease
@@ -43,10 +44,12 @@ from nbengine.ipc.control_messages import (
     EngineReady,
     Heartbeat,
     HeartbeatAck,
+    HistoryPage,
     HostToClient,
     LeaseLost,
     Progress,
     RanksChanged,
+    ReadHistory,
     Recovered,
     Refused,
     Scaled,
@@ -75,6 +78,7 @@ JOIN_TIMEOUT = 30.0
 """Seconds in which the link's thread ends in any case, whatever it has to clear away."""
 NOT_ASKED = "the engine ended"
 NOT_SCALED = "the engine ended before it was scaled"
+NOT_READ = "the engine ended before its history was read"
 
 
 class _Farewell(NamedTuple):
@@ -116,6 +120,7 @@ class HostLink:
         self._peer_log = PeerLog(logger)
         self._outbox: deque[ClientToHost | _Farewell | None] = deque()
         self._scale_calls = ScaleCalls()
+        self._history_calls = HistoryCalls()
         self._poller = zmq.Poller()
         self._host = HostConnection(info, self._poller, linger=int(EXIT_TIMEOUT * 1000))
         self._decoder: ControlDecoder[HostToClient] = ControlDecoder(HostToClient)
@@ -164,6 +169,14 @@ class HostLink:
         self._wake.wake()
         if self._ended:
             self._scale_calls.fail(EngineDeadError(NOT_SCALED))
+        return future
+
+    def read_history(self, asked: ReadHistory) -> Future[HistoryPage]:
+        """Ask the host for a page of the history; the future gets its answer. This is safe on any thread."""
+        future = self._history_calls.begin(asked)
+        self._wake.wake()
+        if self._ended:
+            self._history_calls.fail(EngineDeadError(NOT_READ))
         return future
 
     def ask_host(self) -> Future[None]:
@@ -261,6 +274,7 @@ class HostLink:
         self._door.close()
         self._ended = True
         self._scale_calls.fail(EngineDeadError(NOT_SCALED))
+        self._history_calls.fail(EngineDeadError(NOT_READ))
         self._host_answers.fail(EngineDeadError(NOT_ASKED))
         if self._shutting_down:
             self._ask_if_failed()
@@ -279,7 +293,7 @@ class HostLink:
 
     def _patience_ms(self) -> int:
         due = min(self._lease.due, self._next_look, self._verdict.due)
-        due = min(due, self._host.unreachable_at)
+        due = min(due, self._host.unreachable_at, self._history_calls.due)
         return max(0, int((due - time.monotonic()) * 1000) + 1)
 
     def _attach(self) -> None:
@@ -300,6 +314,9 @@ class HostLink:
                     if isinstance(message, Heartbeat):
                         self._host_answers.asked(time.monotonic())
                     self._host.send(message)
+        asked = self._history_calls.next(time.monotonic())
+        if asked is not None:
+            self._host.send(asked)
 
     def _receive(self) -> None:
         while not self._closed:
@@ -339,6 +356,8 @@ class HostLink:
                 future = self._scale_calls.take()
                 if future is not None:
                     self._listener.on_scaled(future, message)
+            case HistoryPage():
+                self._history_calls.answered(message)
             case Stalled():
                 self._listener.on_stalled(message)
             case Recovered(rank):
@@ -389,6 +408,9 @@ class HostLink:
         self._host.reopen()
         reason = "the connection to its host broke"
         self._host_answers.fail(NBEngineError(f"{self.info.name} was asked, and {reason}"))
+        self._history_calls.fail(
+            NBEngineError(f"the history of {self.info.name} was asked for, and {reason}")
+        )
         self._scale_calls.fail(
             NBEngineError(f"it is not known whether {self.info.name} was scaled: {reason}")
         )

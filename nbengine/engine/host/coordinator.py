@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import zmq
 
+from nbengine.engine.host.history import HostHistory
 from nbengine.engine.host.subscribers import SUBSCRIPTION_HWM, Subscribers, Wishes
 from nbengine.errors import WireError
 from nbengine.ipc.control_messages import WantEvents
@@ -73,9 +74,14 @@ class DPCoordinator:
     The engine cores start and end waves (see `nbengine.engine.core.waves`). This class knows the greatest
     (wave, running) that it has heard of, so that no order of messages can lead it back. Every wave is
     announced once.
+
+    `history` keeps what the reports say over time; `wall_clock` gives its rows their time of day.
     """
 
-    def __init__(self, num_engines: int, lock_step: bool = False) -> None:
+    def __init__(
+        self, num_engines: int, lock_step: bool = False, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self.history = HostHistory(wall_clock)
         self.current_wave = 0
         self.running = False
         """In lock step: True while a wave runs."""
@@ -106,8 +112,9 @@ class DPCoordinator:
             self._incarnations.append(0)
         self._before = None
 
-    def forget(self, rank: int) -> None:
+    def forget(self, rank: int, now: float) -> None:
         """Drop the statistics of an engine core that is gone; its successor has the next incarnation."""
+        self.history.lost(rank, now)
         if rank < len(self._engines):
             self._engines[rank] = SchedulerStats(engine_index=rank)
             self._incarnations[rank] += 1
@@ -167,7 +174,10 @@ class DPCoordinator:
                 return
             if stats.requests is None:
                 stats.requests = known.requests
+        else:
+            self.history.lost(rank, now)
         self._incarnations[rank] = incarnation
+        self.history.observe(rank, stats, now)
         if self._lock_step and progress > self._newest:
             self._newest = progress
             if self._due is not None:

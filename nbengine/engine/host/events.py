@@ -13,6 +13,7 @@ from nbengine.ipc.control_messages import (
     EngineReady,
     HostToClient,
     HostToCore,
+    ReadHistory,
 )
 
 
@@ -159,6 +160,13 @@ class ForgetStats(msgspec.Struct, frozen=True):
     rank: int
 
 
+class TellHistory(msgspec.Struct, frozen=True):
+    """Action: answer a client's question for the history."""
+
+    identity: bytes
+    asked: ReadHistory
+
+
 class ResizeCoordinator(msgspec.Struct, frozen=True):
     """Action: collect the statistics of the engine cores 0 to `size` - 1."""
 
@@ -184,6 +192,7 @@ Action = (
     | RecordReady
     | CoreReady
     | ForgetStats
+    | TellHistory
     | ResizeCoordinator
     | End
 )

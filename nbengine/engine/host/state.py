@@ -37,6 +37,7 @@ from nbengine.engine.host.events import (
     StartCore,
     StartFailed,
     StopAsked,
+    TellHistory,
     TimePassed,
     ToClient,
     ToCore,
@@ -68,6 +69,7 @@ from nbengine.ipc.control_messages import (
     Progress,
     Pulse,
     RanksChanged,
+    ReadHistory,
     Scaled,
     ScaleElasticEP,
     Shutdown,
@@ -212,6 +214,8 @@ class HostState:
                 return self._stop(notice, drain=drain, now=now)
             case ScaleElasticEP(size):
                 return self._scale(identity, size, now)
+            case ReadHistory():
+                return [TellHistory(identity, message)]
 
     def _attach(self, identity: bytes, attach: Attach, now: float) -> list[Action]:
         if self._notice is not None:

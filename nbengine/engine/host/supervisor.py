@@ -37,6 +37,7 @@ from nbengine.engine.host.events import (
     StartCore,
     StartFailed,
     StopAsked,
+    TellHistory,
     TimePassed,
     ToClient,
     ToCore,
@@ -220,6 +221,7 @@ class Supervisor:
         gap = self._turns.gap(math.inf if timeout_ms is None else timeout_ms / 1000, now)
         if gap:
             logger.warning("the host did not run for %.1f s", gap)
+            self._coordinator.state.history.stood(gap, now)
             self._feed(HostStood(gap))
 
     def _feed(self, event: Event) -> None:
@@ -283,7 +285,10 @@ class Supervisor:
                 for wish in self._coordinator.standing_wishes:
                     self._tell_core(rank, wish)
             case ForgetStats(rank):
-                self._coordinator.state.forget(rank)
+                self._coordinator.state.forget(rank, time.monotonic())
+            case TellHistory(identity, asked):
+                history = self._coordinator.state.history
+                self._send(self._clients, identity, history.read(asked, time.monotonic()))
             case ResizeCoordinator(size):
                 self._coordinator.state.scale(size)
             case End():

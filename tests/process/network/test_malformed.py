@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from nbengine.ipc.control_messages import (
     Hello,
     LeaseLost,
     Progress,
+    ReadHistory,
     ScaleElasticEP,
 )
 from nbengine.ipc.handshake import encode_control
@@ -124,6 +126,7 @@ TO_HOST = [
         Attach("s", ProcessIdentity(-1, -(2**63)), "tcp://127.0.0.1:1", "udp://x", -5, PROTOCOL),
         Heartbeat(),
         ScaleElasticEP(-(2**40)),
+        *(ReadHistory(last, -1, (-1, -(2**63))) for last in (math.nan, -math.inf, math.inf)),
     )
 ]
 STATS = EngineCoreOutputs(engine_index=1, scheduler_stats=SchedulerStats(), wave_complete=3)

@@ -139,7 +139,7 @@ def test_independent_engines_are_shown_as_they_are_now() -> None:
 def test_a_rank_that_came_back_counts_from_the_start_and_its_predecessor_is_not_heard() -> None:
     state = DPCoordinator(2)
     state.observe(report(1, 0, 900, running=7), 0.0)
-    state.forget(1)
+    state.forget(1, 1.0)
     assert counts(state.snapshot(0.0)) == [0, 0]
     state.observe(report(1, 0, 901, running=7), 0.0)
     assert counts(state.snapshot(0.0)) == [0, 0]

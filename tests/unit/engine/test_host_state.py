@@ -18,6 +18,7 @@ from nbengine.engine.host.events import (
     RemoveSockets,
     RemoveTensors,
     SignalCores,
+    TellHistory,
     ToClient,
     ToCore,
 )
@@ -36,6 +37,7 @@ from nbengine.ipc.control_messages import (
     Hello,
     LeaseLost,
     Progress,
+    ReadHistory,
     Shutdown,
     ShutdownEngine,
 )
@@ -49,6 +51,17 @@ from tests.unit.engine.host_rig import (
     only,
     ready,
 )
+
+# The history.
+
+
+def test_any_client_is_told_of_the_history_at_any_time() -> None:
+    asked = ReadHistory(60.0, 1)
+    host = Host()
+    assert host.client(asked, b"b") == [TellHistory(b"b", asked)]
+    host.start()
+    assert host.client(asked) == [TellHistory(b"a", asked)]
+
 
 # The start.
 

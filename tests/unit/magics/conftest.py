@@ -30,7 +30,7 @@ from nbengine.frontend.parsing.formats import AnswerFormat
 from nbengine.frontend.parsing.reading import answer_of
 from nbengine.frontend.parsing.reasoning.families import Qwen3ReasoningParser
 from nbengine.frontend.requests.reasoning import reasoning_marks
-from nbengine.ipc.control_messages import EngineReady, Progress
+from nbengine.ipc.control_messages import EngineReady, HistoryPage, Progress, ReadHistory
 from nbengine.ipc.liveness import this_process
 from nbengine.magics.extension import load, unload
 from nbengine.metrics.stats import EngineStats, SchedulerStats
@@ -118,6 +118,9 @@ class FakeClient:
         self.read: list[tuple[str | None, list[str]]] = []
         self.unread_sessions: dict[str, int] = {}
         self.written: list[list[int]] = []
+        self.history = HistoryPage([], 0.0)
+        """The answer to `metrics`, unless `answers` has an error."""
+        self.asked_history: list[ReadHistory] = []
 
     @property
     def stats(self) -> SchedulerStats:
@@ -270,6 +273,21 @@ class FakeClient:
             future.set_exception(answer)
         else:
             future.set_result(answer)
+        return future
+
+    def check_alive(self) -> None: ...
+
+    def describe_silence(self, missing: Sequence[Future[Any]]) -> str:
+        return "the host"
+
+    def submit_history(self, asked: ReadHistory) -> Future[HistoryPage]:
+        self.asked_history.append(asked)
+        future: Future[HistoryPage] = Future()
+        if isinstance(error := self.answers.get("metrics"), NBEngineError):
+            future.set_exception(error)
+        else:
+            rows = [row for row in self.history.rows if asked.rank in (None, row.rank)]
+            future.set_result(HistoryPage(rows, self.history.now))
         return future
 
     def scale_blocking(
