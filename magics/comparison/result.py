@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from nbengine.errors import InvalidArgumentError, NBEngineError, NotSupportedError
+from nbengine.errors import InvalidArgumentError, NBEngineError
+from nbengine.frontend.frames import frame_of
 from nbengine.magics.comparison.axes import Axis
 from nbengine.magics.generation.result import GenerationResult, Handle, ShownOnce
 from nbengine.outputs import CompletionOutput
@@ -61,13 +61,7 @@ class ComparisonResult(ShownOnce):
         Raises:
             NotSupportedError: pandas is not installed.
         """
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError:
-            raise NotSupportedError(
-                "to_frame() needs pandas, which is not installed: `pip install pandas`, or take .rows()"
-            ) from None
-        return pandas.DataFrame(self.rows())
+        return frame_of(self.rows)
 
     @overload
     def __getitem__(self, key: int | Mapping[str, Any]) -> GenerationResult: ...
