@@ -62,13 +62,16 @@ class EarlierAnswers:
         self._shell = shell
         self._runs: OrderedDict[str, _Run] = OrderedDict()
 
-    def note(self, asked: Sequence[tuple[Settings, Request]]) -> None:
-        """Note the requests that the running cell has sent, and tell each result its predecessor."""
+    def note(self, asked: Sequence[tuple[Settings, Request]], against: Earlier | None = None) -> None:
+        """Note the requests that the running cell has sent, and tell each result its predecessor.
+
+        With `against` that is the predecessor of all.
+        """
         run = self._running()
         number = len(run.magics)
         earlier = run.before[number] if number < len(run.before) else {}
         for settings, request in asked:
-            request.result.previous = earlier.get(_key(settings))
+            request.result.previous = against or earlier.get(_key(settings))
         if number < MOST_MAGICS:
             run.magics.append({_key(settings): _Asked(request) for settings, request in asked})
 
