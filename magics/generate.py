@@ -42,7 +42,7 @@ class GenerateMagics(Magics):
         self._session = session
         self._config = config
         self._submitter = Submitter(shell, config, session, recorder)
-        self._earlier = EarlierAnswers(shell)
+        self._earlier = EarlierAnswers(shell, recorder)
 
     @no_var_expand
     @line_cell_magic
@@ -104,7 +104,8 @@ class GenerateMagics(Magics):
             stream = self._submitter.stream(engines[0], requests[0], options)
             turn.diff = options.diff
         settings = [combination.settings for combination in plan.combinations]
-        self._earlier.note(list(zip(settings, requests, strict=True)), against)
+        asked = list(zip(settings, requests, strict=True))
+        self._earlier.note(asked, against, looks_back=options.diff and against is None)
         self._run(turn, stream, options)
         return turn
 

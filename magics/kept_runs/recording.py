@@ -17,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.config import ModelConfig
 from nbengine.errors import NBEngineError
 from nbengine.frontend.runs.place import store_path
-from nbengine.frontend.runs.run import Limits, Run
+from nbengine.frontend.runs.run import Limits, Run, RunFilter
 from nbengine.frontend.runs.store import RunStore
 from nbengine.frontend.runs.writer import RunWriter
 from nbengine.magics.config import SAMPLING_DEFAULTS, NBEngine
@@ -102,6 +102,18 @@ class Recorder:
         """Say once what keeps runs from being written."""
         if self._writer is not None and (trouble := self._writer.take_trouble()):
             print_quietly(trouble)
+
+    def before(self, cell: str, execution: str) -> list[dict[str, Any]]:
+        """Return the runs of a cell's execution before this one, as another kernel may have kept them.
+
+        Raises:
+            NBEngineError: the store cannot be read.
+        """
+        choice = RunFilter(notebook=notebook_name(self._shell), cell=cell, last=1)
+        for row in self.writer.store.select(choice):
+            if row["execution"] != execution:
+                return self.writer.store.select(replace(choice, execution=row["execution"], last=None))
+        return []
 
     def close(self) -> None:
         """Wait until what has ended is written, and say if that is not possible."""

@@ -60,7 +60,7 @@ class Run:
         """Return what is stored in each column, and under `size` the number of characters of all texts."""
         row = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in JSON_COLUMNS:
-            row[name] = json.dumps(row[name], default=_as_text, ensure_ascii=False)
+            row[name] = json_text(row[name])
         row = {name: storable(value) if isinstance(value, str) else value for name, value in row.items()}
         return {**row, "size": sum(len(value) for value in row.values() if isinstance(value, str))}
 
@@ -88,6 +88,7 @@ class RunFilter:
     engine: str | None = None
     notebook: str | None = None
     cell: str | None = None
+    execution: str | None = None
     comparison: str | None = None
     since: float | None = None
     """A `time.time()`: runs that were asked then or later."""
@@ -101,6 +102,11 @@ class RunFilter:
         last = self.last
         is_count = isinstance(last, int) and not isinstance(last, bool) and 1 <= last < 2**63
         require("last", last, last is None or is_count, "a whole number, at least 1, or None")
+
+
+def json_text(value: object) -> str:
+    """Write a value as JSON, with the texts of objects that are none in their place."""
+    return json.dumps(value, default=_as_text, ensure_ascii=False)
 
 
 def storable(text: str) -> str:

@@ -233,7 +233,7 @@ def _condition(choice: RunFilter) -> tuple[str, list[Any]]:
     if choice.numbers is not None:
         parts.append(f"run IN ({', '.join('?' * len(choice.numbers))})")
         values += choice.numbers
-    for name in ("engine", "notebook", "cell", "comparison"):
+    for name in ("engine", "notebook", "cell", "execution", "comparison"):
         if (value := getattr(choice, name)) is not None:
             parts.append(f"{name} = ?")
             values.append(storable(value))
