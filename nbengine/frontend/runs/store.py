@@ -135,6 +135,7 @@ class RunStore:
             return 0
 
         def delete(connection: sqlite3.Connection) -> int:
+            # Some builds of SQLite would leave the texts in pages that are free.
             connection.execute("PRAGMA secure_delete = ON")
             condition, values = ("", ()) if before is None else (" AND time < ?", (before,))
             return connection.execute(f"DELETE FROM runs WHERE pinned = 0{condition}", values).rowcount

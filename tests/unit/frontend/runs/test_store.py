@@ -17,7 +17,7 @@ from runs_made import made_run
 
 from nbengine.errors import InvalidArgumentError, NBEngineError
 from nbengine.frontend.runs.run import Limits, Run, RunFilter
-from nbengine.frontend.runs.schema import STEPS
+from nbengine.frontend.runs.schema import STEPS, bring_up_to_date
 from nbengine.frontend.runs.store import RunStore
 
 FIRST_VERSION = Path(__file__).parents[3] / "data" / "runs" / "version_1.sql"
@@ -327,6 +327,25 @@ def test_a_lock_that_stays_is_an_error_and_one_that_goes_is_none(
     waiting.join()
     other.close()
     assert len(store.select(ALL)) == 2
+
+
+def test_a_lock_that_sqlite_does_not_wait_for_is_waited_for(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def locked_twice(connection: sqlite3.Connection, steps: Any) -> None:
+        calls.append(1)
+        if len(calls) < 3:
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY | 1 << 8  # as while another process recovers the log
+            raise error
+        bring_up_to_date(connection, steps)
+
+    monkeypatch.setattr("nbengine.frontend.runs.store.bring_up_to_date", locked_twice)
+    store.add([made_run()], NO_LIMITS)
+    assert len(calls) == 3
+    assert numbers(store) == [1]
 
 
 def test_all_runs_of_one_call_are_kept_or_none(store: RunStore) -> None:

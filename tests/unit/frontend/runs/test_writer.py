@@ -106,8 +106,21 @@ def test_an_error_that_nobody_expects_ends_the_thread_and_holds_nobody_up(
     assert set(raised) <= {ZeroDivisionError}
 
 
+def test_where_no_thread_can_start_runs_are_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    kept_by = RunWriter(RunStore(tmp_path / "runs.sqlite"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    kept_by.keep(made_run(prompt="late"), LIMITS)
+    assert [row["prompt"] for row in kept_by.store.select(RunFilter())] == ["late"]
+    assert kept_by.flush(0.0)
+
+
 EXITS = """
-import os, sys
+import os, sys, threading
 from nbengine.frontend.runs.run import Limits
 from nbengine.frontend.runs.store import RunStore
 from nbengine.frontend.runs.writer import RunWriter
@@ -125,6 +138,9 @@ if sys.argv[2] == "fork":
     child = os.fork()
     writer.keep(made_run(prompt=f"child {child == 0}"), Limits())
     assert writer.flush() and writer.take_trouble() == ""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join()
     if child == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
