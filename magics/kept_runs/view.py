@@ -67,9 +67,9 @@ def ending(row: Row) -> str:
 
 
 def differences(old: Row, new: Row) -> str:
-    """Name the settings, and the model and engine, in which two runs differ; empty if they differ in none."""
+    """Name the model, the engine and the settings in which two runs differ; empty if they differ in none."""
     both = [
-        {**row["settings"], **{name: row[name] for name in ("model", "model_version", "engine")}}
+        {**{name: row[name] for name in ("model", "model_version", "engine")}, **row["settings"]}
         for row in (old, new)
     ]
     names = list(dict.fromkeys([*both[0], *both[1]]))
@@ -94,10 +94,12 @@ def _of_model(row: Row) -> str:
 
 
 def _settings_line(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in settings.items())
+    return ", ".join(f"{name} {_value(value)}" for name, value in settings.items() if value is not None)
 
 
 def _value(value: object) -> str:
+    if value is None:
+        return "none"
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST_SETTING else text[: _LONGEST_SETTING - 1] + "…"
 

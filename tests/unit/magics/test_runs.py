@@ -277,7 +277,7 @@ def test_a_run_is_shown_with_all_that_is_kept(
         "run 1, pinned, asked at ",
         "model random-tiny, engine 'random-tiny', nbengine ",
         "temperature 0.25",
-        "max_tokens 512",
+        "max_tokens 512, n 1",
         'note: it\'s "good", {really}',
         "> why not?",
         "Hello world",
@@ -325,10 +325,10 @@ def test_every_command_explains_itself(shell: InteractiveShell, capsys: Capture,
 def test_a_difference_names_words_and_settings(shell: InteractiveShell, capsys: Capture) -> None:
     kept(
         {"text": "a red house", "settings": {"temperature": 0.0, "n": 1}, "model": "one"},
-        {"text": "a blue house", "settings": {"temperature": 0.7, "n": 1}, "model": "two"},
+        {"text": "a blue house", "settings": {"temperature": 0.7, "n": 1, "seed": 3}, "model": "two"},
     )
     shown = said(shell, "%runs diff 1 2", capsys)
-    assert 'run 1 → run 2: temperature 0 → 0.7, model "one" → "two"' in shown
+    assert 'run 1 → run 2: model "one" → "two", temperature 0 → 0.7, seed none → 3' in shown
     assert "a [-red-]{+blue+} house" in shown
     assert "the same settings" in said(shell, "%runs diff 1 1", capsys)
 
