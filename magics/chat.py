@@ -30,6 +30,7 @@ from nbengine.magics.generation.view import Appearance
 from nbengine.magics.generation.waiting import Wait
 from nbengine.magics.help import documented
 from nbengine.magics.interpolate import interpolate
+from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession
 from nbengine.magics.tools.carrying import ToolRounds
@@ -101,13 +102,14 @@ class ChatMagics(Magics):
         config: NBEngine,
         conversations: Conversations,
         servers: McpServers,
+        recorder: Recorder,
     ) -> None:
         super().__init__(shell)
         self.conversations = conversations
         self._servers = servers
         self._session = session
         self._config = config
-        self._submitter = Submitter(shell, config, session)
+        self._submitter = Submitter(shell, config, session, recorder)
 
     @no_var_expand
     @line_cell_magic
@@ -216,7 +218,7 @@ class ChatMagics(Magics):
         notes = AnswerNotes(saying.plan.dropped if is_first else 0, engine.client.ready.max_model_len)
         appearance = Appearance(generate.format, stream=generate.stream, footer=generate.footer)
         view = chat_view(shell, appearance, reading_of(prompt), notes)
-        request = self._submitter.prepare(engine, generate, prompt)
+        request = self._submitter.prepare(engine, generate, Occasion("chat"), prompt)
         make_ready([engine.client], can_wait=False)
         send_all([request], foreground=True)
         return self._submitter.stream(engine, request, generate, view)

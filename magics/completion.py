@@ -23,6 +23,7 @@ from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.engine import EngineMagics
 from nbengine.magics.generation.arguments import generate_parser
 from nbengine.magics.interpolate import is_text, unfinished_field
+from nbengine.magics.kept_runs.arguments import PARSERS, runs_parser
 from nbengine.magics.session import NotebookSession, live_engines
 from nbengine.models.checkpoints.files import list_aliases
 
@@ -90,6 +91,8 @@ class Completion:
         words = rest[: len(rest) - len(fragment)].split()
         if match["magic"] == "engine" and match["sign"] == "%":
             fragment, candidates = self._of_engine(words, fragment)
+        elif match["magic"] == "runs" and match["sign"] == "%":
+            fragment, candidates = self._of_runs(words, fragment)
         elif match["magic"] in self.parsers:
             parser = self.parsers[match["magic"]]()
             is_line = match["sign"] == "%"
@@ -124,6 +127,15 @@ class Completion:
         if parser is None:
             return fragment, []
         return self._of_flags(parser, words[1:], fragment, words[0], offers_flags=True)
+
+    def _of_runs(self, words: list[str], fragment: str) -> tuple[str, list[str]]:
+        if not words and not fragment.startswith("-"):
+            return fragment, list(PARSERS)
+        command = words[0] if words and words[0] in PARSERS else ""
+        if words and not command and not words[0].startswith("-"):
+            return fragment, []
+        parser = PARSERS[command]() if command else runs_parser()
+        return self._of_flags(parser, words[bool(command) :], fragment, "runs", offers_flags=True)
 
     def _of_flags(
         self, parser: MagicParser, words: list[str], fragment: str, command: str, *, offers_flags: bool
@@ -223,7 +235,11 @@ def _takes_variables(cell: str, line: str) -> bool:
     if in_cell is not None and in_cell["sign"] == "%%":
         return in_cell["magic"] in _WITH_PROMPTS
     in_line = _LINE.match(line)
-    return in_line is not None and in_line["sign"] == "%" and in_line["magic"] in (*_WITH_PROMPTS, "engine")
+    return (
+        in_line is not None
+        and in_line["sign"] == "%"
+        and in_line["magic"] in (*_WITH_PROMPTS, "engine", "runs")
+    )
 
 
 def _has_prompt(typed: str, parser: MagicParser) -> bool:

@@ -60,6 +60,16 @@ class NBEngine(Configurable):
     ).tag(config=True)
     footer = Bool(True, help="Show tokens, speed and reuse under each answer.").tag(config=True)
 
+    keep_runs = Bool(
+        True, help="Keep what is asked and answered, for `%runs`. False: nothing is written from then on."
+    ).tag(config=True)
+    runs_max_days = Int(
+        365, min=1, allow_none=True, help="Days after which runs go that are not pinned. None: never."
+    ).tag(config=True)
+    runs_max_mb = Int(
+        500, min=1, help="Megabytes that all runs may take; beyond them the oldest go that are not pinned."
+    ).tag(config=True)
+
     @validate(*SAMPLING_DEFAULTS)
     def _check_sampling(self, proposal: Any) -> Any:
         name, value = proposal["trait"].name, proposal["value"]

@@ -20,6 +20,8 @@ from nbengine.magics.conversations.conversation import Conversations
 from nbengine.magics.dashboard import DashboardMagics
 from nbengine.magics.engine import EngineMagics, farewell
 from nbengine.magics.generate import GenerateMagics
+from nbengine.magics.kept_runs.recording import Recorder
+from nbengine.magics.runs import RunsMagics
 from nbengine.magics.session import Backend, NotebookSession
 from nbengine.magics.tools.mcp_servers import McpServers
 from nbengine.magics.transform import AwaitGenerate, keep_prompts
@@ -40,6 +42,7 @@ class Extension:
     transform: AwaitGenerate
     completion: Completion
     servers: McpServers
+    recorder: Recorder
     others: tuple[Magics, ...] = ()
     """Magics that have to be registered and need nothing else of the extension."""
 
@@ -80,9 +83,11 @@ class Extension:
         return (self.engine, self.generate, *self.others)
 
     def leave(self) -> str:
-        """End background generations and MCP servers, detach from every engine, and return what becomes of the engines."""
+        """End background generations and MCP servers, write the runs that wait, detach from every engine, and return what
+        becomes of the engines."""
         self.session.ongoing.cancel_background()
         self.servers.close()
+        self.recorder.close()
         self.session.backend.drop_spare()
         return farewell(self.session.close())
 
@@ -95,18 +100,23 @@ def load(shell: InteractiveShell, backend: Backend | None = None) -> None:
     session = NotebookSession(shell, backend)
     conversations, servers = Conversations(), McpServers()
     engine = EngineMagics(shell, session, config)
+    recorder = Recorder(shell, config)
+    generate = GenerateMagics(shell, session, config, recorder)
+    runs = RunsMagics(shell, session, config, recorder, generate)
     extension = Extension(
         shell=shell,
         session=session,
         config=config,
         engine=engine,
-        generate=GenerateMagics(shell, session, config),
+        generate=generate,
         transform=AwaitGenerate(shell),
         completion=Completion(shell, session, conversations, engine),
         servers=servers,
+        recorder=recorder,
         others=(
-            ChatMagics(shell, session, config, conversations, servers),
+            ChatMagics(shell, session, config, conversations, servers, recorder),
             DashboardMagics(shell, session, config),
+            runs,
         ),
     )
     extension.install()

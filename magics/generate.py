@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from nbengine.errors import NBEngineError
+from nbengine.magics.answers.diff import Earlier
 from nbengine.magics.answers.rerun import EarlierAnswers
 from nbengine.magics.arguments import HelpRequested
-from nbengine.magics.comparison.arguments import parse_request
+from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
 from nbengine.magics.comparison.run import compare
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generation.arguments import GenerateOptions, generate_parser
@@ -21,6 +23,7 @@ from nbengine.magics.generation.stream import Stream
 from nbengine.magics.generation.submission import Submitter
 from nbengine.magics.generation.turn import Turn
 from nbengine.magics.help import documented
+from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.namespace import prompt_namespace
 from nbengine.magics.session import NotebookSession
 from nbengine.widgets.live import in_kernel
@@ -32,12 +35,14 @@ class GenerateMagics(Magics):
 
     shell: InteractiveShell
 
-    def __init__(self, shell: InteractiveShell, session: NotebookSession, config: NBEngine) -> None:
+    def __init__(
+        self, shell: InteractiveShell, session: NotebookSession, config: NBEngine, recorder: Recorder
+    ) -> None:
         super().__init__(shell)
         self._session = session
         self._config = config
-        self._submitter = Submitter(shell, config, session)
-        self._earlier = EarlierAnswers(shell)
+        self._submitter = Submitter(shell, config, session, recorder)
+        self._earlier = EarlierAnswers(shell, recorder)
 
     @no_var_expand
     @line_cell_magic
@@ -60,12 +65,29 @@ class GenerateMagics(Magics):
         except HelpRequested as asked:
             print(asked)
             return Turn(shell, self._session, None, is_cell=is_cell)
+        return self.begin(plan, is_cell=is_cell)
+
+    def begin(self, plan: ComparisonPlan, *, is_cell: bool, against: Earlier | None = None) -> Turn:
+        """Send the requests of a plan, and return the turn that waits for them.
+
+        `against` is what the answers are compared with; None: what the running cell had before.
+
+        Raises:
+            UsageError: a request is not possible.
+            NBEngineError: an engine cannot be reached, or has refused all requests.
+        """
+        __tracebackhide__ = True
+        shell = self.shell
         engines = [self._session.get(combination.options.engine) for combination in plan.combinations]
         turn = Turn(shell, self._session, None if plan.axes else engines[0], is_cell=is_cell)
         options = plan.options
+        comparison = uuid4().hex if plan.axes else ""
+        kind = "comparison" if plan.axes else "generate"
         try:
             requests = [
-                self._submitter.prepare(engine, combination.options)
+                self._submitter.prepare(
+                    engine, combination.options, Occasion(kind, comparison, combination.settings)
+                )
                 for engine, combination in zip(engines, plan.combinations, strict=True)
             ]
             # What differs from an earlier answer is shown by the cell that has waited for the new one.
@@ -82,7 +104,8 @@ class GenerateMagics(Magics):
             stream = self._submitter.stream(engines[0], requests[0], options)
             turn.diff = options.diff
         settings = [combination.settings for combination in plan.combinations]
-        self._earlier.note(list(zip(settings, requests, strict=True)))
+        asked = list(zip(settings, requests, strict=True))
+        self._earlier.note(asked, against, looks_back=options.diff and against is None)
         self._run(turn, stream, options)
         return turn
 

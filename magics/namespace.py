@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -17,6 +18,11 @@ def prompt_namespace(shell: InteractiveShell) -> dict[str, object]:
     if history is not None and namespace.get("In") is history.input_hist_parsed:
         namespace["In"] = history.input_hist_raw
     return namespace
+
+
+def notebook_name(shell: InteractiveShell) -> str:
+    """Return the path of the notebook, as Jupyter's server or VS Code tells it; empty where nobody does."""
+    return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME") or "")
 
 
 def running_cell(shell: InteractiveShell) -> tuple[str, str]:

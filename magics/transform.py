@@ -14,8 +14,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.widgets.live import in_kernel
 
-AWAITED = {"generate": "GenerateMagics", "chat": "ChatMagics"}
-"""Magics that take a prompt, and the class whose coroutine `stream` a kernel's cell awaits in their place."""
+AWAITED = {"generate": "GenerateMagics", "chat": "ChatMagics", "runs": "RunsMagics"}
+"""Magics that may ask an engine, and the class whose coroutine `stream` a kernel's cell awaits in their place."""
 
 _NAMES = "|".join(AWAITED)
 _CELL = re.compile(rf"%%(?P<magic>{_NAMES})(?=\s|$)")

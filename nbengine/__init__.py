@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nbengine.frontend.observability.stat_loggers import LoggingStatLogger, StatLogger
     from nbengine.frontend.observability.tracing import RequestTracer
     from nbengine.frontend.requests.input_processor import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
+    from nbengine.frontend.runs.kept import runs
     from nbengine.metrics.stats import EngineStats, SchedulerStats
     from nbengine.outputs import (
         CompletionOutput,
@@ -88,6 +89,7 @@ _HOMES = {
         "TextPrompt",
         "TokensPrompt",
     ),
+    "nbengine.frontend.runs.kept": ("runs",),
     "nbengine.frontend.llm": ("LLM",),
     "nbengine.frontend.llm_engine": ("LLMEngine",),
     "nbengine.frontend.observability.request_log": ("RequestLog",),
@@ -174,6 +176,7 @@ __all__ = [
     "fit",
     "load_ipython_extension",
     "register_model",
+    "runs",
     "unload_ipython_extension",
 ]
 

@@ -10,10 +10,13 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import NBEngineError
+from nbengine.frontend.runs.run import json_text
 from nbengine.magics.answers.diff import Earlier
 from nbengine.magics.generation.request import Request
 from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.kept_runs.recording import Recorder
 from nbengine.magics.namespace import running_cell
+from nbengine.widgets.words import print_quietly
 
 _MOST_CELLS = 100
 MOST_MAGICS = 100
@@ -56,25 +59,39 @@ class EarlierAnswers:
 
     A cell may run the magic several times: the first is compared with the first of the execution before, and
     so on, up to `MOST_MAGICS`. A request of a comparison is compared with the one that had the same settings.
+    What the cell had in another kernel, before a restart, is found among the kept runs.
     """
 
-    def __init__(self, shell: InteractiveShell) -> None:
+    def __init__(self, shell: InteractiveShell, recorder: Recorder) -> None:
         self._shell = shell
+        self._recorder = recorder
         self._runs: OrderedDict[str, _Run] = OrderedDict()
 
-    def note(self, asked: Sequence[tuple[Settings, Request]]) -> None:
-        """Note the requests that the running cell has sent, and tell each result its predecessor."""
-        run = self._running()
+    def note(
+        self,
+        asked: Sequence[tuple[Settings, Request]],
+        against: Earlier | None = None,
+        *,
+        looks_back: bool = False,
+    ) -> None:
+        """Note the requests that the running cell has sent, and tell each result its predecessor.
+
+        With `against` that is the predecessor of all. With `looks_back` the kept runs are read where this kernel
+        knows nothing of the cell.
+        """
+        run = self._running(looks_back=looks_back)
         number = len(run.magics)
         earlier = run.before[number] if number < len(run.before) else {}
         for settings, request in asked:
-            request.result.previous = earlier.get(_key(settings))
+            request.result.previous = against or earlier.get(_key(settings))
         if number < MOST_MAGICS:
             run.magics.append({_key(settings): _Asked(request) for settings, request in asked})
 
-    def _running(self) -> _Run:
+    def _running(self, *, looks_back: bool) -> _Run:
         cell, execution = running_cell(self._shell)
         run = self._runs.get(cell)
+        if run is None and cell and looks_back:
+            run = self._runs[cell] = _Run(execution, self._kept(cell, execution))
         if run is None or not execution or run.execution != execution:
             magics = [] if run is None else run.magics
             before = [{key: asked.texts for key, asked in magic.items()} for magic in magics]
@@ -84,6 +101,20 @@ class EarlierAnswers:
             self._runs.popitem(last=False)
         return run
 
+    def _kept(self, cell: str, execution: str) -> list[dict[str, Earlier]]:
+        """Read what each magic of a cell's last execution had; empty, with a word about it, if that is not possible."""
+        try:
+            rows = self._recorder.before(cell, execution)
+        except NBEngineError as error:
+            print_quietly(str(error))
+            return []
+        magics: dict[object, dict[str, Earlier]] = {}
+        for row in sorted(rows, key=lambda row: row["time"]):
+            if row["kind"] != "chat":
+                requests = magics.setdefault(row["comparison"] or row["run"], {})
+                requests[_key(row["varied"])] = Earlier(row["prompt"], row["text"])
+        return list(magics.values())
+
 
 def _key(settings: Settings) -> str:
-    return repr(dict(settings))
+    return json_text(dict(settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,13 @@ from nbengine.magics.comparison.axes import (
     flag_axis,
 )
 from nbengine.magics.config import NBEngine
-from nbengine.magics.generation.arguments import GenerateOptions, options_of, read_line
+from nbengine.magics.generation.arguments import (
+    Expand,
+    GenerateLine,
+    GenerateOptions,
+    options_of,
+    read_line,
+)
 from nbengine.magics.interpolate import interpolate
 from nbengine.sampling_params import SamplingParams
 
@@ -78,8 +84,20 @@ def parse_request(
         UsageError: the line cannot be understood, or asks for too many answers.
         HelpRequested: `-h` was given.
     """
+    return plan_of(lambda expand: read_line(line, body, expand), config, namespace)
+
+
+def plan_of(
+    read: Callable[[Expand], GenerateLine], config: NBEngine, namespace: Mapping[str, object]
+) -> ComparisonPlan:
+    """Return the requests that a line asks for; `read` splits it, given what puts variables into its parts.
+
+    Raises:
+        UsageError: the line cannot be understood, or asks for too many answers.
+        HelpRequested: `-h` was given.
+    """
     expand = _Expansion(namespace)
-    given = read_line(line, body, expand)
+    given = read(expand)
     prog = given.prog
     specs = values_of("--each", given.words, given.parser)
     each = [each_axis(spec, namespace, prog, config.max_answers) for spec in specs]

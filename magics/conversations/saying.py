@@ -70,12 +70,14 @@ class Saying:
         return prompt
 
     def generate_options(self, prompt: Mapping[str, Any]) -> GenerateOptions:
-        """Return the options of the next answer, which must begin with a call if the line says so.
+        """Return the options of the next answer, with its messages; it must begin with a call if the line says so.
 
         Raises:
             InvalidArgumentError: the line names a tool that it does not give.
         """
-        generate, rounds = self.options.generate, self.rounds
+        rounds = self.rounds
+        messages = tuple(self._messages(self.plan.position))
+        generate = replace(self.options.generate, messages=messages, tools=self._tools)
         if rounds is None or rounds.rounds or rounds.options.choice == "auto":
             return generate
         return replace(
@@ -108,11 +110,18 @@ class Saying:
         return self.rounds is not None and bool(self.rounds.rounds)
 
     def _rendered(self, position: int) -> Any:
-        options, rounds = self.options.generate, self.rounds
-        messages = self.plan.conversation.messages_before(position, self.system)
-        messages += begun_turn(self.message, () if rounds is None else rounds.rounds)
-        further: dict[str, Any] = {}
-        if rounds is not None:
-            further = {"tools": rounds.toolbox.schemas, "tool_parser": rounds.options.parser}
+        options = self.options.generate
         has_grammar = "structured_outputs" in options.sampling
-        return chat_prompt(self.engine, messages, options.template, has_grammar=has_grammar, **further)
+        messages = self._messages(position)
+        return chat_prompt(self.engine, messages, options.template, has_grammar=has_grammar, **self._tools)
+
+    def _messages(self, position: int) -> list[dict[str, Any]]:
+        messages = self.plan.conversation.messages_before(position, self.system)
+        return messages + begun_turn(self.message, () if self.rounds is None else self.rounds.rounds)
+
+    @property
+    def _tools(self) -> dict[str, Any]:
+        rounds = self.rounds
+        if rounds is None:
+            return {}
+        return {"tools": rounds.toolbox.schemas, "tool_parser": rounds.options.parser}

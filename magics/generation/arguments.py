@@ -37,7 +37,7 @@ _SAMPLING_FLAGS = (
     "n",
     "logprobs",
 )
-_OWN_PARAMETERS = ("output_kind", "eos_token_id")
+OWN_PARAMETERS = ("output_kind", "eos_token_id")
 """Parameters that nbengine sets itself."""
 _DESCRIPTION = """\
 Send a prompt to the engine; the answer streams into the cell.
@@ -96,6 +96,10 @@ class GenerateOptions:
     template: TemplateOptions = field(default_factory=TemplateOptions)
     diff: bool = False
     """The cell shows how the answer differs from its previous one."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The messages of a conversation, the prompt as the last one of the user; none where the prompt is all."""
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    """The tools that the model may call, as `AsyncLLM.render_chat` takes them."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +349,7 @@ def sampling_given(parsed: argparse.Namespace, prog: str) -> dict[str, Any]:
             raise UsageError(f"{prog}: --set: no sampling parameter {name!r}{did_you_mean(name, known)}")
         if name == "structured_outputs":
             raise UsageError(f"{prog}: --set {name}: use --json, --regex or --choice")
-        if name in _OWN_PARAMETERS:
+        if name in OWN_PARAMETERS:
             raise UsageError(f"{prog}: --set {name}: nbengine sets it itself")
         sampling[name] = value
     return sampling

@@ -18,6 +18,7 @@ from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.stream import Generation
 from nbengine.magics.generation.thinking import chat_prompt
 from nbengine.magics.generation.view import Appearance, View, view_for
+from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.session import AttachedEngine, NotebookSession
 from nbengine.magics.tokens.branching import BranchTree
 
@@ -25,13 +26,20 @@ from nbengine.magics.tokens.branching import BranchTree
 class Submitter:
     """A maker of the requests of a notebook's magics, and of the streams of their answers."""
 
-    def __init__(self, shell: InteractiveShell, config: NBEngine, session: NotebookSession) -> None:
+    def __init__(
+        self, shell: InteractiveShell, config: NBEngine, session: NotebookSession, recorder: Recorder
+    ) -> None:
         self._shell = shell
         self._config = config
         self._session = session
+        self._recorder = recorder
 
-    def prepare(self, engine: AttachedEngine, options: GenerateOptions, prompt: Any = None) -> Request:
-        """Prepare a request without sending it; `prompt` replaces the prompt that the options make.
+    def prepare(
+        self, engine: AttachedEngine, options: GenerateOptions, occasion: Occasion, prompt: Any = None
+    ) -> Request:
+        """Prepare a request without sending it, and have it kept when it has ended.
+
+        `prompt` replaces the prompt that the options make.
 
         Raises:
             UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
@@ -40,8 +48,14 @@ class Submitter:
         self._check_rank(engine, options)
         client = engine.client
         params = sampling_params(options, client.default_sampling_params(), self._config)
+        messages = self._messages(engine, options)
         if prompt is None:
-            prompt = self._prompt(engine, options, has_grammar=params.structured_outputs is not None)
+            prompt = options.prompt
+            if messages is not None:
+                has_grammar = params.structured_outputs is not None
+                prompt = chat_prompt(
+                    engine, messages, options.template, has_grammar=has_grammar, **options.tools
+                )
         fields = prompt if isinstance(prompt, Mapping) else {}
         origin = Origin(
             client, params, fields.get("cache_salt"), self._session.ongoing, fields.get("reasoning")
@@ -54,6 +68,7 @@ class Submitter:
         result.max_tokens = params.max_tokens
         result.names_ranks = len(client.engine_ranks) > 1
         request.on_end.append(partial(self._forget_dead, engine))
+        self._recorder.follow(request, engine, options, messages, occasion)
         return request
 
     def stream(
@@ -79,11 +94,11 @@ class Submitter:
         if isinstance(error, EngineDeadError):
             self._session.drop(engine)
 
-    def _prompt(self, engine: AttachedEngine, options: GenerateOptions, *, has_grammar: bool) -> Any:
-        """Make the prompt as the engine takes it: with the chat template, or as it is.
+    def _messages(self, engine: AttachedEngine, options: GenerateOptions) -> list[Any] | None:
+        """Return the messages for the chat template; None where the prompt goes to the model as it is.
 
         Raises:
-            UsageError: a flag needs a chat template, and there is none; or the model cannot think as asked.
+            UsageError: a flag needs a chat template, and there is none.
         """
         client = engine.client
         chat = client.has_chat_template if options.chat is None else options.chat
@@ -94,13 +109,14 @@ class Submitter:
                 raise UsageError(
                     f"--think, --no-think, --template: the model of engine {engine.name!r} has no chat template"
                 )
-            return options.prompt
+            return None
         if not client.has_chat_template:
             raise UsageError(f"--chat: the model of engine {engine.name!r} has no chat template")
+        if options.messages:
+            return list(options.messages)
         system = self._config.system if options.system is None else options.system
         messages = [{"role": "system", "content": system}] if system is not None else []
-        messages = [*messages, {"role": "user", "content": options.prompt}]
-        return chat_prompt(engine, messages, options.template, has_grammar=has_grammar)
+        return [*messages, {"role": "user", "content": options.prompt}]
 
     def _check_rank(self, engine: AttachedEngine, options: GenerateOptions) -> None:
         engine_ranks = engine.client.engine_ranks

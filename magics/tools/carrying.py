@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from IPython.core.error import StdinNotImplementedError, UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.magics.confirm import confirmed
 from nbengine.magics.conversations.answer import answer_in
 from nbengine.magics.conversations.conversation import CarriedOut, Round
 from nbengine.magics.generation.result import GenerationResult
@@ -114,12 +114,10 @@ class ToolRounds:
         return call
 
     def _is_confirmed(self, call: ToolCall) -> bool:
-        try:
-            with interruptible():
-                reply = input(f"call {written(call.name, call.arguments)}? [y/N] ")
-        except StdinNotImplementedError:
-            raise UsageError("%chat: --confirm needs a frontend that can ask, and this one cannot") from None
-        return reply.strip().lower() in ("y", "yes")
+        return confirmed(
+            f"call {written(call.name, call.arguments)}?",
+            "%chat: --confirm needs a frontend that can ask, and this one cannot",
+        )
 
 
 def _left_out(call: ToolCall, reason: str) -> CarriedOut:

@@ -24,6 +24,7 @@ from nbengine.magics.chat import ChatMagics
 from nbengine.magics.dashboard import DashboardMagics
 from nbengine.magics.engine import EngineMagics
 from nbengine.magics.generate import GenerateMagics
+from nbengine.magics.runs import RunsMagics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,7 +32,7 @@ HOOKS = DOCS / "hooks"
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
-MAGICS: tuple[type[Magics], ...] = (ChatMagics, DashboardMagics, EngineMagics, GenerateMagics)
+MAGICS: tuple[type[Magics], ...] = (ChatMagics, DashboardMagics, EngineMagics, GenerateMagics, RunsMagics)
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ PUBLIC = {
     "RequestTracer",
     "fit",
     "register_model",
+    "runs",
     "load_ipython_extension",
     "unload_ipython_extension",
 }
@@ -90,6 +91,7 @@ def test_the_whole_frontend_is_free_of_torch(model_directory: Path) -> None:
 import sys
 from nbengine import LLM, AsyncLLM, EmbeddingRequestOutput, LLMEngine, PoolingParams, SamplingParams
 import nbengine.client.sync_mp, nbengine.client.async_mp, nbengine.client.engines.directory, nbengine.cli
+from nbengine import runs
 from nbengine.config import EngineConfig, ModelConfig
 from nbengine.frontend.text.chat import render_chat
 from nbengine.frontend.requests.input_processor import InputProcessor

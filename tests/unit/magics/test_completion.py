@@ -216,3 +216,17 @@ def test_each_offers_the_variables_with_several_values(shell: InteractiveShell) 
         "%%generate --each=questions",
         "%%generate --each=quests",
     ]
+
+
+def test_commands_and_flags_of_runs_are_offered(shell: InteractiveShell, engine: FakeClient) -> None:
+    assert words(shell, "%runs ") == ["clear", "diff", "note", "pin", "rerun", "show"]
+    assert words(shell, "%runs re") == ["rerun"]
+    assert words(shell, "%runs --fi") == ["--find"]
+    assert words(shell, "%runs --last 3 --pi") == ["--pinned"]
+    assert words(shell, "%runs --engine ") == ["random-tiny"]
+    assert words(shell, "%runs rerun 12 --temp") == ["--temperature", "--template"]
+    assert words(shell, "%runs show 12 -f m") == ["markdown"]
+    assert words(shell, "%runs clear --y") == ["--yes"]
+    assert "--find" not in words(shell, "%runs nothing --")
+    shell.user_ns["my_word"] = "bread"
+    assert words(shell, "%runs --find {my_w") == ["{my_word"]

@@ -1,0 +1,275 @@
+"""The run store: one SQLite file that several processes write and read.
+
+Every call opens the file and closes it. So no connection is open when a process forks, a file that somebody has removed is
+made again, and whatever has failed once may succeed the next time. A write is one transaction in SQLite's write-ahead
+log, which a process that is killed cannot leave half done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nbengine.errors import InvalidArgumentError, NBEngineError, shown
+from nbengine.frontend.runs.place import REMEDY, make_store_file
+from nbengine.frontend.runs.run import JSON_COLUMNS, Limits, Run, RunFilter, storable
+from nbengine.frontend.runs.schema import STEPS, Steps, bring_up_to_date
+from nbengine.ipc.private import reason_of
+
+Done = TypeVar("Done")
+
+BUSY_SECONDS = 30.0
+"""Seconds to wait for other processes that are writing."""
+_RETRY_SECONDS = 0.02
+_MEGABYTE = 10**6
+_DAY = 86400.0
+_LEFT = 0.95
+"""The part of the size that stays when the oldest runs go, so that they do not go one by one."""
+_DELETE_OLDEST = """
+DELETE FROM runs WHERE run IN (
+    SELECT run FROM (SELECT run, sum(size) OVER (ORDER BY run) - size AS before FROM runs WHERE pinned = 0)
+    WHERE before < ?
+)"""
+"""The oldest runs go whose texts together have a number of bytes, and at least one."""
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_READ_ONLY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+
+
+class RunStore:
+    """The runs in the file `path`, which is made when the first one is added; safe on any thread."""
+
+    def __init__(self, path: Path, steps: Steps = STEPS) -> None:
+        self.path = path
+        self._steps = steps
+
+    def add(self, runs: Sequence[Run], limits: Limits) -> None:
+        """Add runs, all of them or none, and remove the oldest ones beyond the limits.
+
+        Raises:
+            NBEngineError: the file cannot be written; the message says why.
+        """
+        rows = [run.values() for run in runs]
+
+        def insert(connection: sqlite3.Connection) -> bool:
+            connection.execute("BEGIN IMMEDIATE")
+            for row in rows:
+                names = ", ".join(row)
+                places = ", ".join(f":{name}" for name in row)
+                connection.execute(f"INSERT INTO runs ({names}) VALUES ({places})", row)
+            has_pruned = _prune(connection, limits)
+            connection.execute("COMMIT")
+            return has_pruned
+
+        if self._do("kept", insert, makes_file=True):
+            self._do("pruned", _give_back)
+
+    def select(self, choice: RunFilter) -> list[dict[str, Any]]:
+        """Return the runs that are chosen, the oldest first, as `Runs.rows` describes them.
+
+        Raises:
+            NBEngineError: the file cannot be read; the message says why.
+        """
+        if not self.path.exists():
+            return []
+        condition, values = _condition(choice)
+        limit = -1 if choice.last is None else choice.last
+
+        def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+            connection.create_function("contains", 2, _contains, deterministic=True)
+            connection.create_function("answers_contain", 2, _answers_contain, deterministic=True)
+            connection.row_factory = sqlite3.Row
+            found = connection.execute(
+                f"SELECT * FROM runs WHERE {condition} ORDER BY run DESC LIMIT ?", (*values, limit)
+            )
+            return [_row(each) for each in found][::-1]
+
+        return self._do("read", read, only_reads=True)
+
+    def get(self, number: int) -> dict[str, Any]:
+        """Return the run of a number.
+
+        Raises:
+            InvalidArgumentError: there is none.
+            NBEngineError: the file cannot be read.
+        """
+        if 0 < number < 2**63:
+            for row in self.select(RunFilter(numbers=(number,))):
+                return row
+        raise _missing(number)
+
+    def change(self, number: int, *, pinned: bool | None = None, note: str | None = None) -> None:
+        """Pin a run or let it go, or write its note.
+
+        Raises:
+            InvalidArgumentError: there is no such run.
+            NBEngineError: the file cannot be written.
+        """
+        self.get(number)
+        given = {"pinned": pinned, "note": None if note is None else storable(note)}
+        changes = {name: value for name, value in given.items() if value is not None}
+
+        def update(connection: sqlite3.Connection) -> int:
+            names = ", ".join(f"{name} = :{name}" for name in changes)
+            return connection.execute(
+                f"UPDATE runs SET {names} WHERE run = :run", {**changes, "run": number}
+            ).rowcount
+
+        if not self._do("changed", update):
+            raise _missing(number)
+
+    def forget(self, before: float | None = None) -> int:
+        """Remove the runs that are not pinned, those asked before a `time.time()` or all; return their number.
+
+        Their texts are overwritten in the file.
+
+        Raises:
+            NBEngineError: the file cannot be written.
+        """
+        if not self.path.exists():
+            return 0
+
+        def delete(connection: sqlite3.Connection) -> int:
+            # Some builds of SQLite would leave the texts in pages that are free.
+            connection.execute("PRAGMA secure_delete = ON")
+            condition, values = ("", ()) if before is None else (" AND time < ?", (before,))
+            return connection.execute(f"DELETE FROM runs WHERE pinned = 0{condition}", values).rowcount
+
+        gone = self._do("removed", delete)
+        self._do("removed", _give_back)
+        return gone
+
+    def _do(
+        self,
+        purpose: str,
+        action: Callable[[sqlite3.Connection], Done],
+        *,
+        makes_file: bool = False,
+        only_reads: bool = False,
+    ) -> Done:
+        """Carry out an action on the file, again where other processes are in the way; it ends with its commit."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        mode = "mode=rw"
+        while True:
+            try:
+                if makes_file:
+                    make_store_file(self.path)
+                with closing(self._connect(mode)) as connection:
+                    bring_up_to_date(connection, self._steps)
+                    return action(connection)
+            except sqlite3.Error as error:
+                code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+                if code in _BUSY and time.monotonic() < deadline:
+                    time.sleep(_RETRY_SECONDS)
+                elif only_reads and code in _READ_ONLY and mode == "mode=rw":
+                    # The files beside the store, which readers share, cannot be made: then nobody writes, either.
+                    mode = "mode=ro&immutable=1"
+                else:
+                    is_closed = code in _READ_ONLY and not os.access(self.path.parent, os.W_OK)
+                    reason = "its directory cannot be written" if is_closed else str(error)
+                    raise self._error(purpose, reason) from error
+            except OSError as error:
+                raise self._error(purpose, reason_of(error)) from error
+            except NBEngineError as error:
+                raise self._error(purpose, str(error)) from error
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            f"{self.path.absolute().as_uri()}?{mode}", timeout=BUSY_SECONDS, isolation_level=None, uri=True
+        )
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    def _error(self, purpose: str, reason: str) -> NBEngineError:
+        remedy = "" if reason.endswith(REMEDY) else f"; {REMEDY}"
+        return NBEngineError(f"the runs in {shown(self.path)} cannot be {purpose}: {reason}{remedy}")
+
+
+def _prune(connection: sqlite3.Connection, limits: Limits) -> bool:
+    """Remove the oldest runs beyond the limits, in the open transaction; return whether any went."""
+    gone = 0
+    if limits.max_days is not None:
+        oldest = time.time() - limits.max_days * _DAY
+        gone += connection.execute("DELETE FROM runs WHERE pinned = 0 AND time < ?", (oldest,)).rowcount
+    if _used_bytes(connection) > limits.max_mb * _MEGABYTE:
+        gone += _shrink(connection, int(limits.max_mb * _MEGABYTE * _LEFT))
+    return gone > 0
+
+
+def _shrink(connection: sqlite3.Connection, size: int) -> int:
+    """Remove the oldest runs that are not pinned until the others take `size` bytes; return how many have gone."""
+    gone = 0
+    while (beyond := _used_bytes(connection) - size) > 0:
+        deleted = connection.execute(_DELETE_OLDEST, (beyond,)).rowcount
+        if not deleted:
+            break
+        gone += deleted
+    return gone
+
+
+def _used_bytes(connection: sqlite3.Connection) -> int:
+    pages, free, size = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("page_count", "freelist_count", "page_size")
+    )
+    used: int = (pages - free) * size
+    return used
+
+
+def _give_back(connection: sqlite3.Connection) -> None:
+    """Give the room of what was removed back to the disk."""
+    connection.execute("PRAGMA incremental_vacuum").fetchall()
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def _condition(choice: RunFilter) -> tuple[str, list[Any]]:
+    """Return the condition of a choice, and the values of its question marks."""
+    parts: list[str] = []
+    values: list[Any] = []
+    if choice.numbers is not None:
+        parts.append(f"run IN ({', '.join('?' * len(choice.numbers))})")
+        values += choice.numbers
+    for name in ("engine", "notebook", "cell", "execution", "comparison"):
+        if (value := getattr(choice, name)) is not None:
+            parts.append(f"{name} = ?")
+            values.append(storable(value))
+    if choice.model is not None:
+        parts.append("contains(?, model)")
+        values.append(storable(choice.model).casefold())
+    if choice.find is not None:
+        parts.append(
+            "(contains(?, prompt) OR contains(?, text) OR contains(?, note) OR answers_contain(?, outputs))"
+        )
+        values += [storable(choice.find).casefold()] * 4
+    if choice.since is not None:
+        parts.append("time >= ?")
+        values.append(choice.since)
+    if choice.errors:
+        parts.append("error != ''")
+    if choice.pinned:
+        parts.append("pinned != 0")
+    return " AND ".join(parts) or "true", values
+
+
+def _contains(part: str, text: str) -> bool:
+    return part in text.casefold()
+
+
+def _answers_contain(part: str, outputs: str) -> bool:
+    return any(_contains(part, answer["text"]) for answer in json.loads(outputs))
+
+
+def _row(stored: sqlite3.Row) -> dict[str, Any]:
+    row = {name: stored[name] for name in stored.keys() if name != "size"}  # noqa: SIM118 (a row iterates over values)
+    row |= {name: json.loads(row[name]) for name in JSON_COLUMNS}
+    row["pinned"] = bool(row["pinned"])
+    return {**row, **{name: value for name, value in row["settings"].items() if name not in row}}
+
+
+def _missing(number: int) -> InvalidArgumentError:
+    return InvalidArgumentError("run", number, "the number of a kept run (`%runs` lists them)")

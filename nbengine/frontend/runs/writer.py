@@ -1,0 +1,126 @@
+"""The writer of runs: a thread that is there while something waits to be written, so that nothing else waits."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+
+from nbengine.errors import NBEngineError
+from nbengine.frontend.runs.run import Limits, Run
+from nbengine.frontend.runs.store import RunStore
+
+MOST_WAITING = 10_000
+"""The most runs that wait in memory, while the disk takes none."""
+_MOST_AT_ONCE = 500
+_EXIT_SECONDS = 5.0
+"""The most seconds that the interpreter's exit waits for."""
+_FLUSH_SECONDS = 60.0
+
+_writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
+
+
+class RunWriter:
+    """A writer of runs into a store; safe on any thread, and silent in a forked child."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: list[Run] = []
+        self._limits = Limits()
+        self._is_writing = False
+        self._num_lost = 0
+        self._trouble = ""
+        self._has_told = False
+        _writers.add(self)
+
+    def keep(self, run: Run, limits: Limits) -> None:
+        """Have a run written soon, without waiting for the disk; `limits` hold for the store from now on."""
+        # The child of a fork repeats what the notebook does: its runs are not the user's.
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            if len(self._waiting) >= MOST_WAITING:
+                self._note_loss(1, "the disk takes too long")
+                return
+            self._waiting.append(run)
+            self._limits = limits
+            if self._is_writing:
+                return
+            self._is_writing = True
+        thread = threading.Thread(target=self._write_all, name="nbengine-runs", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread can start while the interpreter ends.
+            self._write_all()
+
+    def flush(self, timeout: float = _FLUSH_SECONDS) -> bool:
+        """Wait until nothing waits to be written, at most `timeout` seconds, and return whether that is so."""
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_writing, timeout)
+
+    def take_trouble(self) -> str:
+        """Say what keeps runs from being written, once until they can be written again; else return an empty text."""
+        if os.getpid() != self._pid:
+            return ""
+        with self._changed:
+            if not self._trouble or self._has_told:
+                return ""
+            self._has_told = True
+            lost = "a run is" if self._num_lost == 1 else f"{self._num_lost:,} runs are"
+            return f"{lost} not kept: {self._trouble}"
+
+    def _write_all(self) -> None:
+        try:
+            while self._write_some():
+                pass
+        except BaseException:
+            with self._changed:
+                self._end()
+            raise
+
+    def _write_some(self) -> bool:
+        """Write what waits; return False, and count as not writing, if that is nothing."""
+        with self._changed:
+            batch, self._waiting = self._waiting[:_MOST_AT_ONCE], self._waiting[_MOST_AT_ONCE:]
+            limits = self._limits
+            if not batch:
+                self._end()
+                return False
+        try:
+            self.store.add(batch, limits)
+        except NBEngineError as error:
+            with self._changed:
+                self._note_loss(len(batch), str(error))
+        else:
+            with self._changed:
+                self._num_lost, self._trouble, self._has_told = 0, "", False
+        return True
+
+    def _end(self) -> None:
+        self._is_writing = False
+        self._changed.notify_all()
+
+    def _note_loss(self, number: int, reason: str) -> None:
+        self._num_lost += number
+        self._trouble = reason
+
+
+def flush_all(timeout: float = _FLUSH_SECONDS) -> None:
+    """Wait until this process has written all its runs, at most `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    for writer in list(_writers):
+        writer.flush(max(0.0, deadline - time.monotonic()))
+
+
+def _flush_at_exit() -> None:
+    flush_all(_EXIT_SECONDS)
+
+
+atexit.register(_flush_at_exit)

@@ -1,0 +1,55 @@
+"""The next kernel finds what was asked in the one before, compares it and asks it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from notebook_support.kernel import Kernel
+from notebook_support.paced import start_line
+
+StartKernel = Callable[[], Kernel]
+
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def test_runs_outlive_kernels_and_are_asked_again(start_kernel: StartKernel) -> None:
+    first = start_kernel()
+    first.run(start_line(tokens_per_second=2000))
+    first.run("%%generate --max-tokens 5 -o one\nthe first question")
+    first.run("%%generate --max-tokens 3,6\nthe second question")
+    cell = first.start("%%generate --max-tokens 3000 --seed 5\nthe third question")
+    first.wait_for_text(cell, ALPHABET)
+    first.interrupt()
+    first.finish(cell)
+    first.run("%config NBEngine.keep_runs = False")
+    first.run("%generate --max-tokens 5 a secret")
+    # It is killed, and the engine goes on with another kernel.
+    first.restart(now=True)
+    first.run("import nbengine")
+    numbers = first.value("[row['run'] for row in nbengine.runs(find='question')][-4:]")
+    kept = first.value(
+        "[(r['prompt'], r['text'][:6], r['finish_reason'], r['max_tokens'])"
+        " for r in nbengine.runs(find='question', last=4)]"
+    )
+    assert kept == [
+        ("the first question", "ABCDE", "length", 5),
+        ("the second question", "ABC", "length", 3),
+        ("the second question", "ABCDEF", "length", 6),
+        ("the third question", "ABCDEF", "abort", 3000),
+    ]
+    assert first.value("len(nbengine.runs(find='a secret'))") == 0
+    shown = first.run("%runs --last 4").text
+    assert shown.index("the third question") < shown.index("the first question")
+    first.run("%engine attach")
+    again = first.run(f"%runs rerun {numbers[0]} --max-tokens 8 --diff -o again")
+    assert first.value("again.text") == "ABCDEFGH"
+    assert "{+" in again.text
+    assert "max_tokens 5 → 3" in first.run(f"%runs diff {numbers[0]} {numbers[1]}").text
+    # A rerun is awaited: an interrupt keeps what has been written.
+    cell = first.start(f"%runs rerun {numbers[3]}")
+    first.wait_for_text(cell, ALPHABET)
+    first.interrupt()
+    assert first.finish(cell).status == "error"
+    last = first.value("[(r['prompt'], r['finish_reason'], r['seed']) for r in nbengine.runs(last=1)]")
+    assert last == [("the third question", "abort", 5)]
+    first.run("%engine stop")
