@@ -124,7 +124,7 @@ def plan_of(
             rows.append(Row(combinations[-1].settings, elements))
         used |= bindings.used
     _check_use(each, used, prog)
-    scores = score_plan(parsed, rows, [axis.name for axis in axes or ()], namespace, prog)
+    scores = score_plan(parsed, rows, axes or (), namespace, prog, config.max_answers)
     return ComparisonPlan(tuple(axes or ()), len(each), tuple(combinations), scores)
 
 

@@ -14,7 +14,7 @@ from nbengine.magics.generation.request import Request
 from nbengine.magics.generation.stream import Stream
 from nbengine.magics.generation.submission import Submitter
 from nbengine.magics.generation.view import View
-from nbengine.magics.scores.judging import Judge
+from nbengine.magics.scores.judging import judge_of
 from nbengine.magics.scores.scoring import Scoring
 from nbengine.magics.session import AttachedEngine
 
@@ -108,13 +108,7 @@ def compare(
     result.errors = {index: request.error for index, request in enumerate(requests) if request.error}
     params = [request.origin.params for request in requests]
     view = grid_view(shell, plan, params, result, requests[0].origin.ongoing.views)
-    scoring = Scoring(plan.scores, result.scores, _judge_of(plan, engines, submitter))
-    return ComparisonRun(result, requests, view, engines, scoring)
-
-
-def _judge_of(plan: ComparisonPlan, engines: Sequence[AttachedEngine], submitter: Submitter) -> Judge | None:
-    prompt = plan.scores.judge
-    if prompt is None:
-        return None
     options = [combination.options for combination in plan.combinations]
-    return Judge(prompt, plan.scores.rows, engines, options, submitter)
+    judge = judge_of(plan.scores, result.results, engines, options, submitter)
+    scoring = Scoring(plan.scores, result.scores, judge)
+    return ComparisonRun(result, requests, view, engines, scoring)

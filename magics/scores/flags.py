@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
 
 from nbengine.errors import InvalidArgumentError, did_you_mean
+from nbengine.magics.comparison.axes import RAISE_LIMIT, Axis
 from nbengine.magics.namespace import named_value
 from nbengine.magics.scores.matching import MATCHERS, matcher_of
 from nbengine.magics.scores.scorers import ExpectedScorer, FunctionScorer, JudgePrompt, Row, ScorePlan
@@ -63,20 +65,29 @@ def add_score_flags(parser: argparse.ArgumentParser) -> None:
         help="let the same engine grade each answer from 1 (worst) to 5 (best) by this rule, or by the variable of that "
         "name; {prompt}, {answer} and the row's variables may stand in it",
     )
+    add(
+        "--pairwise",
+        action="store_true",
+        help="let --judge say instead which of two settings has the better answer, asked twice with the answers swapped: "
+        "the share of wins, ties half ({answer_a} and {answer_b} may stand in PROMPT)",
+    )
 
 
 def score_plan(
     parsed: argparse.Namespace,
     rows: Sequence[Row],
-    axes: Sequence[str],
+    axes: Sequence[Axis],
     namespace: Mapping[str, object],
     prog: str,
+    limit: int,
 ) -> ScorePlan:
     """Return what the flags want to have scored of the combinations `rows`, which differ along `axes`.
 
+    A judge may compare pairs at most `limit` times.
+
     Raises:
         UsageError: a function or a column is missing, an expected value is not possible, two columns would have
-            the same name, or nothing is compared.
+            the same name, nothing is compared, or too much is.
     """
     if parsed.match is not None and not parsed.expect:
         raise UsageError(f"{prog}: --match says how --expect compares, and there is no --expect")
@@ -84,13 +95,18 @@ def score_plan(
     scorers = [FunctionScorer(name, _function(name, namespace, prog), rows) for name in names]
     match = parsed.match or "exact"
     expected = [_expected(column, match, rows, namespace, prog) for column in parsed.expect]
-    judge = None if parsed.judge is None else _judge_prompt(parsed.judge, namespace, prog)
-    plan = ScorePlan((*scorers, *expected), judge, rows)
+    if parsed.pairwise and parsed.judge is None:
+        raise UsageError(f"{prog}: --pairwise says how --judge judges, and there is no --judge")
+    judge = None if parsed.judge is None else _judge_prompt(parsed, namespace, prog)
+    num_settings = math.prod(len(axis.choices) for axis in axes if axis.name not in rows[0].elements)
+    plan = ScorePlan((*scorers, *expected), judge, rows, num_settings)
     if plan.names and not axes:
         raise UsageError(
             f"{prog}: --score, --expect and --judge need a comparison: several values of a flag, or --each"
         )
-    _check_names(plan.names, axes, prog)
+    _check_names(plan.names, [axis.name for axis in axes], prog)
+    if parsed.pairwise:
+        _check_pairs(len(rows) * (num_settings - 1) * (parsed.n or 1), limit, prog)
     return plan
 
 
@@ -129,12 +145,20 @@ def _expected(
     return ExpectedScorer(f"{column}_matches", matchers)
 
 
-def _judge_prompt(text: str, namespace: Mapping[str, object], prog: str) -> JudgePrompt:
+def _judge_prompt(parsed: argparse.Namespace, namespace: Mapping[str, object], prog: str) -> JudgePrompt:
+    text: str = parsed.judge
     if text.isidentifier() and isinstance(value := namespace.get(text), str):
         text = value
     if not text.strip():
         raise UsageError(f"{prog}: --judge: the prompt is empty")
-    return JudgePrompt(text, namespace)
+    return JudgePrompt(text, parsed.pairwise, namespace)
+
+
+def _check_pairs(num_questions: int, limit: int, prog: str) -> None:
+    if num_questions == 0:
+        raise UsageError(f"{prog}: --pairwise compares settings: it needs several values of a flag")
+    if num_questions > limit:
+        raise UsageError(f"{prog}: --pairwise asks {num_questions} questions, more than {limit}{RAISE_LIMIT}")
 
 
 def _check_names(names: Sequence[str], axes: Sequence[str], prog: str) -> None:

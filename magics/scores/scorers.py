@@ -67,19 +67,25 @@ class ExpectedScorer:
 
 @dataclass(frozen=True)
 class JudgePrompt:
-    """The rule for a model that grades answers, and the variables that it may name."""
+    """The rule for a model that judges answers, and the variables that it may name."""
 
     text: str
+    in_pairs: bool
+    """Two answers are compared, instead of one graded."""
     namespace: Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """All that a line wants to have scored; `rows` has the combinations in their order."""
+    """All that a line wants to have scored.
+
+    `rows` has the combinations in their order: for each prompt, one with each of the `num_settings` settings.
+    """
 
     scorers: Sequence[Scorer]
     judge: JudgePrompt | None
     rows: Sequence[Row]
+    num_settings: int
 
     @property
     def names(self) -> list[str]:
@@ -97,11 +103,10 @@ def answer_text(answer: GenerationResult) -> str:
 
 
 def _fields_of(element: Any) -> dict[str, Any]:
+    if isinstance(element, tuple) and hasattr(element, "_asdict"):
+        element = element._asdict()
+    elif hasattr(element, "to_dict") and hasattr(element, "index"):
+        element = element.to_dict()  # A row of a table.
     if isinstance(element, Mapping):
         return {key: value for key, value in element.items() if isinstance(key, str)}
-    if isinstance(element, type | str | bytes | int | float | bool | None):
-        return {}
-    for name in ("to_dict", "_asdict"):
-        if callable(made := getattr(element, name, None)):
-            return _fields_of(made())
-    return dict(getattr(element, "__dict__", {}))
+    return {} if isinstance(element, type) else dict(getattr(element, "__dict__", {}))

@@ -36,6 +36,7 @@ class Column:
 
     def __init__(self, **fields: object) -> None:
         self._fields = fields
+        self.index = list(fields)
 
     def to_dict(self) -> dict[str, object]:
         return self._fields
@@ -131,6 +132,12 @@ def test_an_element_itself_and_without_each_a_variable_may_be_expected() -> None
             "in the row with row 0, the expected value must be a dict of fields",
         ),
         ("--judge ' '", "--judge: the prompt is empty"),
+        ("--pairwise", "--pairwise says how --judge judges, and there is no --judge"),
+        ("--judge rule --pairwise", "--pairwise compares settings: it needs several values of a flag"),
+        (
+            "--seed 1,2,3,4,5,6 -n 5 --judge rule --pairwise",
+            "--pairwise asks 300 questions, more than 256 (`%config NBEngine.max_answers` allows more)",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(line: str, message: str) -> None:
