@@ -79,15 +79,18 @@ class ScoreView:
         self._views = views
         self._live = LiveDisplay(shell)
         self._shown: tuple[str, str] = ("", "")
+        self._num_shown = -1
+        """The number of scores in the table."""
         self._widget: ScoresWidget | None = None
         self.update()
 
     def update(self) -> int:
-        """Replace the table if it has changed, and return the number of characters that were sent."""
-        found = summary_tables(self._result)
-        if found == self._shown:
+        """Replace the table if scores have come, and return the number of characters that were sent."""
+        num_found = self._result.scores.num_found
+        if num_found == self._num_shown:
             return 0
-        self._shown = found
+        self._num_shown = num_found
+        self._shown = summary_tables(self._result)
         return self._live.show(self._static())
 
     def finish(self) -> None:

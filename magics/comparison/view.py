@@ -53,7 +53,7 @@ class GridState:
         self._params = params
         self._started = time.monotonic()
         self._pace = Pace()
-        self._known: list[tuple[object, object]] = [(None, None)] * len(result)
+        self._known: list[tuple[object, object, int]] = [(None, None, 0)] * len(result)
         self.take(result)
 
     def take(self, result: ComparisonResult) -> bool:
@@ -61,12 +61,16 @@ class GridState:
         # Whatever a result takes in, its list of outputs is another one then.
         changed = []
         for index, found in enumerate(result):
-            outputs, progress = self._known[index]
+            outputs, progress, num_scores = self._known[index]
             is_new = found.outputs is not outputs or found.metrics.prompt_progress is not progress
-            if is_new or score_marks(result, index) != self.cells[index].scores:
+            if is_new or result.scores.num_found_of(index) != num_scores:
                 changed.append(index)
                 self.cells[index] = self._live_cell(index)
-                self._known[index] = found.outputs, found.metrics.prompt_progress
+                self._known[index] = (
+                    found.outputs,
+                    found.metrics.prompt_progress,
+                    result.scores.num_found_of(index),
+                )
         self._pace.take(time.monotonic(), self.num_tokens)
         return bool(changed)
 

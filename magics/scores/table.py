@@ -28,6 +28,7 @@ class Scores:
         self.values: dict[str, dict[Place, Score]] = {name: {} for name in names}
         self.errors: dict[str, dict[Place, str]] = {name: {} for name in names}
         self._open: Counter[int] = Counter()
+        self._found: Counter[int] = Counter()
 
     def begin(self, place: Place) -> None:
         """Note that every score of an answer is being found."""
@@ -36,6 +37,7 @@ class Scores:
     def note(self, name: str, place: Place, outcome: Score | BaseException) -> None:
         """Note the score of an answer, or the error in its place."""
         self._open[place[0]] -= 1
+        self._found[place[0]] += 1
         if isinstance(outcome, BaseException):
             self.errors[name][place] = f"{type(outcome).__name__}: {outcome}"
         else:
@@ -49,6 +51,15 @@ class Scores:
     def num_open(self) -> int:
         """Count the scores that are being found."""
         return self._open.total()
+
+    @property
+    def num_found(self) -> int:
+        """Count the scores and errors that have been found."""
+        return self._found.total()
+
+    def num_found_of(self, position: int) -> int:
+        """Count those of one result."""
+        return self._found[position]
 
     def is_open(self, position: int) -> bool:
         """Return whether scores of a result are still being found."""
