@@ -232,8 +232,12 @@ def test_a_handle_waits_for_the_scores_and_leaves_those_that_do_not_come(
     shell: InteractiveShell, engine: FakeClient
 ) -> None:
     held, begun = threading.Event(), threading.Event()
+    called: list[int] = []
+    threads: list[threading.Thread] = []
 
     def slow(result: GenerationResult, row: dict[str, Any]) -> int:
+        called.append(row["seed"])
+        threads.append(threading.current_thread())
         if row["seed"] == 2:
             begun.set()
             held.wait(60)
@@ -249,6 +253,8 @@ def test_a_handle_waits_for_the_scores_and_leaves_those_that_do_not_come(
     handle.cancel()
     result = handle.result(60)
     held.set()
+    threads[0].join(60)
+    assert called == [1, 2]
     assert result.finished
     assert [row["slow"] for row in result.rows()] == [1, None, None]
     assert result.summary()[0]["n"] == 1
