@@ -169,7 +169,7 @@ class Completion:
             return fragment, list(model_names(fragment))
         if action.dest == "json":
             return fragment, self._variables(_is_schema)
-        if action.dest == "tools":
+        if action.dest in ("tools", "score"):
             return fragment.rpartition(",")[2], self._variables(inspect.isroutine)
         if action.dest == "each":
             # In NAME=SOURCE the user chooses NAME freely, so only SOURCE is completed.

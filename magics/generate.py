@@ -99,7 +99,7 @@ class GenerateMagics(Magics):
             raise turn.explained(error) from error.__cause__
         stream: Stream[Any]
         if plan.axes:
-            stream = compare(shell, plan, requests, [engine.client for engine in engines])
+            stream = compare(shell, plan, requests, engines, self._submitter)
         else:
             stream = self._submitter.stream(engines[0], requests[0], options)
             turn.diff = options.diff

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
+
+from nbengine.errors import did_you_mean
 
 
 def prompt_namespace(shell: InteractiveShell) -> dict[str, object]:
@@ -23,6 +27,25 @@ def prompt_namespace(shell: InteractiveShell) -> dict[str, object]:
 def notebook_name(shell: InteractiveShell) -> str:
     """Return the path of the notebook, as Jupyter's server or VS Code tells it; empty where nobody does."""
     return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME") or "")
+
+
+def named_value(name: str, namespace: Mapping[str, object], flag: str) -> object:
+    """Return the value of a variable or of its attributes (`shop.price`), functions included.
+
+    Raises:
+        UsageError: there is none; the message begins with `flag`, behind which the name stands.
+    """
+    first, *attributes = name.split(".")
+    if first not in namespace:
+        hint = did_you_mean(first, [key for key, value in namespace.items() if callable(value)])
+        raise UsageError(f"{flag} {name}: there is no variable {first!r}{hint}")
+    value = namespace[first]
+    for attribute in attributes:
+        try:
+            value = getattr(value, attribute)
+        except AttributeError as error:
+            raise UsageError(f"{flag} {name}: {error}") from None
+    return value
 
 
 def running_cell(shell: InteractiveShell) -> tuple[str, str]:

@@ -31,6 +31,8 @@ from nbengine.magics.generation.arguments import (
     read_line,
 )
 from nbengine.magics.interpolate import interpolate
+from nbengine.magics.scores.flags import score_plan
+from nbengine.magics.scores.scorers import Row, ScorePlan
 from nbengine.sampling_params import SamplingParams
 
 VARIED_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "thinking_budget", "seed")
@@ -58,6 +60,7 @@ class ComparisonPlan:
     num_each: int
     """The number of axes that come from `--each`."""
     combinations: tuple[Combination, ...]
+    scores: ScorePlan
 
     @property
     def options(self) -> GenerateOptions:
@@ -103,9 +106,11 @@ def plan_of(
     each = [each_axis(spec, namespace, prog, config.max_answers) for spec in specs]
     axes: list[Axis] | None = None
     combinations: list[Combination] = []
+    rows: list[Row] = []
     used: set[str] = set()
     for row in itertools.product(*(axis.choices for axis in each)):
         bindings = expand.namespace = bindings_of(each, row, namespace)
+        elements = {axis.name: choice.value for axis, choice in zip(each, row, strict=True)}
         parsed = given.parser.parse_words(given.words)
         varied = _flag_axes(parsed, prog)
         if axes is None:
@@ -116,9 +121,11 @@ def plan_of(
             chosen = _with_values(parsed, varied, choices)
             options = options_of(given, chosen, config, expand, bindings)
             combinations.append(Combination(_settings(axes, (*row, *choices)), options))
+            rows.append(Row(combinations[-1].settings, elements))
         used |= bindings.used
     _check_use(each, used, prog)
-    return ComparisonPlan(tuple(axes or ()), len(each), tuple(combinations))
+    scores = score_plan(parsed, rows, axes or (), namespace, prog, config.max_answers)
+    return ComparisonPlan(tuple(axes or ()), len(each), tuple(combinations), scores)
 
 
 def _flag_axes(parsed: argparse.Namespace, prog: str) -> list[Axis]:

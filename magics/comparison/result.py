@@ -8,6 +8,8 @@ from typing import Any, overload
 from nbengine.errors import InvalidArgumentError, NBEngineError
 from nbengine.magics.comparison.axes import Axis
 from nbengine.magics.generation.result import GenerationResult, Handle, ShownOnce
+from nbengine.magics.scores.summary import difference_rows, summary_rows
+from nbengine.magics.scores.table import Scores
 from nbengine.metrics.frames import frame_of
 from nbengine.outputs import CompletionOutput
 
@@ -20,16 +22,26 @@ class ComparisonResult(ShownOnce):
     `comparison[2]` is the third result; `comparison[{"temperature": 0}]` is the one with these settings.
     `settings[i]` has what distinguishes `results[i]`; `axes` has the values of each setting, of which the
     last one changes fastest. `errors` has the errors by position: the result of such a request is empty or
-    cut off, and its `finish_reason` is "error".
+    cut off, and its `finish_reason` is "error". `scores` has what `--score`, `--expect` and `--judge` have
+    found.
     """
 
     def __init__(
-        self, axes: Sequence[Axis], settings: Sequence[Settings], results: Sequence[GenerationResult]
+        self,
+        axes: Sequence[Axis],
+        settings: Sequence[Settings],
+        results: Sequence[GenerationResult],
+        *,
+        num_each: int = 0,
+        scores: Sequence[str] = (),
     ) -> None:
+        """Make the result; the first `num_each` axes come from `--each`, and `scores` are the scores' names."""
         self.axes: dict[str, list[Any]] = {axis.name: axis.settings for axis in axes}
         self.settings = list(settings)
         self.results = list(results)
         self.errors: dict[int, NBEngineError] = {}
+        self.num_each = num_each
+        self.scores = Scores(scores)
 
     @property
     def finished(self) -> bool:
@@ -47,7 +59,8 @@ class ComparisonResult(ShownOnce):
     def rows(self) -> list[dict[str, Any]]:
         """List one row for each answer, of which a result has several with `-n`; times are seconds.
 
-        A setting that has the name of one of the answer's columns gets the suffix `_given`.
+        A setting that has the name of one of the answer's columns gets the suffix `_given`. The scores are the
+        last columns; of one that could not be found everywhere, NAME_error says why.
         """
         return [
             self._row(index, completion)
@@ -62,6 +75,26 @@ class ComparisonResult(ShownOnce):
             NotSupportedError: pandas is not installed.
         """
         return frame_of(self.rows())
+
+    def summary(self) -> list[dict[str, Any]]:
+        """List the mean of each score with each setting: the settings of flags, not the elements of `--each`.
+
+        A row has the setting's values, `score` (the name), `mean`, `low`, `high` and `n`. The mean of truth
+        values is the share that is true, with Wilson's interval; that of numbers has Student's. Both are 95 %
+        intervals, and None where the scores are too few. `n` counts the answers; with `-n` and several prompts it
+        counts prompts, each with the mean of its answers' scores.
+        """
+        return summary_rows(self)
+
+    def differences(self) -> list[dict[str, Any]]:
+        """List how much greater each score is with one setting than with another, over the same prompts.
+
+        A row has `score` (the name), the settings `first` and `second`, and of second less first the `mean`,
+        the 95 % interval from `low` to `high`, and `n`, the number of prompts with both scores. Pairing takes
+        out how hard the prompts are. The interval is that of Bonett and Price for truth values, and Student's
+        for numbers.
+        """
+        return difference_rows(self)
 
     @overload
     def __getitem__(self, key: int | Mapping[str, Any]) -> GenerationResult: ...
@@ -121,7 +154,7 @@ class ComparisonResult(ShownOnce):
         given = {
             f"{name}_given" if name in row else name: value for name, value in self.settings[index].items()
         }
-        return {**given, **row}
+        return {**given, **row, **self.scores.columns((index, completion.index))}
 
 
 class ComparisonHandle(Handle[ComparisonResult]):

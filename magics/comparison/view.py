@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -13,7 +14,13 @@ from nbengine.errors import EngineEndError
 from nbengine.magics.answers.diff import diff_html, diff_text, word_diff
 from nbengine.magics.comparison.arguments import ComparisonPlan
 from nbengine.magics.comparison.result import ComparisonResult
-from nbengine.magics.generation.markdown import unfenced
+from nbengine.magics.comparison.score_view import (
+    ScoreView,
+    score_marks,
+    setting_text,
+    summary_tables,
+)
+from nbengine.magics.generation.markdown import closed_markdown, harmless_markdown, unfenced
 from nbengine.magics.generation.render import pretty_json, prompt_line
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import ERASE_LINE, UPDATE_SECONDS, SilentView, View, pause_after
@@ -25,6 +32,7 @@ from nbengine.widgets.grid.html import GridHtml
 from nbengine.widgets.grid.pace import AnswerCount, Pace
 from nbengine.widgets.grid.text import cell_text, final_text, live_text
 from nbengine.widgets.live import LiveDisplay, in_kernel
+from nbengine.widgets.open_views import ClosableView, OpenViews
 from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
 MOST_SHADED = 5000
@@ -37,7 +45,7 @@ class GridState:
     def __init__(
         self, plan: ComparisonPlan, params: Sequence[SamplingParams], result: ComparisonResult
     ) -> None:
-        axes = [(axis.name, [_label(setting) for setting in axis.settings]) for axis in plan.axes]
+        axes = [(axis.name, [setting_text(setting) for setting in axis.settings]) for axis in plan.axes]
         self.layout: GridLayout = layout_of(axes, plan.num_each)
         self.result = result
         self.cells = [GridCell() for _ in result]
@@ -45,7 +53,7 @@ class GridState:
         self._params = params
         self._started = time.monotonic()
         self._pace = Pace()
-        self._known: list[tuple[object, object]] = [(None, None)] * len(result)
+        self._known: list[tuple[object, object, int]] = [(None, None, 0)] * len(result)
         self.take(result)
 
     def take(self, result: ComparisonResult) -> bool:
@@ -53,11 +61,16 @@ class GridState:
         # Whatever a result takes in, its list of outputs is another one then.
         changed = []
         for index, found in enumerate(result):
-            outputs, progress = self._known[index]
-            if found.outputs is not outputs or found.metrics.prompt_progress is not progress:
+            outputs, progress, num_scores = self._known[index]
+            is_new = found.outputs is not outputs or found.metrics.prompt_progress is not progress
+            if is_new or result.scores.num_found_of(index) != num_scores:
                 changed.append(index)
                 self.cells[index] = self._live_cell(index)
-                self._known[index] = found.outputs, found.metrics.prompt_progress
+                self._known[index] = (
+                    found.outputs,
+                    found.metrics.prompt_progress,
+                    result.scores.num_found_of(index),
+                )
         self._pace.take(time.monotonic(), self.num_tokens)
         return bool(changed)
 
@@ -84,6 +97,7 @@ class GridState:
         return joined(
             f"{self.num_ended} of {count(self.num_answers, 'answer')}",
             f"{running} running" if running else "",
+            f"{count(self.result.scores.num_open, 'score')} to come" if self.result.scores.num_open else "",
             count(self.num_tokens, "token"),
             f"{rate:,.0f} tok/s" if rate else "",
             "" if left is None else f"{'about' if left[1] else 'at most'} {seconds(left[0])} left",
@@ -135,12 +149,20 @@ class GridState:
         if options.diff and result.previous is not None:
             diffs = [word_diff(result.previous.text, answer.text) for answer in result.outputs[:1]]
             answers = tuple(map(diff_text, diffs))
-            return GridCell(answers, cell.state, foot, cell.error, tuple(map(diff_html, diffs)))
+            return replace(cell, answers=answers, foot=foot, rich=tuple(map(diff_html, diffs)))
         if options.format == "text" and any(answer.logprobs for answer in result.outputs) and self._shades:
             rich = tuple(shaded(root, self._shades) for root in result.tree.roots)
-            return GridCell(cell.answers, cell.state, foot, cell.error, rich)
+            return replace(cell, foot=foot, rich=rich)
         formatted = tuple(_formatted(text, options.format) for text in cell.answers)
-        return GridCell(formatted, cell.state, foot, cell.error)
+        return replace(cell, answers=formatted, foot=foot)
+
+    @property
+    def is_markdown(self) -> bool:
+        """Return whether the final answers are rendered Markdown; differences are shown as words instead."""
+        options = self._options[0]
+        return options.format == "markdown" and not (
+            options.diff and any(result.previous is not None for result in self.result)
+        )
 
     def _live_cell(self, index: int) -> GridCell:
         result: GenerationResult = self.result.results[index]
@@ -154,7 +176,8 @@ class GridState:
             state = "running" if tokens or prompt_line(result) else "waiting"
         foot = count(tokens, "token") + (" ✓" if state == "done" else "") if tokens else prompt_line(result)
         answers = tuple(answer.text for answer in result.outputs) if tokens else ()
-        return GridCell(answers, state, foot, "" if error is None else _cause(error))
+        cause = "" if error is None else _cause(error)
+        return GridCell(answers, state, foot, cause, scores=score_marks(self.result, index))
 
     @cached_property
     def _shades(self) -> int:
@@ -178,12 +201,17 @@ class GridState:
 class GridCellView:
     """A view that shows the comparison as one output of the cell, which it replaces in place."""
 
-    def __init__(self, shell: InteractiveShell, state: GridState, *, stream: bool) -> None:
+    def __init__(
+        self, shell: InteractiveShell, state: GridState, views: OpenViews[ClosableView], *, stream: bool
+    ) -> None:
         self.interval = UPDATE_SECONDS
         self._state = state
         self._stream = stream
+        self._scores = (
+            ScoreView(shell, state.result, state.layout, views) if state.result.scores.names else None
+        )
         self._live = LiveDisplay(shell)
-        self._html = GridHtml(state.layout)
+        self._html = GridHtml(state.layout, self._scores.grid if self._scores is not None else "")
         self._draw()
 
     def update(self, result: ComparisonResult) -> None:
@@ -196,10 +224,13 @@ class GridCellView:
         state = self._state
         cells = [state.final_cell(index) for index in range(len(result))]
         notes = [*state.notes, *filter(None, [state.shading_note, note])]
-        bundle = {
-            "text/plain": final_text(state.layout, cells, state.foot, notes),
-            "text/html": self._html.final(state.foot, cells, notes),
-        }
+        bundle = {"text/plain": final_text(state.layout, cells, state.foot, notes)}
+        if state.is_markdown:
+            bundle["text/markdown"] = self._html.final_markdown(state.foot, cells, notes, _markdown)
+        else:
+            bundle["text/html"] = self._html.final(state.foot, cells, notes)
+        if self._scores is not None:
+            self._scores.finish()
         self._live.show(bundle)
 
     def _draw(self) -> None:
@@ -208,6 +239,8 @@ class GridCellView:
         fraction = state.num_ended / state.num_answers
         html = self._html.live(state.head, fraction, state.cells if self._stream else [])
         size = self._live.show({"text/plain": live_text(state.head, state.cells), "text/html": html})
+        if self._scores is not None:
+            size += self._scores.update()
         self.interval = pause_after(size, time.perf_counter() - started)
 
 
@@ -230,6 +263,8 @@ class GridTerminalView:
     def finish(self, result: ComparisonResult, note: str = "") -> None:
         """Print the remaining answers and the sums."""
         self._print(result, complete_only=False)
+        if result.scores.names:
+            print(harmless(summary_tables(result)[0]))
         for line in (self._state.foot, *self._state.notes, note):
             if line:
                 print_quietly(line)
@@ -237,7 +272,7 @@ class GridTerminalView:
     def _print(self, result: ComparisonResult, *, complete_only: bool) -> None:
         state = self._state
         for index in range(self._printed, len(result)):
-            if complete_only and not result[index].finished:
+            if complete_only and (not result[index].finished or result.scores.is_open(index)):
                 break
             if sys.stdout.isatty():
                 print(ERASE_LINE, end="")
@@ -246,22 +281,20 @@ class GridTerminalView:
 
 
 def grid_view(
-    shell: InteractiveShell, plan: ComparisonPlan, params: Sequence[SamplingParams], result: ComparisonResult
+    shell: InteractiveShell,
+    plan: ComparisonPlan,
+    params: Sequence[SamplingParams],
+    result: ComparisonResult,
+    views: OpenViews[ClosableView],
 ) -> View[ComparisonResult]:
-    """Make the view of the running cell.
+    """Make the view of the running cell; `views` are the notebook's open widgets.
 
     In a terminal a background grid would run into what the user types, so such a view is silent.
     """
     state = GridState(plan, params, result)
     if in_kernel(shell):
-        return GridCellView(shell, state, stream=plan.options.stream)
+        return GridCellView(shell, state, views, stream=plan.options.stream)
     return SilentView() if plan.options.background else GridTerminalView(state)
-
-
-def _label(setting: object) -> str:
-    if isinstance(setting, float):
-        return f"{setting:g}"
-    return setting if isinstance(setting, str) else repr(setting)
 
 
 def _num_tokens(result: GenerationResult) -> int:
@@ -277,6 +310,10 @@ def _formatted(text: str, output_format: str) -> str:
     if output_format == "json":
         return pretty_json(text)[0]
     return unfenced(text)[0] if output_format == "code" else text
+
+
+def _markdown(text: str) -> str:
+    return closed_markdown(harmless_markdown(text))
 
 
 def _foot(result: GenerationResult) -> str:

@@ -21,6 +21,7 @@ from nbengine.magics.comparison.axes import Several, one_or_several
 from nbengine.magics.config import FORMATS, NBEngine
 from nbengine.magics.generation.structured import add_constraint_flags, constraint_of
 from nbengine.magics.generation.thinking import TemplateOptions, add_template_flags, template_options
+from nbengine.magics.scores.flags import add_score_flags
 from nbengine.sampling_params import RequestOutputKind, SamplingParams
 
 Expand = Callable[[str], str]
@@ -51,12 +52,15 @@ variables where they exist; other braces stay as they are, and {{name}} gives {n
 Lists compare: --temperature 0,0.7,1, and so --top-p, --top-k, --min-p, --max-tokens, --thinking-budget, --seed,
 --engine, --set KEY=[A,B], and --system given several times. --each goes through a list, dict, array or column; the
 prompt and the flags name its element. All combinations run at once, into one grid, whatever their number up to
-NBEngine.max_answers."""
+NBEngine.max_answers.
+
+--score, --expect and --judge say how good the answers of a comparison are, one score each."""
 _EPILOG = """\
 The result is in _ (and in NAME with -o): .text .token_ids .finish_reason .num_cached_tokens .metrics
 .logprobs (with --logprobs) .outputs (all answers, with -n; the others are the first one's)
 .value (with --json: the parsed JSON) .branch(position, token) goes on from another token, .tree has all such branches
 A comparison in _ : comparison[2], comparison[{"temperature": 0}], .results .settings .errors .rows() .to_frame()
+.scores .summary() (the means with their intervals) .differences() (between settings, over the same prompts)
 %config NBEngine.temperature = 0.7 changes a default. An interrupt keeps what has been written so far.
 
 examples:
@@ -71,6 +75,7 @@ examples:
   %%generate --each item=questions --engine A,B   {item}
   %%generate --each df["question"] -o answers     {question}; answers.to_frame()
   %%generate --each row=df                        {row["question"]} {row.context}
+  %%generate --each row=df --temperature 0,1 --score polite --expect answer --match normalised
   %generate --each word=tree,house --system "In {language}." --each language=French,Thai Translate {word}
 """
 
@@ -139,6 +144,7 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     parser.add_argument(
         "--diff", action="store_true", help="show what differs from this cell's previous answer"
     )
+    add_score_flags(parser)
     return parser
 
 

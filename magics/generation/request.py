@@ -125,8 +125,10 @@ class Request:
         self._written = written
         self._answer: Answer | None = None
 
-    def send(self, *, foreground: bool) -> None:
-        """Send the request; `foreground` says that the running cell waits for it.
+    def send(self, *, foreground: bool, kept: bool = True) -> None:
+        """Send the request.
+
+        `foreground` says that the running cell waits for it, `kept` that `%engine recover` shows its answer.
 
         Raises:
             NBEngineError: the request is not possible, or the engine cannot be reached.
@@ -137,13 +139,14 @@ class Request:
             origin.params,
             data_parallel_rank=self._rank,
             written=self._written,
-            transcript=result.prompt,
+            transcript=result.prompt if kept else None,
         )
         self.collector.on_prompt_progress = self._note_progress
         result.request_id = self.collector.request_id
         engine_request_id = self.collector.engine_request_id
         origin.ongoing.add(engine_request_id, foreground=foreground)
-        self._answer = origin.ongoing.answers.begin(engine_request_id, result, origin.client.name)
+        if kept:
+            self._answer = origin.ongoing.answers.begin(engine_request_id, result, origin.client.name)
 
     def _note_progress(self, progress: PromptProgress) -> None:
         self.result.metrics.prompt_progress = progress

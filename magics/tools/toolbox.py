@@ -9,9 +9,10 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError, did_you_mean
+from nbengine.errors import InvalidArgumentError, InvalidTypeError, NBEngineError
 from nbengine.frontend.text.tool_arguments import call_arguments
 from nbengine.frontend.text.tools import tool_schemas
+from nbengine.magics.namespace import named_value
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def tools_of(names: Sequence[str], namespace: Mapping[str, object]) -> list[Note
     """
     tools: list[NotebookTool] = []
     for name in names:
-        value = _value_of(name, namespace)
+        value = named_value(name, namespace, "%chat: --tools")
         functions: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         for function in functions:
             if not callable(function):
@@ -94,17 +95,3 @@ def _caller(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
         return function(**call_arguments(function, arguments))
 
     return call
-
-
-def _value_of(name: str, namespace: Mapping[str, object]) -> object:
-    first, *attributes = name.split(".")
-    if first not in namespace:
-        hint = did_you_mean(first, [key for key, value in namespace.items() if callable(value)])
-        raise UsageError(f"%chat: --tools {name}: there is no variable {first!r}{hint}")
-    value = namespace[first]
-    for attribute in attributes:
-        try:
-            value = getattr(value, attribute)
-        except AttributeError as error:
-            raise UsageError(f"%chat: --tools {name}: {error}") from None
-    return value

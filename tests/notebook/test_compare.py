@@ -101,6 +101,29 @@ def test_engines_side_by_side_and_a_block_that_cannot_await(notebook: Kernel) ->
     assert notebook.value("grid[{'engine': 'paced'}].text") == "ABCD"
 
 
+def test_answers_are_scored_by_functions_and_by_the_model_with_a_grammar(notebook: Kernel) -> None:
+    notebook.run("async def size(result, row):\n    print('scoring', row['w'])\n    return len(result.text)")
+    flags = "--raw --max-tokens 5 --score size --judge good -o grid"
+    cell = notebook.run(f"%%generate --engine real --each w=x,y --temperature 0,1 {flags}\n{{w}}\n")
+    assert cell.text.count("scoring x") == cell.text.count("scoring y") == 2
+    rows = notebook.value("grid.rows()")
+    assert [row["size"] for row in rows] == [len(row["text"]) for row in rows]
+    assert all(row["judge"] in range(1, 6) for row in rows)
+    assert notebook.value("[row['n'] for row in grid.summary()]") == [2] * 4
+
+
+def test_an_interrupt_ends_the_grid_although_a_function_goes_on(notebook: Kernel) -> None:
+    notebook.run("import threading\nheld = threading.Event()")
+    notebook.run("def slow(result, row):\n    print('begun')\n    return held.wait(60) or 1")
+    cell = notebook.start("%%generate --engine paced --max-tokens 3 --seed 1,2 --score slow -o grid\nhi\n")
+    notebook.pump(lambda: "begun" in cell.text, "the function")
+    notebook.interrupt()
+    notebook.finish(cell)
+    assert cell.outputs[-1]["ename"] == "KeyboardInterrupt"
+    notebook.run("held.set()")
+    assert notebook.value("[(row['text'], row['slow']) for row in grid.rows()]") == [("ABC", None)] * 2
+
+
 def test_a_cell_that_runs_again_is_compared_with_itself(notebook: Kernel) -> None:
     notebook.run("%%generate --engine paced --max-tokens 3 --diff\nfirst\n")
     cell = notebook.run("%%generate --engine paced --max-tokens 5 --diff\nsecond\n")

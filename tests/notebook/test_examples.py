@@ -215,6 +215,10 @@ def test_prompts_are_compared_branched_and_discussed_as_the_example_says(run_exa
     assert "6 answers" in moods
     assert "6 answers" in notes
     assert len(shown["for row in notes.rows():"].splitlines()) == 6
+    tried = next(text for line, text in shown.items() if line.startswith("%%generate -o tried"))
+    assert re.search(r"setting +short +capital_matches +judge\n", tried)
+    assert len(re.findall(r"\[short: (?:yes|no) · capital_matches: (?:yes|no) · judge: [1-5]\]", tried)) == 8
+    assert shown["for row in tried.differences():"].count(", 4 prompts") == 3
     difference = shown["after.diff(before)"]
     assert "[-polite-]{+short+}" in difference
     assert "reused" in shown["%%generate -o after --temperature 0 --max-tokens 50"]

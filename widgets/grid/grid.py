@@ -12,6 +12,18 @@ MOST_COLUMNS = 4
 
 
 @dataclass(frozen=True)
+class ScoreMark:
+    """A score as a cell shows it; `state` is "yes" or "no" of a truth value, "failed", or empty for a number."""
+
+    name: str
+    text: str
+    state: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+@dataclass(frozen=True)
 class GridCell:
     """The present answers of one request; `state` is "waiting", "running", "done" or "failed"."""
 
@@ -21,6 +33,7 @@ class GridCell:
     error: str = ""
     rich: tuple[str, ...] = ()
     """HTML that is shown in the place of each answer."""
+    scores: tuple[ScoreMark, ...] = ()
 
 
 @dataclass(frozen=True)

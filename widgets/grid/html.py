@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from html import escape
 
-from nbengine.widgets.grid.grid import GridCell, GridLayout
+from nbengine.widgets.grid.grid import GridCell, GridLayout, ScoreMark
 from nbengine.widgets.words import PLAIN, PROSE
 
 _MUTED = "color:var(--jp-ui-font-color2,#767676);font-size:85%"
@@ -26,14 +27,22 @@ _LIVE_CHARACTERS = 16_000
 _FINAL_CHARACTERS = 400_000
 """The most characters of all answers in the end: such a message passes, and a notebook can keep it."""
 _LEAST_CHARACTERS = 100
+_PLACE = re.compile(r"<answer (\d+) (\d+)>")
+"""The place of an answer in Markdown, by cell and number. No text can forge it, because texts are escaped."""
+_RENDERED = 'class="mathjax_process tex2jax_process" style="overflow-wrap:anywhere"'
+"""The attributes of an element with Markdown, in which formulas are looked for again."""
+_MARK = "display:inline-block;border:1px solid {};border-radius:3px;margin:0.2em 0.3em 0 0;padding:0 0.4em;font-size:85%"
+_MARK_COLORS = {"yes": "#2e9e4f", "no": "#d32f2f", "failed": "#d32f2f", "": "rgba(128,128,128,0.6)"}
 _STATES = {"waiting": "waiting", "failed": "failed"}
 
 
 class GridHtml:
     """The HTML of a grid; cells that have not changed since the last time are not made again."""
 
-    def __init__(self, layout: GridLayout) -> None:
+    def __init__(self, layout: GridLayout, key: str = "") -> None:
+        """Make the HTML; a script finds the table by the id `key`, and each row by its number, if there is a key."""
         self._layout = layout
+        self._key = key
         num_cells = len(layout.rows) * len(layout.columns)
         self._live_limit = max(_LEAST_CHARACTERS, _LIVE_CHARACTERS // num_cells)
         self._final_limit = max(_LEAST_CHARACTERS, _FINAL_CHARACTERS // num_cells)
@@ -52,9 +61,28 @@ class GridHtml:
 
     def final(self, foot: str, cells: Sequence[GridCell], notes: Sequence[str] = ()) -> str:
         """Render the grid as it stays, above a line with the sums and one for each note."""
-        drawn = [
-            self._cell(index, cell, self._final_limit, from_end=False) for index, cell in enumerate(cells)
-        ]
+        drawn = [self._cell(index, cell, self._final_limit) for index, cell in enumerate(cells)]
+        return self._final(drawn, foot, notes)
+
+    def final_markdown(
+        self, foot: str, cells: Sequence[GridCell], notes: Sequence[str], rendered: Callable[[str], str]
+    ) -> str:
+        """Render the same as Markdown; `rendered` makes harmless Markdown of an answer.
+
+        It is an HTML table: between two empty lines a frontend takes what stands in it for Markdown.
+        """
+        drawn = [self._cell(index, cell, self._final_limit, places=True) for index, cell in enumerate(cells)]
+        # An empty line would end the HTML, and a dollar sign may begin mathematics that end in another cell.
+        html = self._final(drawn, foot, notes).replace("\n", "&#10;").replace("$", "&#36;")
+
+        def answer(place: re.Match[str]) -> str:
+            cell = cells[int(place[1])]
+            limit = _share(self._final_limit, cell)
+            return f"\n\n{rendered(_cut(cell.answers[int(place[2])], limit, from_end=False))}\n\n"
+
+        return _PLACE.sub(answer, html)
+
+    def _final(self, drawn: Sequence[str], foot: str, notes: Sequence[str]) -> str:
         lines = "".join(
             f'<div {PLAIN} style="{_MUTED}">{escape(line)}</div>' for line in (foot, *notes) if line
         )
@@ -68,19 +96,26 @@ class GridHtml:
         self._drawn[index] = cell, drawn
         return drawn
 
-    def _cell(self, index: int, cell: GridCell, limit: int, *, from_end: bool) -> str:
+    def _cell(
+        self, index: int, cell: GridCell, limit: int, *, from_end: bool = False, places: bool = False
+    ) -> str:
+        """Render a cell; with `places` there are places in it instead of the answers."""
         several = len(cell.answers) > 1
-        limit = max(_LEAST_CHARACTERS, limit // max(1, len(cell.answers)))
+        limit = _share(limit, cell)
         parts = []
         for number, text in enumerate(cell.answers, 1):
             if several:
                 parts.append(f'<div style="{_MUTED};margin-top:0.3em">{number}.</div>')
+            if places:
+                parts.append(f"<div {_RENDERED}><answer {index} {number - 1}></div>")
+                continue
             shown = cell.rich[number - 1] if cell.rich else escape(_cut(text, limit, from_end=from_end))
             parts.append(f'<div style="{PROSE}">{shown}</div>')
         if cell.error:
             parts.append(
                 f'<div style="{PROSE};color:var(--jp-error-color1,#d32f2f)">{escape(cell.error)}</div>'
             )
+        parts += map(_mark, cell.scores)
         foot = cell.foot or ("" if cell.error else _STATES.get(cell.state, ""))
         if foot:
             parts.append(f'<div style="{_MUTED};margin-top:0.2em">{escape(foot)}</div>')
@@ -93,10 +128,17 @@ class GridHtml:
             return ""
         width = len(self._column_heads)
         rows = [
-            f'<tr style="{_ROW}">{head}{"".join(drawn[width * row : width * (row + 1)])}</tr>'
+            f'<tr{self._attribute("data-row", row)} style="{_ROW}">'
+            f"{head}{''.join(drawn[width * row : width * (row + 1)])}</tr>"
             for row, head in enumerate(self._row_heads)
         ]
-        return f'<table {PLAIN} style="{_TABLE}"><tbody style="display:block">{"".join(rows)}</tbody></table>'
+        return (
+            f'<table{self._attribute("id", self._key)} {PLAIN} style="{_TABLE}">'
+            f'<tbody style="display:block">{"".join(rows)}</tbody></table>'
+        )
+
+    def _attribute(self, name: str, value: object) -> str:
+        return f' {name}="{value}"' if self._key else ""
 
     def _row_head(self, values: Sequence[str]) -> str:
         if not values:
@@ -109,6 +151,16 @@ def side_by_side(parts: Sequence[str]) -> str:
     """Put pieces of HTML in boxes beside each other, as far as there is room."""
     boxes = "".join(f'<div style="{_CELL}">{part}</div>' for part in parts)
     return f'<div style="{_ROW};margin-bottom:0.3em">{boxes}</div>'
+
+
+def _share(limit: int, cell: GridCell) -> int:
+    """Return the most characters of each answer of a cell that may have `limit`."""
+    return max(_LEAST_CHARACTERS, limit // max(1, len(cell.answers)))
+
+
+def _mark(score: ScoreMark) -> str:
+    text = _cut(str(score), _LABEL_CHARACTERS, from_end=False)
+    return f'<span style="{_MARK.format(_MARK_COLORS[score.state])}">{escape(text)}</span>'
 
 
 def _labels(names: Sequence[str], values: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbengine.widgets.grid.grid import GridCell, GridLayout
+from nbengine.widgets.words import joined
 
 _LABEL_CHARACTERS = 120
 _FINAL_CHARACTERS = 400_000
@@ -37,6 +38,5 @@ def cell_text(label: str, cell: GridCell, limit: int | None = None) -> str:
         lines.append(f"{answer[:limit]} …" if cut else answer)
     if cell.error:
         lines.append(f"failed: {cell.error}")
-    if cell.foot:
-        lines.append(f"[{cell.foot}]")
+    lines += [f"[{line}]" for line in (joined(*map(str, cell.scores)), cell.foot) if line]
     return "\n".join(lines)

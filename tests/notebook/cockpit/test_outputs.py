@@ -27,6 +27,16 @@ from nbengine.widgets.dashboard.palette import CACHED_OPACITY, ROLES
 
 HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
 HOSTILE_NAME = "<img src=x onerror=window.pwned=1>"
+SCORES = """
+def size(result, row):
+    return len(row["words"])
+
+def hot(result, row):
+    return row["words"] == "sea" and row["temperature"] > 0
+
+def fails(result, row):
+    raise ValueError(result.text)
+"""
 
 pytestmark = MARKS
 
@@ -36,13 +46,15 @@ def hostile(desk: Desk, clean_after_module: None) -> Iterator[tuple[Cockpit, dic
     """A notebook with hostile texts in all that it shows, and the numbers of its cells."""
     cockpit = Cockpit(desk.open(f"{HOSTILE_NAME}.ipynb", ["'the first cell'"], height=WHOLE))
     cockpit.run("%engine start random-tiny --name real --num-blocks 64 --dtype float32")
-    cockpit.run(f"words = [{HOSTILE!r}, 'sea']")
+    cockpit.run(f"words = [{HOSTILE!r}, 'sea']\n{SCORES}")
     cells = {"dashboard": cockpit.start("%dashboard")}
     cockpit.finish(cells["dashboard"])
     says = f"--choice '{json.dumps([HOSTILE])}'"
     sources = {
         "tokens": f"%%generate --raw --logprobs 3 {says}\n{HOSTILE}",
         "grid": f"%%generate --raw --each words --temperature 0,1 {says}\n{HOSTILE} {{words}}",
+        "scores": f"%%generate --raw --each words --temperature 0,1 --score size,hot,fails {says}\n{HOSTILE} {{words}}",
+        "markdown grid": f"%%generate --raw --each words --temperature 0,1 -f markdown {says}\n{HOSTILE} {{words}}",
         "chat": f"%%chat --system '{HOSTILE}' {says}\n{HOSTILE}",
         "conversation": "%%chat --show",
         "markdown": f"%%generate --raw --format markdown {says}\n{HOSTILE}",
@@ -118,6 +130,42 @@ def test_everything_can_be_read_wide_and_narrow_light_and_dark(
                 assert faults_of_layout(cockpit.output(cell)) == [], (kind, name)
     assert len(grounds) == 2
     assert len(pictures) == 4
+
+
+def test_the_keyboard_sorts_a_grid_by_its_scores_and_leaves_the_rows_that_differ(
+    hostile: tuple[Cockpit, dict[str, int]],
+) -> None:
+    cockpit, cells = hostile
+    output, press = cockpit.output(cells["scores"]), cockpit.page.keyboard.press
+    rows, status = output.locator("tr[data-row]"), output.get_by_role("status")
+    head = output.get_by_role("columnheader", name="size")
+
+    def order() -> list[str | None]:
+        return [row.get_attribute("data-row") for row in rows.all()]
+
+    expect(rows.first).to_contain_text("fails: failed, ValueError: <img src=x")
+    head.get_by_role("button").focus()
+    press("Enter")
+    expect(status).to_have_text("2 of 2 rows, sorted by size, highest first")
+    assert order() == ["0", "1"]
+    press("Enter")
+    expect(status).to_have_text("2 of 2 rows, sorted by size, lowest first")
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    assert order() == ["1", "0"]
+    press("Tab")
+    press("Tab")
+    press("Tab")
+    expect(output.get_by_role("checkbox", name="only where the settings differ")).to_be_focused()
+    press("Space")
+    expect(status).to_have_text("1 of 2 rows, sorted by size, lowest first")
+    expect(rows.first).to_be_visible()
+    expect(rows.last).to_be_hidden()
+    screenshot(output, "cockpit-scores-filtered")
+    press("Space")
+    expect(rows.last).to_be_visible()
+    head.get_by_role("button").press("Enter")
+    expect(status).to_have_text("2 of 2 rows")
+    assert order() == ["0", "1"]
 
 
 def test_a_click_on_a_token_begins_a_branch_that_streams(hostile: tuple[Cockpit, dict[str, int]]) -> None:

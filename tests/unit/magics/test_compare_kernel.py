@@ -277,5 +277,5 @@ async def test_tokens_are_shaded_where_their_probabilities_were_asked_for(
         assert ("more than 3 tokens are not shaded" in shown["text/html"]) == noted
     (await run(kernel_shell, f"{line} -f markdown\nhi\n")).raise_error()
     shown = publisher(kernel_shell).outputs()[-1]
-    assert "<span title" not in shown["text/html"]
-    assert "not shaded" not in shown["text/html"]
+    assert "<span title" not in shown["text/markdown"]
+    assert "not shaded" not in shown["text/markdown"]

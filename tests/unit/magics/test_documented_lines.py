@@ -58,5 +58,11 @@ def test_lines_of_engine_are_understood(name: str, shell: InteractiveShell) -> N
 @pytest.mark.parametrize(("name", "cell"), GENERATED)
 def test_cells_of_generate_are_understood(name: str, cell: str) -> None:
     line, _, body = cell.partition("\n")
-    variables = {"topic": "bread", "question": "Why?", "questions": ["Why?", "How?"]}
+    variables = {
+        "topic": "bread",
+        "question": "Why?",
+        "questions": ["Why?", "How?"],
+        "capitals": [{"country": "Peru", "capital": "Lima"}],
+        "short": lambda result, row: True,
+    }
     assert parse_request(line.removeprefix("%%generate"), body, NBEngine(), variables)

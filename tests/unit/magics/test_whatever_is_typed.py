@@ -13,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import NBEngineError
 from nbengine.magics.generation.arguments import generate_parser
+from nbengine.magics.scores.matching import MATCHERS
 from tests.support.odd_values import ANYTHING, SURROGATE
 from tests.support.thorough import amount
 from tests.unit.magics.conftest import FakeClient
@@ -81,11 +82,22 @@ def test_any_line_and_any_body_are_taken_or_explained(
 def test_any_value_of_a_variable_is_taken_or_explained(
     shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    shell.user_ns["hidden"] = lambda result, row: len(row)
+
     @given(ANYTHING)
     @settings(max_examples=amount(60, thorough=3000), deadline=None)
     def run(value: Any) -> None:
         shell.user_ns["x"] = value
-        for line in ("", "--each x", "--seed {x}"):
+        shell.user_ns["items"] = [{"expected": value}]
+        each = ("", "--expect y", "--expect x", "--score hidden")
+        items = [f"--each items --expect expected --match {match}" for match in MATCHERS]
+        for line in (
+            "",
+            *(f"--each x {flags}" for flags in each),
+            *items,
+            "--score x --seed 1,2",
+            "--seed {x}",
+        ):
             typed(shell, "generate", line, "{x}")
         capsys.readouterr()
 

@@ -85,15 +85,16 @@ def test_style_sheets_are_joined_by_name(tmp_path: Path) -> None:
     assert stylesheet("demo", tmp_path) == "a{}\n\nb{}\n"
 
 
-def test_the_dashboard_is_one_text_without_danger() -> None:
-    script = bundled("dashboard")
+@pytest.mark.parametrize("name", ["dashboard", "scores"])
+def test_a_widget_s_script_is_one_text_without_danger(name: str) -> None:
+    script = bundled(name)
     assert script.count("\nexport ") == 1
     assert "\nexport default {" in script
     assert not re.search(
         r"\b(eval|innerHTML|outerHTML|insertAdjacentHTML|document\.write|Function)\b", script
     )
-    assert not re.search(r"https?://(?!www\.w3\.org/)", script + stylesheet("dashboard"))
-    assert "url(" not in stylesheet("dashboard")
+    assert not re.search(r"https?://(?!www\.w3\.org/)", script + stylesheet(name))
+    assert "url(" not in stylesheet(name)
 
 
 @pytest.mark.parametrize("module", sorted((STATIC / "dashboard").glob("*.js")), ids=lambda path: path.name)

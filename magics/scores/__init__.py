@@ -1,0 +1,1 @@
+"""Scores: how good the answers of a comparison are, by functions, expected values and a judge."""

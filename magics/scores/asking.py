@@ -1,0 +1,114 @@
+"""Questions to a judge: a grammar sees to it that each answer is one of the given choices and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from IPython.core.error import UsageError
+
+from nbengine.errors import IncompleteOutputError, NBEngineError
+from nbengine.magics.generation.arguments import GenerateOptions
+from nbengine.magics.generation.request import Request
+from nbengine.magics.generation.submission import Submitter
+from nbengine.magics.generation.thinking import TemplateOptions
+from nbengine.magics.scores.scorers import answer_text
+from nbengine.magics.session import AttachedEngine
+from nbengine.sampling_params import StructuredOutputsParams
+
+Key = TypeVar("Key")
+_MAX_TOKENS = 512
+"""Enough for a choice behind the thoughts of a model that always thinks."""
+
+
+class Questions(Generic[Key]):
+    """The questions to a judge that have not been answered, each under a key.
+
+    They are none of the notebook's prompts: `%engine recover` does not show them.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[str],
+        engines: Sequence[AttachedEngine],
+        options: Sequence[GenerateOptions],
+        submitter: Submitter,
+    ) -> None:
+        """Make the questions; `engines` and `options` are those of a comparison's combinations, by position."""
+        self._choices = choices
+        self._sampling = {
+            "temperature": 0.0,
+            "max_tokens": _MAX_TOKENS,
+            "structured_outputs": StructuredOutputsParams(choice=list(choices)),
+        }
+        self._engines = engines
+        self._options = options
+        self._submitter = submitter
+        self._pending: dict[Key, Request] = {}
+
+    def ask(self, key: Key, position: int, text: str) -> None:
+        """Ask the engine of the combination at `position`.
+
+        Raises:
+            NBEngineError: the request is not possible, or the engine cannot be reached.
+        """
+        options = self._options[position]
+        own = replace(
+            options,
+            prompt=text,
+            system=None,
+            sampling=self._sampling,
+            parse_json=False,
+            template=TemplateOptions(),
+        )
+        try:
+            request = self._submitter.prepare(self._engines[position], own)
+        except UsageError as error:
+            raise NBEngineError(str(error)) from None
+        request.send(foreground=not options.background, kept=False)
+        self._pending[key] = request
+
+    def take(self) -> Iterator[tuple[Key, str | NBEngineError]]:
+        """Yield the choices that have come since the last time, each an error where there is none."""
+        for key, request in list(self._pending.items()):
+            choice: str | NBEngineError | None
+            try:
+                choice = self._choice(request)
+            except NBEngineError as error:
+                request.fail(error)
+                choice = error
+            if choice is not None:
+                del self._pending[key]
+                yield key, choice
+
+    def abort(self) -> None:
+        """Ask the engines to end what has not ended."""
+        for request in self._pending.values():
+            request.abort()
+
+    def end(self) -> None:
+        """Expect no further answer."""
+        for request in self._pending.values():
+            request.end(shown=request.stop())
+        self._pending.clear()
+
+    def _choice(self, request: Request) -> str | None:
+        """Return the choice if the request has ended.
+
+        Raises:
+            NBEngineError: the request has failed, or what it has brought is no choice.
+        """
+        assert request.collector is not None, "a request that has ended is no longer pending"
+        output = request.collector.get_nowait()
+        if output is None:
+            return None
+        request.result.absorb(output)
+        if not request.result.finished:
+            return None
+        request.end(shown=request.stop())
+        text = answer_text(request.result).strip()
+        if text not in self._choices:
+            allowed = ", ".join(self._choices)
+            raise IncompleteOutputError(f"the judge has answered none of {allowed}: {text!r}")
+        return text

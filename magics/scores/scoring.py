@@ -1,0 +1,82 @@
+"""The scoring of a comparison: each answer's scores are found when it has ended, beside the stream."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+
+from nbengine.errors import InvalidTypeError, NBEngineError
+from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.scores.judging import Judge
+from nbengine.magics.scores.running import ScoreCalls
+from nbengine.magics.scores.scorers import JUDGE, ScorePlan
+from nbengine.magics.scores.table import Place, Scores, score_of
+
+
+class Scoring:
+    """The work that fills the scores of a comparison; without scores in its plan it has nothing to do."""
+
+    def __init__(self, plan: ScorePlan, scores: Scores, judge: Judge | None) -> None:
+        self._plan = plan
+        self._scores = scores
+        self._judge = judge
+        self._calls: ScoreCalls[tuple[str, Place]] = ScoreCalls()
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether every answer that has ended has its scores."""
+        return self._scores.num_open == 0
+
+    def begin(self, position: int, result: GenerationResult) -> None:
+        """Find the scores of the answers of a result that has ended."""
+        for number, answer in _answers(result):
+            place = position, number
+            self._scores.begin(place)
+            for scorer in self._plan.scorers:
+                self._calls.begin((scorer.name, place), partial(scorer.score, position, answer))
+            if self._judge is not None:
+                try:
+                    self._judge.ask(place, answer)
+                except NBEngineError as error:
+                    self._scores.note(JUDGE, place, error)
+
+    def step(self) -> None:
+        """Take the scores that have come."""
+        for (name, place), value in self._calls.take():
+            try:
+                outcome = value if isinstance(value, BaseException) else score_of(value, name)
+            except InvalidTypeError as error:
+                outcome = error
+            self._scores.note(name, place, outcome)
+        if self._judge is not None:
+            for place, grade in self._judge.take():
+                self._scores.note(JUDGE, place, grade)
+
+    def abort(self) -> None:
+        """Ask the engines to end what the judge has not answered."""
+        if self._judge is not None:
+            self._judge.abort()
+
+    def end(self) -> None:
+        """Take what has come, and expect nothing more."""
+        self.step()
+        self._calls.end()
+        if self._judge is not None:
+            self._judge.end()
+        self._scores.give_up()
+
+
+def _answers(result: GenerationResult) -> Iterator[tuple[int, GenerationResult]]:
+    """Yield a result's whole answers with their numbers, each as a result of its own where there are several."""
+    for completion in result.outputs:
+        if completion.finish_reason == "abort":
+            continue
+        if len(result.outputs) == 1:
+            yield 0, result
+            return
+        one = copy.copy(result)
+        one.outputs = [msgspec.structs.replace(completion, index=0)]
+        yield completion.index, one

@@ -1,0 +1,121 @@
+// The table of a comparison's scores, which sorts and filters the grid below it; widgets/grid/widget.py has the data.
+// Names and texts go into text nodes and attributes only.
+const NEXT = { none: "descending", descending: "ascending", ascending: "none" };
+const SIGNS = { none: "↕", descending: "↓", ascending: "↑" };
+const WORDS = { descending: "highest first", ascending: "lowest first" };
+const GONE = "The grid is not on this page: run the cell again.";
+
+function element(tag, className, attributes = {}, text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.textContent = text;
+  return made;
+}
+
+// A notebook looks at the focused element before it takes a key for one of its shortcuts.
+function control(tag, className, attributes, text) {
+  return element(tag, className, { ...attributes, "data-lm-suppress-shortcuts": "true" }, text);
+}
+
+class View {
+  constructor(model, el) {
+    this.model = model;
+    this.score = null;
+    this.direction = "none";
+    this.heads = new Map();
+    this.root = element("div", "nbs");
+    this.root.append(this.table(), this.filter(), this.statusLine());
+    el.append(this.root);
+  }
+
+  table() {
+    const { scores, rows, note } = this.model.get("summary");
+    const table = element("table", "nbs-table mathjax_ignore tex2jax_ignore");
+    const head = element("tr");
+    head.append(element("th", "", { scope: "col" }, "setting"), ...scores.map((name) => this.head(name)));
+    table.createTHead().append(head);
+    const body = table.createTBody();
+    for (const { label, cells } of rows) {
+      const row = element("tr");
+      row.append(element("th", "", { scope: "row" }, label), ...cells.map((text) => element("td", "", {}, text)));
+      body.append(row);
+    }
+    table.prepend(element("caption", "nbs-note", {}, note));
+    return table;
+  }
+
+  head(name) {
+    const head = element("th", "", { scope: "col", "aria-sort": "none" });
+    const button = control("button", "nbs-sort", { type: "button", title: `sort the answers by ${name}` }, name);
+    const sign = element("span", "nbs-sign", { "aria-hidden": "true" }, SIGNS.none);
+    button.append(" ", sign);
+    button.addEventListener("click", () => this.sortBy(name));
+    head.append(button);
+    this.heads.set(name, { head, sign });
+    return head;
+  }
+
+  filter() {
+    const label = element("label", "nbs-filter");
+    this.only = control("input", "", { type: "checkbox" });
+    this.only.addEventListener("change", () => this.apply());
+    label.append(this.only, " only where the settings differ");
+    label.hidden = this.model.get("summary").rows.length < 2;
+    return label;
+  }
+
+  statusLine() {
+    this.status = element("span", "nbs-note mathjax_ignore tex2jax_ignore", { role: "status" });
+    return this.status;
+  }
+
+  sortBy(name) {
+    this.direction = name === this.score ? NEXT[this.direction] : "descending";
+    this.score = name;
+    for (const [other, { head, sign }] of this.heads) {
+      const direction = other === name ? this.direction : "none";
+      head.setAttribute("aria-sort", direction);
+      sign.textContent = SIGNS[direction];
+    }
+    this.apply();
+  }
+
+  // A page may show the same output twice.
+  apply() {
+    const bodies = [...document.querySelectorAll(`#${CSS.escape(this.model.get("grid"))} > tbody`)];
+    const counts = bodies.map((body) => this.arrange(body));
+    this.status.textContent = counts.length ? this.words(counts[0]) : GONE;
+  }
+
+  arrange(body) {
+    const differing = this.model.get("differing");
+    const rows = [...body.rows].sort((a, b) => this.compare(Number(a.dataset.row), Number(b.dataset.row)));
+    const isShown = (row) => !this.only.checked || differing[row.dataset.row];
+    for (const row of rows) row.style.display = isShown(row) ? "flex" : "none";
+    body.append(...rows);
+    return { shown: rows.filter(isShown).length, all: rows.length };
+  }
+
+  // Compare two rows by their numbers; rows without a score come last.
+  compare(first, second) {
+    const order = this.direction === "none" ? [] : this.model.get("order")[this.score];
+    const one = order[first] ?? null;
+    const other = order[second] ?? null;
+    if (one === other) return first - second;
+    if (one === null || other === null) return one === null ? 1 : -1;
+    return this.direction === "descending" ? other - one : one - other;
+  }
+
+  words({ shown, all }) {
+    const sorted = this.direction === "none" ? "" : `, sorted by ${this.score}, ${WORDS[this.direction]}`;
+    return `${shown} of ${all} rows${sorted}`;
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const view = new View(model, el);
+    return () => view.root.remove();
+  },
+};
