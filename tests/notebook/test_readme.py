@@ -76,7 +76,7 @@ SAID = {
     "fetch": "smollm2-135m: /",
     "fit": "random-tiny",
     "ps": "random-tiny-moe",
-    "logs": " INFO [core ",
+    "logs": "start: takes requests after",
     "stop": "random-tiny-moe",
     "reap": "",
     "--version": nbengine.__version__,
