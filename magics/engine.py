@@ -24,6 +24,7 @@ from nbengine.magics.engines.launching import Launcher, still_configured
 from nbengine.magics.engines.logs import LogCommands
 from nbengine.magics.engines.models import ModelsCommand
 from nbengine.magics.engines.parallel import ParallelCommands
+from nbengine.magics.engines.patience import told_if_slow
 from nbengine.magics.engines.reports import (
     engines_table,
     reap_sentences,
@@ -131,9 +132,10 @@ class EngineMagics(Magics):
         live = {info.name: info for info in live_engines()}
         attached = self._session.find(parsed.name) if parsed.name else self._session.get()
         if attached is not None:
-            self._launcher.end(
-                attached.client.connection, lambda: self._session.stop(attached, drain=parsed.drain)
-            )
+            with told_if_slow(attached.client, "ends"):
+                self._launcher.end(
+                    attached.client.connection, lambda: self._session.stop(attached, drain=parsed.drain)
+                )
         elif parsed.name in live:
             info = live[parsed.name]
             self._launcher.end(info, lambda: stop_engine(info, drain=parsed.drain))

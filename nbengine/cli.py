@@ -262,12 +262,12 @@ def _reap(options: argparse.Namespace) -> int:
 
 def _logs(options: argparse.Namespace) -> int:
     from nbengine.client.engines.logs import find_log, find_worker_log, follow_log
-    from nbengine.runtime.logs import log_tail
+    from nbengine.runtime.logs import log_end
 
     path, info = find_log(options.name)
     if options.rank is not None:
         path = find_worker_log(path, options.rank)
-    tail = log_tail(path, options.lines)
+    tail = log_end(path, options.lines)
     if tail:
         print(tail, flush=True)
     if options.follow:

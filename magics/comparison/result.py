@@ -8,6 +8,7 @@ from typing import Any, overload
 from nbengine.errors import InvalidArgumentError, NBEngineError
 from nbengine.magics.comparison.axes import Axis
 from nbengine.magics.generation.result import GenerationResult, Handle, ShownOnce
+from nbengine.magics.generation.waits import WaitNotice
 from nbengine.magics.scores.summary import difference_rows, summary_rows
 from nbengine.magics.scores.table import Scores
 from nbengine.metrics.frames import frame_of
@@ -160,8 +161,8 @@ class ComparisonResult(ShownOnce):
 class ComparisonHandle(Handle[ComparisonResult]):
     """A comparison that goes on while other cells run."""
 
-    def __init__(self, partial: ComparisonResult, cancel: Callable[[], None]) -> None:
-        super().__init__(f"{len(partial)} results", partial, cancel)
+    def __init__(self, partial: ComparisonResult, cancel: Callable[[], None], waits: WaitNotice) -> None:
+        super().__init__(f"{len(partial)} results", partial, cancel, waits)
 
     @property
     def results(self) -> list[GenerationResult]:

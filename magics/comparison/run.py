@@ -86,7 +86,7 @@ class ComparisonRun(Stream[ComparisonResult]):
         return errors[0] if len(errors) == len(self.requests) else None
 
     def _handle(self) -> ComparisonHandle:
-        return ComparisonHandle(self.result, self.cancel)
+        return ComparisonHandle(self.result, self.cancel, self.waits)
 
 
 def compare(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nbengine.frontend.parsing.answer_parser import AnswerReading, ParsedAnswer
-from nbengine.frontend.parsing.formats import AnswerFormat
+from nbengine.frontend.parsing.formats import TAGS, AnswerFormat
 from nbengine.frontend.parsing.reading import answer_of
 
-_ANY_TAGS = AnswerFormat("tags")
+_ANY_TAGS = AnswerFormat(TAGS)
 """The format of models whose chat template says nothing of reasoning."""
 
 

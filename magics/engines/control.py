@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from nbengine.ipc.utilities import DEFAULT_PROFILE_STEPS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS
 from nbengine.magics.arguments import MagicParser
+from nbengine.magics.engines.patience import told_if_slow
 from nbengine.magics.engines.reports import Footprint, device_memory, resident_memory
 from nbengine.magics.session import NotebookSession
 from nbengine.widgets.words import count, seconds
@@ -52,7 +53,8 @@ class ControlCommands:
         engine = self._session.get(parsed.name)
         info = engine.client.connection
         before = resident_memory(info)
-        engine.client.control.sleep(parsed.level, parsed.mode, hold=parsed.hold)
+        with told_if_slow(engine.client, "sleeps"):
+            engine.client.control.sleep(parsed.level, parsed.mode, hold=parsed.hold)
         gone = Footprint(0, max(0, before - resident_memory(info)), device_memory(info))
         woken_by = "`%engine wake` wakes it" if parsed.hold else "`%engine wake` or the next request wakes it"
         print(f"engine {engine.name!r} sleeps: {gone} came back; {woken_by}")
@@ -68,8 +70,9 @@ class ControlCommands:
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
         began = time.monotonic()
-        engine.client.control.wake_up(parsed.tag)
-        state = "still sleeps, in part" if engine.client.control.is_sleeping() else "is awake"
+        with told_if_slow(engine.client, "wakes up"):
+            engine.client.control.wake_up(parsed.tag)
+            state = "still sleeps, in part" if engine.client.control.is_sleeping() else "is awake"
         print(f"engine {engine.name!r} {state} after {seconds(time.monotonic() - began)}")
 
     def _pause(self, words: Sequence[str]) -> None:
@@ -82,13 +85,15 @@ class ControlCommands:
         parser.add_argument("--keep-cache", action="store_true", help="do not forget the prefix cache")
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
-        engine.client.control.pause_generation(parsed.mode, clear_cache=not parsed.keep_cache)
+        with told_if_slow(engine.client, "pauses"):
+            engine.client.control.pause_generation(parsed.mode, clear_cache=not parsed.keep_cache)
         print(f"engine {engine.name!r} is paused until `%engine resume`")
 
     def _resume(self, words: Sequence[str]) -> None:
         parser = _parser("resume", "Go on after `%engine pause`.")
         engine = self._session.get(parser.parse_words(words).name)
-        engine.client.control.resume_generation()
+        with told_if_slow(engine.client, "goes on"):
+            engine.client.control.resume_generation()
         print(f"engine {engine.name!r} goes on")
 
     def _reset(self, words: Sequence[str]) -> None:
@@ -102,7 +107,9 @@ class ControlCommands:
         )
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
-        if engine.client.control.reset_prefix_cache(reset_running_requests=parsed.running):
+        with told_if_slow(engine.client, "forgets its prefix cache"):
+            is_empty = engine.client.control.reset_prefix_cache(reset_running_requests=parsed.running)
+        if is_empty:
             print(f"the prefix cache of engine {engine.name!r} is empty")
         else:
             print(
@@ -128,9 +135,12 @@ class ControlCommands:
         parsed = parser.parse_words(words)
         engine = self._session.get(parsed.name)
         if parsed.action == "stop":
-            print(engine.client.control.stop_profile())
+            with told_if_slow(engine.client, "writes its profile"):
+                report = engine.client.control.stop_profile()
+            print(report)
             return
-        engine.client.control.start_profile(parsed.dir, max_steps=parsed.steps)
+        with told_if_slow(engine.client, "begins to record"):
+            engine.client.control.start_profile(parsed.dir, max_steps=parsed.steps)
         print(
             f"engine {engine.name!r} records its next {count(parsed.steps, 'step')}; "
             "`%engine profile stop` writes the trace"

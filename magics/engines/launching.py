@@ -14,13 +14,13 @@ from nbengine.config import EngineArgs
 from nbengine.errors import NBEngineError
 from nbengine.ipc.control_messages import Progress
 from nbengine.magics.engines.arguments import StartOptions, arguments_of, parse_start, present_arguments
-from nbengine.magics.engines.rejoin import Running, engine_to_join
+from nbengine.magics.engines.rejoin import Running, engine_to_join, idle_engines
 from nbengine.magics.engines.reports import capacity, footprint, started_sentence
 from nbengine.magics.interrupts import Interrupted
 from nbengine.magics.session import AttachedEngine, NotebookSession, live_engines
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.widgets.processes.progress import StartProgress
-from nbengine.widgets.words import count, seconds
+from nbengine.widgets.words import count, print_quietly, seconds
 
 OTHERWISE = "`%engine start --new` starts another"
 OF_THE_MODEL = (
@@ -55,11 +55,18 @@ class Launcher:
         """
         config = EngineArgs.from_kwargs(options.arguments).create_engine_config(bound=False)
         self._session.bury()
+        running = self._running()
         try:
-            found = engine_to_join(options, config, self._running())
+            found = engine_to_join(options, config, running)
         except UsageError as refusal:
             raise UsageError(f"%engine start: {refusal}") from None
         if found is None:
+            for info, differs in [] if options.new else idle_engines(running, config):
+                print_quietly(
+                    f"engine {info.name!r} holds {footprint(info)}, and nobody uses it: {differs or 'it does not differ'}. "
+                    f"`%engine attach {info.name}`, and then `%engine load {config.model.model} …` replaces it, "
+                    f"`%engine stop {info.name}` ends it"
+                )
             self.launch(options)
             return
         engine = self._session.find(found.name)

@@ -15,7 +15,7 @@ from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.session import NotebookSession
 from nbengine.runtime.connection import ConnectionInfo
-from nbengine.runtime.logs import log_tail
+from nbengine.runtime.logs import log_end
 from nbengine.widgets.live import LiveDisplay, in_kernel
 
 DEFAULT_LINES = 40
@@ -54,7 +54,7 @@ class LogCommands:
         if parsed.follow:
             self._follow(path, info, max(1, parsed.n))
         else:
-            print(log_tail(path, max(1, parsed.n)) or "the log is empty")
+            print(log_end(path, max(1, parsed.n)) or "the log is empty")
 
     def _find(self, name: str | None) -> tuple[Path, ConnectionInfo | None]:
         if name is None:
@@ -67,7 +67,7 @@ class LogCommands:
 
     def _follow(self, path: Path, info: ConnectionInfo | None, num_lines: int) -> None:
         added = follow_log(path, info)
-        tail = log_tail(path, num_lines)
+        tail = log_end(path, num_lines)
         try:
             if in_kernel(self._shell):
                 self._follow_in_cell(tail, added)

@@ -57,6 +57,12 @@ def engine_to_join(options: StartOptions, wanted: EngineConfig, running: Running
     return free[-1] if free else _checked(same[-1], wanted, running) if same else None
 
 
+def idle_engines(running: Running, wanted: EngineConfig) -> list[tuple[ConnectionInfo, str]]:
+    """Find the engines that nobody uses, each with how it differs from an engine that is about to be started."""
+    idle = [info for info in running.others if _may_be_shared(info) and not running.count_clients(info)]
+    return [(info, _listed(differences(info, wanted))) for info in idle]
+
+
 def differences(info: ConnectionInfo, wanted: EngineConfig) -> list[str]:
     """List the differences between an engine, as it runs now, and a configuration; empty if there is none."""
     there, here = values_of(newest(info).config), values_of(wanted)
@@ -79,21 +85,26 @@ def _checked(info: ConnectionInfo, wanted: EngineConfig, running: Running) -> Co
     """Return the engine; raise an error if it differs from what is wanted, or belongs to somebody else."""
     is_mine = info in running.attached or info in running.own
     name, found = info.name, differences(info, wanted)
-    more = len(found) - _MOST_DIFFERENCES
-    listed = "; ".join(found[:_MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     beside = "`%engine start --new`, or another --name, starts one beside it"
     if not is_mine and not _may_be_shared(info):
         raise UsageError(f"engine {name!r} is running already, and belongs to another program; {beside}")
     if found:
         join = "" if info in running.attached else f"`%engine attach {name}`, and then "
-        load = f"`%engine load {wanted.model.model} …` replaces it"
-        raise UsageError(f"engine {name!r} is running already, and differs: {listed}. {join}{load}; {beside}")
+        load = f"`%engine load {wanted.model.model} …` replaces it, `%engine stop {name}` ends it"
+        raise UsageError(
+            f"engine {name!r} is running already, and differs: {_listed(found)}. {join}{load}; {beside}"
+        )
     if not is_mine and running.count_clients(info):
         raise UsageError(
             f"engine {name!r} runs with the same arguments, and another notebook uses it: `%engine attach {name}` "
             f"joins it; {beside}"
         )
     return info
+
+
+def _listed(found: list[str]) -> str:
+    more = len(found) - _MOST_DIFFERENCES
+    return "; ".join(found[:_MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _may_be_shared(info: ConnectionInfo) -> bool:

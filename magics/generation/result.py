@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import math
+import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -16,6 +18,7 @@ from nbengine.frontend.parsing.answer_parser import AnswerReading
 from nbengine.magics.answers.diff import AnswerDiff, Earlier
 from nbengine.magics.conversations.answer import answer_in, reading_of
 from nbengine.magics.errors import without_traceback
+from nbengine.magics.generation.waits import LOOK_SECONDS, WaitNotice
 from nbengine.magics.interrupts import ticking
 from nbengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, joined
 
@@ -265,10 +268,12 @@ class Handle(Generic[R]):
     one has lost its connection: its `result` raises an error that says so.
     """
 
-    def __init__(self, name: str, partial: R, cancel: Callable[[], None]) -> None:
+    def __init__(self, name: str, partial: R, cancel: Callable[[], None], waits: WaitNotice) -> None:
+        """Make the handle of `partial`, which grows; `waits` looks at the engines in the background."""
         self._name = name
         self._partial = partial
         self._cancel = cancel
+        self._waits = waits
         self._future: concurrent.futures.Future[R] = concurrent.futures.Future()
 
     @property
@@ -277,13 +282,18 @@ class Handle(Generic[R]):
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait for the result.
+        """Wait for the result; where it does not come, the waiting cell says why.
 
         Raises:
             TimeoutError: there was no result after `timeout` seconds.
             NBEngineError: the request or its engine failed.
         """
-        return self._future.result(timeout)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        notice = self._waits.again()
+        while (left := end - time.monotonic()) > LOOK_SECONDS and not self.done:
+            concurrent.futures.wait([self._future], min(left, LOOK_SECONDS))
+            notice.look()
+        return self._future.result(None if timeout is None else max(left, 0))
 
     def cancel(self) -> None:
         """End the generation; its result is what has been written, with `finish_reason="abort"`."""
@@ -299,7 +309,7 @@ class Handle(Generic[R]):
 
     def __getstate__(self) -> dict[str, Any]:
         error = self._future.exception() if self.done else NBEngineError(f"{self._name}: {_LOST_HANDLE}")
-        live = ("_future", "_cancel")
+        live = ("_future", "_cancel", "_waits")
         own = {name: value for name, value in self.__dict__.items() if name not in live}
         return {**own, "_error": error}
 
@@ -307,6 +317,7 @@ class Handle(Generic[R]):
         error = state.pop("_error")
         self.__dict__.update(state)
         self._cancel = _nothing
+        self._waits = WaitNotice()
         self._future = concurrent.futures.Future()
         self.settle(error)
 
@@ -314,7 +325,7 @@ class Handle(Generic[R]):
         return self._wait().__await__()
 
     async def _wait(self) -> R:
-        async with ticking():
+        async with ticking(), self._waits.again().looking():
             return await asyncio.shield(asyncio.wrap_future(self._future))
 
     def __repr__(self) -> str:
@@ -328,8 +339,8 @@ def _nothing() -> None:
 class GenerationHandle(Handle[GenerationResult]):
     """A generation that goes on while other cells run."""
 
-    def __init__(self, partial: GenerationResult, cancel: Callable[[], None]) -> None:
-        super().__init__(partial.request_id, partial, cancel)
+    def __init__(self, partial: GenerationResult, cancel: Callable[[], None], waits: WaitNotice) -> None:
+        super().__init__(partial.request_id, partial, cancel, waits)
 
     @property
     def request_id(self) -> str:

@@ -193,4 +193,4 @@ class Generation(Stream[GenerationResult]):
         return self.result.finished
 
     def _handle(self) -> GenerationHandle:
-        return GenerationHandle(self.result, self.cancel)
+        return GenerationHandle(self.result, self.cancel, self.waits)

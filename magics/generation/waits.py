@@ -65,6 +65,12 @@ class WaitNotice:
         """The reasons that were printed last, by engine."""
         self._due = time.monotonic() + LOOK_SECONDS
 
+    def again(self) -> WaitNotice:
+        """Make a notice for another cell that waits for what is still to come of the same engines."""
+        notice = WaitNotice(list(self.clients.values()))
+        notice.has_begun = self.has_begun
+        return notice
+
     def note_output(self, name: str) -> None:
         """Note that an output of the engine of that name has come."""
         self.has_begun = True

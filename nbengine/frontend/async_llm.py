@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -33,12 +34,14 @@ from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.async_pooling import AsyncPooling
 from nbengine.frontend.async_requests import AsyncRequests
 from nbengine.frontend.control import AsyncControl, Control, ControlOf
+from nbengine.frontend.held_back import HeldBack
 from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.observability.request_watch import RequestObserver
 from nbengine.frontend.options import EngineOptions, PathName, with_engine_options
 from nbengine.frontend.outputs.output_collector import PromptCallback, RequestOutputCollector
 from nbengine.frontend.outputs.transcripts import Transcripts, mark
 from nbengine.frontend.parsing.reading import answer_of
+from nbengine.frontend.progress_line import start_progress
 from nbengine.frontend.requests.beside_loop import beside_loop
 from nbengine.frontend.requests.continuation import Continuation
 from nbengine.frontend.requests.input_processor import PromptType, prompt_text
@@ -69,7 +72,8 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         bound: the engine ends with this process. Otherwise it outlives it by `keep_alive` seconds.
         session: name of this client across restarts of its process: attaching again under the same name ends
             what the earlier attachment had asked for, and finds its `transcripts`.
-        progress: called with the stages of the start, on this thread except while a model is fetched.
+        progress: called with the stages of the start, on this thread except while a model is fetched; None
+            shows them in a notebook's cell, or in a line of a terminal.
         options: see `EngineArgs`.
 
     Raises:
@@ -97,7 +101,12 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         own = ("name", "bound", "session", "progress", "multiprocess")
         engine_args = EngineArgs.from_kwargs({"model": model, **options}, "AsyncLLM", own)
         config = engine_args.create_engine_config(bound=bound)
-        self._start(config, name, session, progress)
+        with (
+            start_progress(f"starting {model}", config.parallel)
+            if progress is None
+            else nullcontext(progress) as told
+        ):
+            self._start(config, name, session, told)
 
     @classmethod
     def from_engine_args(
@@ -164,6 +173,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         self.input_processor = parts.input_processor
         self._requests = AsyncRequests(client, parts.output_processor)
         client.outputs.handler = self._requests
+        self._held_back = HeldBack(client.info.name, client.submit_utility)
         self._request_counter = itertools.count()
 
     @property
@@ -297,7 +307,8 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         """Stream a request's outputs, as `sampling_params.output_kind` says; the other arguments and errors are
         those of `submit`.
 
-        Closing the generator or cancelling its task aborts the request.
+        Closing the generator or cancelling its task aborts the request. Where the engine sleeps or is paused, the
+        request waits, and the log says so.
 
         Args:
             on_prompt_progress: what is called with a `PromptProgress`, on this event loop, while the first output is
@@ -323,12 +334,15 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         prepared[-1].on_prompt_progress = on_prompt_progress
         collector = self._send(prompt, *prepared)
         finished = False
+        question = self._held_back.ask_later()
         try:
             while not finished:
                 output = collector.get_nowait() or await collector.get()
+                question.cancel()
                 finished = output.finished
                 yield output
         finally:
+            question.cancel()
             if not finished:
                 self.abort_soon(collector.engine_request_id)
 

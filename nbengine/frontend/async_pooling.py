@@ -11,6 +11,7 @@ import msgspec
 from nbengine.client.async_mp import AsyncMPClient
 from nbengine.errors import InvalidTypeError, NBEngineError
 from nbengine.frontend.async_requests import AsyncRequests
+from nbengine.frontend.held_back import HeldBack
 from nbengine.frontend.outputs.pooling_state import PoolingFuture
 from nbengine.frontend.requests.beside_loop import beside_loop
 from nbengine.frontend.requests.input_processor import InputProcessor, PromptType, prompt_text
@@ -31,6 +32,7 @@ class AsyncPooling:
     input_processor: InputProcessor
     _requests: AsyncRequests
     _request_counter: Iterator[int]
+    _held_back: HeldBack
 
     @abstractmethod
     def abort_soon(self, request_id: str) -> None:
@@ -100,7 +102,12 @@ class AsyncPooling:
         request = await beside_loop(
             prompt, lambda: self._prepare_pooling(prompt, pooling_params, request_id, priority=priority)
         )
-        yield await asyncio.wrap_future(self._send_pooling(prompt, request))
+        question = self._held_back.ask_later()
+        try:
+            output = await asyncio.wrap_future(self._send_pooling(prompt, request))
+        finally:
+            question.cancel()
+        yield output
 
     async def embed(
         self,

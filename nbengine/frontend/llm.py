@@ -19,7 +19,7 @@ from nbengine.frontend.options import EngineOptions, PathName, with_engine_optio
 from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.frontend.parsing.formats import AUTO
 from nbengine.frontend.pooling import OfflinePooling
-from nbengine.frontend.progress_line import progress_line
+from nbengine.frontend.progress_line import start_progress
 from nbengine.frontend.requests.input_processor import PromptType, prompt_list
 from nbengine.frontend.text.chat import Message, is_conversation
 from nbengine.frontend.text.tools import Tool
@@ -40,8 +40,8 @@ class LLM(Control, OfflinePooling):
 
     It works in a notebook cell, in a script without a `__main__` guard and inside a running event loop: the
     engine runs in its own processes, which end with this one. `shutdown` (or leaving a `with` block) ends
-    them earlier and waits until they are gone. In a terminal a line on stderr shows how far the start is. An
-    interrupt of `generate` aborts its requests; the LLM stays usable.
+    them earlier and waits until they are gone. A notebook's cell, or in a terminal a line on stderr, shows
+    how far the start is. An interrupt of `generate` aborts its requests; the LLM stays usable.
 
     Args:
         model: a directory (a path, too), a .gguf file, a hub id, or an alias such as "smollm2-135m" or "random-tiny".
@@ -65,10 +65,9 @@ class LLM(Control, OfflinePooling):
         **options: Unpack[EngineOptions],
     ) -> None:
         engine_args = EngineArgs.from_kwargs({"model": model, **options}, "LLM", ("multiprocess",))
-        with progress_line(f"starting {model}:") as progress:
-            self.llm_engine = LLMEngine.from_engine_args(
-                engine_args, multiprocess=multiprocess, progress=progress
-            )
+        config = engine_args.create_engine_config(bound=True)
+        with start_progress(f"starting {model}", config.parallel) as progress:
+            self.llm_engine = LLMEngine(config, multiprocess=multiprocess, progress=progress)
         Offline.__init__(self)
 
     def generate(

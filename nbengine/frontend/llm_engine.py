@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
-from functools import partial
 
 from nbengine.checks import require_callback, require_method
 from nbengine.client.base import BlockingClient, EngineCoreClient
@@ -17,6 +14,7 @@ from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import NotSupportedError
 from nbengine.frontend.assembly import assemble, resolve_files
 from nbengine.frontend.control import Control
+from nbengine.frontend.held_back import HeldBack
 from nbengine.frontend.inspection import Inspection
 from nbengine.frontend.observability.request_watch import RequestObserver
 from nbengine.frontend.outputs.output_collector import PromptCallback
@@ -29,14 +27,6 @@ from nbengine.runtime.connection import ConnectionInfo
 from nbengine.runtime.progress import ProgressCallback
 from nbengine.sampling_params import PoolingParams, SamplingParams
 from nbengine.widgets.processes.tree import ProcessTree, read_own_process_tree
-
-logger = logging.getLogger(__name__)
-
-_HELD_BACK = {
-    "is_sleeping": "engine %s sleeps, so that requests wait: wake_up() lets them go on",
-    "is_paused": "engine %s is paused, so that requests wait: resume_generation() lets them go on",
-}
-"""Utilities that say whether requests have to wait, and the warnings for those that wait."""
 
 
 class LLMEngine(Prompting, Control, Inspection):
@@ -149,7 +139,7 @@ class LLMEngine(Prompting, Control, Inspection):
         """
         if self._errors:
             raise self._errors.popleft()
-        outputs = self.engine_core.get_output(self._warn_if_held)
+        outputs = self.engine_core.get_output(self._ask_if_held_back)
         processed = self.output_processor.process_outputs(outputs.outputs, outputs.engine_index)
         if outputs.prompts_read:
             try:
@@ -190,11 +180,8 @@ class LLMEngine(Prompting, Control, Inspection):
             "only the code that has the LLM can let it go on: call wake_up or resume_generation there"
         )
 
-    def _warn_if_held(self) -> None:
-        """Say in the log, without waiting for that, if requests wait for someone to wake or resume the engine."""
-        for method, warning in _HELD_BACK.items():
-            told = partial(_warn_if, self.connection.name, warning)
-            self.engine_core.submit_utility(method).add_done_callback(told)
+    def _ask_if_held_back(self) -> None:
+        HeldBack(self.connection.name, self.engine_core.submit_utility).ask()
 
     def abort_all(self) -> None:
         """Drop every unfinished request, and the errors of which nobody has been told."""
@@ -237,9 +224,3 @@ class LLMEngine(Prompting, Control, Inspection):
         """End the engine and wait until all its processes are gone; calling it again does nothing."""
         self.engine_core.shutdown(drain=drain)
         self._finalizer.detach()
-
-
-def _warn_if(name: str, warning: str, answer: Future[bool]) -> None:
-    # The end of an engine is an error of the call that waits for the requests.
-    if not answer.cancelled() and answer.exception() is None and answer.result():
-        logger.warning(warning, name)

@@ -1,4 +1,4 @@
-"""A line in a terminal that says how far a fetch or a start is."""
+"""A fetch or a start says how far it is: in a terminal in one line, in a notebook's cell stage by stage."""
 
 from __future__ import annotations
 
@@ -6,13 +6,32 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from nbengine.config import ParallelConfig
 from nbengine.ipc.control_messages import Progress
 from nbengine.runtime.progress import ProgressCallback
 from nbengine.widgets.words import harmless
 
 _LEAST_TITLE = 15
 """The characters of a title that are shown, however long the rest is."""
+
+
+@contextmanager
+def start_progress(title: str, parallel: ParallelConfig) -> Iterator[ProgressCallback | None]:
+    """Show what the callback is told of a start: in a notebook's cell stage by stage, else as `progress_line`."""
+    # Only a program that has imported IPython can be a kernel, and importing it takes a while.
+    ipython = sys.modules.get("IPython")
+    shell: Any = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        with progress_line(f"{title}:") as progress:
+            yield progress
+        return
+    from nbengine.widgets.processes.progress import StartProgress
+
+    with StartProgress(shell, title, parallel) as shown:
+        yield shown.update
+        shown.update(Progress("ready"))
 
 
 @contextmanager

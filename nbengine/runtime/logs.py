@@ -66,14 +66,21 @@ def log_tail(path: str | Path, lines: int = TAIL_LINES) -> str:
 
     They are to tell why something ended: the lines that a start writes about its stages are left out.
     """
+    return "\n".join([line for line in _end_of(path) if _START not in line][-lines:])
+
+
+def log_end(path: str | Path, lines: int) -> str:
+    """Return the last lines of a log file of this user's as they are, empty if it cannot be read."""
+    return "\n".join(_end_of(path)[-lines:])
+
+
+def _end_of(path: str | Path) -> list[str]:
     try:
         with opened_own(path) as (descriptor, status):
             start = max(0, status.st_size - _TAIL_BYTES)
-            text = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace")
+            return os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace").splitlines()
     except (OSError, NBEngineError):
-        return ""
-    telling = [line for line in text.splitlines() if _START not in line]
-    return "\n".join(telling[-lines:])
+        return []
 
 
 def worker_log_path(log_path: str | Path, rank: int) -> Path:

@@ -46,6 +46,7 @@ class State(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     ASLEEP = "asleep"
+    PAUSED = "paused"
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -53,6 +54,7 @@ class State(enum.StrEnum):
 _EXPLANATIONS = {
     State.STARTING: ("the engine is starting", "engine_starting", 5),
     State.ASLEEP: ("the engine sleeps until it is woken up", "engine_asleep", 5),
+    State.PAUSED: ("the engine is paused until it is resumed", "engine_paused", 5),
     State.DRAINING: ("the server is ending and takes no more requests", "server_draining", 5),
     State.DEAD: ("the engine has ended", "engine_dead", None),
 }
@@ -204,7 +206,10 @@ class EngineService:
             return State.DRAINING
         if self._engine is None:
             return State.STARTING
-        return State.ASLEEP if any(engine.is_sleeping for engine in self.stats.engines) else State.READY
+        cores = self.stats.engines
+        if any(core.is_sleeping for core in cores):
+            return State.ASLEEP
+        return State.PAUSED if any(core.is_paused for core in cores) else State.READY
 
     def check_ready(self) -> Engine:
         """Return the engine.
@@ -294,7 +299,7 @@ class EngineService:
         self.check_ready()
         ticket = await self.limits.enter(len(prompts) * params.n)
         try:
-            # While it waited, the engine may have been put to sleep.
+            # While it waited, the engine may have been put to sleep, or paused.
             engine = self.check_ready()
             inbox = Inbox() if reports_prompts else None
             streams = [

@@ -92,6 +92,9 @@ def test_running_all_cells_again_starts_no_second_engine(kernel: Kernel, start_k
     for now in (None, False, True):
         if now is not None:
             kernel.restart(now=now)
+            # It is not attached yet, and is this notebook's all the same.
+            refusal = kernel.run_any(start.replace("256", "128")).text
+            assert "is running already, and differs: num_gpu_blocks_override is 256 there" in refusal
         for source in cells * 2:
             cell = kernel.run(source)
             if source == start:

@@ -52,6 +52,17 @@ def asked(seed: int = 0, **params: Any) -> SamplingParams:
     )
 
 
+def test_a_form_begins_behind_thoughts_that_a_template_opens_and_never_closes(llm: LLM) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n"
+    params = [asked(seed, thinking_budget=BUDGET) for seed in range(4)]
+    for output in llm.chat([HELLO] * 4, params, use_tqdm=False, chat_template=template):
+        (completion,) = output.outputs
+        reasoning, _, answer = completion.text.rpartition("</think>")
+        check(answer)
+        assert json.loads(completion.content or "") == json.loads(answer)
+        assert (completion.reasoning or "") == reasoning.strip()
+
+
 def chat(llm: LLM, params: list[SamplingParams], **variables: Any) -> list[tuple[str, str]]:
     """Return each answer's reasoning, which the prompt has begun, and what follows it."""
     kwargs = {"chat_template_kwargs": variables} if variables else {}

@@ -60,6 +60,9 @@ class FakeFeed:
     def sleep_level(self, level: int) -> None:
         self.messages.append(EngineStats([SchedulerStats(sleep_level=level)]))
 
+    def pause(self, is_paused: bool) -> None:
+        self.messages.append(EngineStats([SchedulerStats(is_paused=is_paused)]))
+
 
 class FakeEngine:
     """An engine that writes `pieces` for every completion, one a step, as `steps` lets it."""

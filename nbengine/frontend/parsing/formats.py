@@ -31,6 +31,8 @@ from nbengine.frontend.parsing.tools.qwen3_coder import Qwen3CoderToolParser
 
 AUTO, NONE = "auto", "none"
 HARMONY = "gpt_oss"
+TAGS = "tags"
+"""The parser of whichever tags an answer has."""
 
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "qwen3": Qwen3ReasoningParser,
@@ -40,7 +42,7 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "gemma": GemmaReasoningParser,
     "granite": GraniteReasoningParser,
     "mistral": MistralReasoningParser,
-    "tags": TagsReasoningParser,
+    TAGS: TagsReasoningParser,
 }
 """The parsers of reasoning by name."""
 
@@ -68,11 +70,11 @@ _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
     ("mistral", ("[THINK]",)),
     ("qwen3", ("</think>",)),
-    ("tags", ("</thinking>",)),
-    ("tags", ("</thought>",)),
-    ("tags", ("</reasoning>",)),
-    ("tags", ("</seed:think>",)),
-    ("tags", ("◁/think▷",)),
+    (TAGS, ("</thinking>",)),
+    (TAGS, ("</thought>",)),
+    (TAGS, ("</reasoning>",)),
+    (TAGS, ("</seed:think>",)),
+    (TAGS, ("◁/think▷",)),
 )
 """The parsers, each with texts that must all stand in a template; the first whose texts do is chosen."""
 

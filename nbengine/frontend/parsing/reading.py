@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbengine.errors import InvalidTypeError
 from nbengine.frontend.parsing.answer_parser import AnswerReading
-from nbengine.frontend.parsing.formats import AUTO, answer_format
+from nbengine.frontend.parsing.formats import AUTO, TAGS, AnswerFormat, answer_format
 from nbengine.frontend.parsing.schemas import ToolSchema
 
 if TYPE_CHECKING:
@@ -42,10 +42,13 @@ def answer_reading(
     """Make the reading of the answer to a prompt that `template` has made; None if nothing is to be found in
     it.
 
-    Calls are looked for only if there are tools. For the names of parsers see `answer_format`, whose errors
-    this raises.
+    Calls are looked for only if there are tools. A prompt that ends with the tag that opens reasoning tells of
+    reasoning where the template, which need not name the tag that closes it, tells nothing. For the names of
+    parsers see `answer_format`, whose errors this raises.
     """
     chosen = answer_format(template, reasoning_parser, tool_parser, special_tokens=special_tokens)
+    if chosen.reasoning is None and reasoning_parser == AUTO and AnswerFormat(TAGS).is_opened_by(prompt):
+        chosen = answer_format(template, TAGS, tool_parser, special_tokens=special_tokens)
     if not tools:
         chosen = chosen.without_tools()
     if not chosen:

@@ -59,8 +59,10 @@ class ReasoningMarks:
 
 
 def reasoning_marks(family: type[ReasoningParser], chat_template: str) -> ReasoningMarks:
-    """Return the marks of a family of models: of several pairs of tags those of which the template speaks."""
-    tags = [pair for pair in family.tags if pair[1] in chat_template] or family.tags
+    """Return the marks of a family of models: of several pairs of tags those of which the template speaks, by their
+    endings or else by their openings."""
+    spoken_of = ([pair for pair in family.tags if pair[side] in chat_template] for side in (1, 0))
+    tags = next(filter(None, spoken_of), family.tags)
     return ReasoningMarks(
         endings=(*(ending for _, ending in tags), *family.other_endings),
         closing=family.closing_text().replace(family.closing_marker(), tags[0][1]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -24,6 +26,7 @@ from nbengine.server.translate.completions import (
     check_available,
     completion_params,
     prompts_of,
+    with_tokens,
 )
 from nbengine.server.translate.sampling import copies_of
 
@@ -39,9 +42,13 @@ async def completions(request: Request) -> Response | EventStream:
     check_available(asked)
     params = completion_params(asked, service.engine.default_sampling_params())
     copies = copies_of(asked, params)
+    prompts = prompts_of(asked)
+    if asked.add_special_tokens is False:
+        encode = partial(service.engine.input_processor.encoder.encode, add_special_tokens=False)
+        prompts = await asyncio.to_thread(with_tokens, prompts, encode)
     request_id = f"cmpl-{id_of(request)}"
     outputs = service.generate(
-        [prompt for prompt in prompts_of(asked) for _ in range(copies)],
+        [prompt for prompt in prompts for _ in range(copies)],
         params,
         request_id,
         priority=asked.priority or 0,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbengine.frontend.requests.input_processor import PromptType
 from nbengine.outputs import RequestOutput
 from nbengine.sampling_params import MAX_LOGPROBS, SamplingParams
 from nbengine.server.protocol.completions import CompletionRequest
@@ -38,7 +37,7 @@ def check_available(request: CompletionRequest) -> None:
         )
 
 
-def prompts_of(request: CompletionRequest) -> list[PromptType]:
+def prompts_of(request: CompletionRequest) -> list[dict[str, Any]]:
     """Return the prompts of a body, each a text or token ids, in the form that the engine takes.
 
     Raises:
@@ -62,6 +61,16 @@ def prompts_of(request: CompletionRequest) -> list[PromptType]:
     return [
         {"prompt": item, **salt} if isinstance(item, str) else {"prompt_token_ids": item, **salt}
         for item in found
+    ]
+
+
+def with_tokens(
+    prompts: Sequence[dict[str, Any]], encode: Callable[[str], list[int]]
+) -> list[dict[str, Any]]:
+    """Return the prompts with the tokens that `encode` makes of their texts, which stay beside them."""
+    return [
+        {**prompt, "prompt_token_ids": encode(prompt["prompt"])} if "prompt" in prompt else prompt
+        for prompt in prompts
     ]
 
 

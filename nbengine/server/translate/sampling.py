@@ -40,7 +40,6 @@ _SAME_NAMES = (
     "allowed_token_ids",
     "truncate_prompt_tokens",
     "prompt_logprobs",
-    "thinking_budget",
 )
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 """The parameters that the model's generation config may set for a request that does not."""

@@ -155,6 +155,24 @@ def test_a_batch_that_waits_for_an_engine_that_is_held_back_says_so(
     assert said == [f"engine {shared_llm.llm_engine.connection.name} {warning}"]
 
 
+async def test_a_stream_that_waits_for_an_engine_that_sleeps_says_so(
+    llm: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def read() -> list[int]:
+        return [output.outputs[0].token_ids async for output in llm.generate(PROMPT, GREEDY)][-1]
+
+    await llm.sleep()
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(60):
+        while "requests wait" not in caplog.text:
+            await asyncio.sleep(0.01)
+    await llm.wake_up()
+    assert await asyncio.wait_for(reading, 60) == EXPECTED[:5]
+    assert [record.getMessage() for record in caplog.records if "requests wait" in record.getMessage()] == [
+        f"engine {llm.name} sleeps, so that requests wait: wake_up() lets them go on"
+    ]
+
+
 class Reader:
     """A stream that is being read, its request sent when this returns; `beginning` is set with its first token."""
 

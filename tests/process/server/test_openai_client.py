@@ -146,14 +146,23 @@ def test_requests_go_to_all_ranks(serve: Serve) -> None:
         client.completions.create(model="random-tiny", prompt="a", extra_body={"data_parallel_rank": 2})
 
 
-def test_a_sleeping_engine_is_not_ready(served: Any) -> None:
+@pytest.mark.parametrize(
+    ("hold", "code", "go_on"),
+    [
+        (("sleep", 1, None, False), "engine_asleep", ("wake_up", None)),
+        (("pause_generation", "keep", False), "engine_paused", ("resume_generation",)),
+    ],
+)
+def test_an_engine_that_sleeps_or_is_paused_is_not_ready(
+    served: Any, hold: tuple[Any, ...], code: str, go_on: tuple[Any, ...]
+) -> None:
     client = served.http()
-    served.llm.call_utility_blocking("sleep", 1, None, False)
+    served.llm.call_utility_blocking(*hold)
     wait_for(lambda: client.get("/ready").status_code == 503, "the server to refuse requests")
     refused = client.post("/v1/completions", json={"prompt": "a"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, code)
     assert "retry-after" in refused.headers
-    served.llm.call_utility_blocking("wake_up", None)
+    served.llm.call_utility_blocking(*go_on)
     wait_for(lambda: client.get("/ready").status_code == 200, "the server to take requests")
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 

@@ -14,7 +14,7 @@ from nbengine.config import ModelConfig
 from nbengine.engine import start_log
 from nbengine.engine.start_log import StartLog, log_beginning
 from nbengine.ipc.control_messages import Progress
-from nbengine.runtime.logs import log_tail
+from nbengine.runtime.logs import log_end, log_tail
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +76,5 @@ def test_what_is_shown_of_the_log_when_something_ended_is_not_how_it_started(
     path.write_text("\n".join([*lines, "2026-01-01 00:00:01,000 ERROR [core 0] x: it broke", "a trace"]))
     path.chmod(0o600)
     assert log_tail(path) == "2026-01-01 00:00:01,000 ERROR [core 0] x: it broke\na trace"
+    assert log_end(path, 40) == path.read_text()
+    assert log_end(path, 1) == "a trace"

@@ -1,15 +1,22 @@
-"""The line in a terminal that says how far a start is."""
+"""A start says how far it is: a line in a terminal, the stages in a notebook's cell."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from nbengine.frontend.progress_line import progress_line
+from nbengine import LLM, AsyncLLM
+from nbengine.config import EngineConfig, ParallelConfig
+from nbengine.frontend.llm_engine import LLMEngine
+from nbengine.frontend.progress_line import progress_line, start_progress
 from nbengine.ipc.control_messages import Progress
+from nbengine.runtime.progress import ProgressCallback
 
 STEPS = [
     Progress("load"),
@@ -79,3 +86,73 @@ def test_where_it_is_asked_for_every_change_is_a_line(capsys: pytest.CaptureFixt
         for step in STEPS[:3]:
             show(step)
     assert capsys.readouterr().err == "tiny: load\ntiny: reading layers 25%\n"
+
+
+class Cell:
+    """A kernel's shell, and the last output of its cell."""
+
+    kernel = object()
+
+    def __init__(self) -> None:
+        self.display_pub = self
+        self.text = ""
+
+    def publish(self, data: dict[str, str], **_: object) -> None:
+        self.text = data["text/plain"]
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    cell = Cell()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: cell))
+    return cell
+
+
+def report(progress: ProgressCallback | None) -> None:
+    assert progress is not None
+    progress(Progress("load", "reading layers", 1.0, 2.0))
+
+
+def start_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: LLMEngine, config: EngineConfig, **options: Any) -> None:
+        report(options["progress"])
+
+    monkeypatch.setattr(LLMEngine, "__init__", start)
+    LLM("tiny")
+
+
+def start_async(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: AsyncLLM, config: object, name: object, session: object, progress: ProgressCallback) -> None:
+        report(progress)
+
+    monkeypatch.setattr(AsyncLLM, "_start", start)
+    AsyncLLM("tiny")
+
+
+@pytest.mark.parametrize("start", [start_llm, start_async])
+def test_a_start_in_a_cell_shows_its_stages(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch, start: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    start(monkeypatch)
+    title, load, ready = cell.text.splitlines()
+    assert title == "starting tiny"
+    assert load.startswith("  ✓ load")
+    assert load.endswith("reading layers")
+    assert ready.startswith("  ✓ ready")
+
+
+def test_a_start_that_fails_in_a_cell_shows_in_which_stage(cell: Cell) -> None:
+    def fail() -> None:
+        with start_progress("starting tiny", ParallelConfig()) as progress:
+            report(progress)
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert "✗ load" in cell.text
+
+
+def test_a_start_elsewhere_is_a_line_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    start_async(monkeypatch)
+    assert "starting tiny: reading layers 100%" in sys.stderr.getvalue()  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from nbengine.errors import InvalidArgumentError, InvalidTypeError
 from nbengine.frontend.parsing.answer_parser import AnswerParser, ParsedAnswer
 from nbengine.frontend.parsing.formats import REASONING_PARSERS, AnswerFormat
 from nbengine.frontend.parsing.harmony import HarmonyReasoningParser
+from nbengine.frontend.parsing.reading import answer_reading
 from nbengine.frontend.parsing.reasoning.base import ReasoningParser
 from nbengine.frontend.parsing.reasoning.families import (
     GraniteReasoningParser,
@@ -44,7 +45,28 @@ def test_marks_are_those_of_a_family_of_models() -> None:
     assert reasoning_marks(TagsReasoningParser, "... </thought> ...") == ReasoningMarks(
         endings=("</thought>",), closing="\n</thought>\n\n", openings=("<thought>",)
     )
+    # Of a template that only opens reasoning, the tag that closes it is known all the same.
+    assert reasoning_marks(TagsReasoningParser, "... <thought> ...") == reasoning_marks(
+        TagsReasoningParser, "... </thought> ..."
+    )
     assert reasoning_marks(GraniteReasoningParser, "</think>").introductions[0] == "<response>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parser", "found"),
+    [
+        ("user: hello\nassistant:<think>\n", "auto", "tags"),
+        ("user: hello\nassistant:<thought>", "auto", "tags"),
+        ("user: <think>\nassistant:", "auto", None),
+        ("user: hello\nassistant:<think>\n", "none", None),
+    ],
+)
+def test_a_prompt_that_opens_reasoning_tells_of_it_where_its_template_does_not(
+    prompt: str, parser: str, found: str | None
+) -> None:
+    reading = answer_reading("{{ messages }}<think>\n", prompt, (), frozenset(), reasoning_parser=parser)
+    assert (None if reading is None else reading.format.reasoning) == found
+    assert reading is None or reading.prompt_opens_reasoning
 
 
 @pytest.mark.parametrize("family", REASONING_PARSERS.values())

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.errors import UtilityError
+from nbengine.errors import EngineDeadError, UtilityError
 from nbengine.ipc.utilities import ProfileReport
+from nbengine.magics.engines import patience
+from nbengine.metrics.stats import EngineStats, SchedulerStats
 from tests.unit.magics.conftest import FakeClient
 
 Capture = pytest.CaptureFixture[str]
@@ -81,6 +87,93 @@ def test_a_profile_starts_and_stops(
     assert engine.utilities == [("start_profile", str(tmp_path), 7)]
     engine.answers["stop_profile"] = ProfileReport(["/x/trace.json.gz"], 7, "operation  ms")
     assert said(shell, "%engine profile stop", capsys) == "7 steps in /x/trace.json.gz\noperation  ms\n"
+
+
+def answer_once_told(engine: FakeClient, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let no utility, and no end of the engine, be answered before a line has been printed; return the lines."""
+    monkeypatch.setattr(patience, "LOOK_SECONDS", 0.0)
+    said: list[str] = []
+    told = threading.Event()
+    submit, shutdown = engine.submit_utility, engine.shutdown
+
+    def note(line: str) -> None:
+        said.append(line)
+        told.set()
+
+    def late(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **options: Any) -> Future[Any]:
+            assert told.wait(60), "nothing was said"
+            found: Future[Any] = call(*args, **options)
+            return found
+
+        return wait
+
+    monkeypatch.setattr(patience, "print_quietly", note)
+    monkeypatch.setattr(engine, "submit_utility", late(submit))
+    monkeypatch.setattr(engine, "shutdown", late(shutdown))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("line", "does"),
+    [
+        ("sleep --mode wait", "sleeps"),
+        ("wake", "wakes up"),
+        ("pause --mode wait", "pauses"),
+        ("resume", "goes on"),
+        ("reset", "forgets its prefix cache"),
+        ("profile start", "begins to record"),
+        ("profile stop", "writes its profile"),
+        ("stop --drain", "ends"),
+    ],
+)
+def test_each_says_that_it_waits_for_the_engine(
+    shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch, line: str, does: str
+) -> None:
+    engine.answers["stop_profile"] = ProfileReport(["/x/trace.json.gz"], 7, "operation  ms")
+    said = answer_once_told(engine, monkeypatch)
+    shell.run_cell(f"%engine {line}").raise_error()
+    assert said == [f"engine 'random-tiny' {does} as soon as it can: 2 requests run"]
+
+
+def test_why_an_engine_takes_its_time_is_said_as_far_as_it_is_known(
+    engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(patience, "print_quietly", said.append)
+
+    def dead(timeout: float) -> tuple[EngineStats, list[int]]:
+        raise EngineDeadError("it was killed")
+
+    for stats_within in (
+        lambda _: (EngineStats([SchedulerStats()]), []),
+        lambda _: (EngineStats([]), [0]),
+        dead,
+    ):
+        monkeypatch.setattr(engine, "stats_within", stats_within)
+        patience._tell(engine, "sleeps")
+    assert said == [
+        "engine 'random-tiny' sleeps as soon as it can",
+        "engine 'random-tiny' sleeps as soon as it can: it may be computing a long step",
+    ]
+
+
+def test_what_is_done_at_once_says_nothing_more(
+    shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[threading.Timer] = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+            super().start()
+
+    monkeypatch.setattr(patience.threading, "Timer", Timer)
+    shell.run_cell("%engine pause").raise_error()
+    (timer,) = timers
+    timer.join(60)
+    assert timer.finished.is_set()
+    assert engine.utilities == [("pause_generation", "abort", True)]
 
 
 def test_without_a_directory_it_goes_below_the_notebooks(

@@ -25,6 +25,7 @@ from nbengine.magics.comparison.axes import flag_axis
 from nbengine.magics.comparison.result import ComparisonHandle, ComparisonResult
 from nbengine.magics.conversations.conversation import Conversation, Exchange
 from nbengine.magics.generation.result import GenerationHandle, GenerationResult
+from nbengine.magics.generation.waits import WaitNotice
 from nbengine.magics.tokens.view import static_bundle
 from nbengine.outputs import CompletionOutput, Logprob, RequestOutput, ToolCall
 from nbengine.pooling_outputs import (
@@ -101,14 +102,14 @@ def test_a_copy_of_an_answer_under_way_has_ended(copied: Copy) -> None:
 
 @COPIES
 def test_a_copy_of_a_handle_has_the_result_or_says_what_it_lost(copied: Copy) -> None:
-    done = GenerationHandle(result_of(), lambda: None)
+    done = GenerationHandle(result_of(), lambda: None, WaitNotice())
     done.settle()
     assert copied(done).result(0).text == "The city"
-    failed = GenerationHandle(result_of(), lambda: None)
+    failed = GenerationHandle(result_of(), lambda: None, WaitNotice())
     failed.settle(EngineDeadError("the engine is gone", "log"))
     with pytest.raises(EngineDeadError, match="the engine is gone"):
         copied(failed).result(0)
-    running = GenerationHandle(result_of(None), pytest.fail)
+    running = GenerationHandle(result_of(None), pytest.fail, WaitNotice())
     lost = copied(running)
     assert (lost.done, lost.text) == (True, "The city")
     with pytest.raises(NBEngineError, match="copy of a handle whose generation was under way"):
@@ -127,7 +128,7 @@ def test_comparisons_conversations_and_kept_answers_are_data(copied: Copy) -> No
     other = copied(comparison)
     assert other.rows() == comparison.rows()
     assert (repr(other), str(other.errors[1])) == (repr(comparison), "gone")
-    handle = ComparisonHandle(comparison, lambda: None)
+    handle = ComparisonHandle(comparison, lambda: None, WaitNotice())
     handle.settle()
     assert copied(handle).results[0].text == "The city"
 

@@ -1,17 +1,24 @@
-"""The lines of magics that the documentation shows can be typed."""
+"""The lines that the documentation shows can be typed: magics, commands of a shell, Python."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine import cli
 from nbengine.magics.arguments import HelpRequested, split_words
 from nbengine.magics.comparison.arguments import parse_request
 from nbengine.magics.config import NBEngine
+from nbengine.magics.conversations.arguments import parse_chat
+from nbengine.magics.engines.arguments import start_parser
 from nbengine.magics.extension import Extension
+from nbengine.server.arguments import add_server_arguments
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,16 +34,31 @@ GENERATED = [
 ]
 
 
+BLOCKS = [
+    (name, block)
+    for name, text in TEXTS.items()
+    for block in re.findall(r"^```python\n(?!%)(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+]
+
+
+def lines_of(text: str, beginning: str) -> list[str]:
+    """The lines in blocks and in sentences that begin in one way, without comments."""
+    lines = [line for found in CODE.findall(text) for part in found for line in part.splitlines()]
+    return [line.partition("  #")[0] for line in lines if line.startswith(beginning)]
+
+
 def engine_lines(text: str) -> list[str]:
     """The lines of `%engine` in blocks and in sentences."""
-    lines = [line for found in CODE.findall(text) for part in found for line in part.splitlines()]
-    return [line for line in lines if line.startswith("%engine ")]
+    return lines_of(text, "%engine ")
 
 
 def test_lines_are_found() -> None:
     assert "%engine start --tp 3 --pp 2" in engine_lines(TEXTS["README.md"])
     assert sum(len(engine_lines(text)) for text in TEXTS.values()) > 50
     assert len(GENERATED) > 3
+    assert len(BLOCKS) > 10
+    assert sum(len(lines_of(text, "nbengine ")) for text in TEXTS.values()) > 15
+    assert sum(len(lines_of(text, "%config ")) for text in TEXTS.values()) > 2
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -66,3 +88,57 @@ def test_cells_of_generate_are_understood(name: str, cell: str) -> None:
         "short": lambda result, row: True,
     }
     assert parse_request(line.removeprefix("%%generate"), body, NBEngine(), variables)
+
+
+def temperature(city: str) -> float:
+    """Tell the temperature of a city.
+
+    Args:
+        city: The name of the city.
+    """
+    return len(city)
+
+
+def test_lines_of_chats_are_understood() -> None:
+    cells = [
+        block for text in TEXTS.values() for block, _ in CODE.findall(text) if block.startswith("%%chat")
+    ]
+    assert cells
+    for cell in cells:
+        line, _, body = cell.partition("\n")
+        parse_chat(line.removeprefix("%%chat"), body, NBEngine(), str, {"temperature": temperature})
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_commands_of_the_shell_are_understood(name: str) -> None:
+    for line in lines_of(TEXTS[name], "nbengine "):
+        words = [PLACES.get(word, word.strip("[]")) for word in shlex.split(line)[1:]]
+        if words == ["--version"]:
+            continue
+        _, further = cli._parser().parse_known_args(words)
+        if words[0] not in ("fit", "serve"):
+            assert further == [], line
+            continue
+        parser = start_parser(words[0], f"nbengine {words[0]}")
+        if words[0] == "serve":
+            add_server_arguments(parser)
+        try:
+            parser.parse_words(further)
+        except HelpRequested:
+            assert further == ["--help"], line
+
+
+def test_settings_of_the_notebook_exist() -> None:
+    settings = [name for text in TEXTS.values() for name in re.findall(r"\bNBEngine\.(\w+) =", text)]
+    assert settings
+    assert set(settings) <= set(NBEngine.class_trait_names())
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_python_can_be_read_and_what_it_imports_exists(name: str, block: str) -> None:
+    # Top-level await is what cells can do.
+    tree = compile(block, name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("nbengine"):
+            module = importlib.import_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []

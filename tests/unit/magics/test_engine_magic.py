@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from IPython.core.error import UsageError
@@ -264,6 +265,15 @@ def test_logs_show_the_last_lines(shell: InteractiveShell, engine: FakeClient, c
     (log_dir() / "gone-2-20270101-000000-1.log").write_text("another engine's")
     shell.run_cell("%engine logs gone").raise_error()
     assert capsys.readouterr().out == "old\n"
+
+
+def test_logs_show_how_the_engine_has_started(
+    shell: InteractiveShell, engine: FakeClient, capsys: Capture
+) -> None:
+    start = "2026-01-01 00:00:00,000 INFO [core 0] nbengine.engine.start_log: start: load took 3.50 s"
+    Path(engine.connection.log_path).write_text(f"{start}\nmore\n")
+    shell.run_cell("%engine logs").raise_error()
+    assert capsys.readouterr().out == f"{start}\nmore\n"
 
 
 def test_logs_of_a_worker_are_asked_for_by_its_rank(

@@ -88,7 +88,7 @@ def test_what_differs_is_joined_by_nobody_and_stands_in_its_own_notebooks_way(tm
         refusal = choice(**{place: (small,)})  # type: ignore[arg-type]
         assert refusal is not None
         assert "max_model_len is 64 there, not given here; seed is 3 there, 0 here" in refusal
-        assert "`%engine load random-tiny …`" in refusal
+        assert "`%engine load random-tiny …` replaces it, `%engine stop small` ends it" in refusal
         assert ("`%engine attach small`, and then" in refusal) is (place == "own")
     assert choice(own=(small,), new=True) is None
     assert choice(own=(small,), name="beside") is None
@@ -178,6 +178,27 @@ def test_an_engine_that_was_left_is_joined_and_another_notebooks_is_not(
     assert backend.attached == ["random-tiny"]
     assert "engine 'random-tiny' runs already, with these arguments" in capsys.readouterr().out
     shell.run_cell("%generate hi").raise_error()
+
+
+def test_an_engine_that_nobody_uses_is_named_where_another_one_is_started(
+    shell: InteractiveShell, backend: FakeBackend, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell.run_cell("%engine start random-tiny --seed 3 --name left").raise_error()
+    shell.run_cell("%engine detach").raise_error()
+    capsys.readouterr()
+    shell.run_cell("%engine start random-tiny").raise_error()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "nobody uses it" in line]
+    assert re.fullmatch(
+        r"\[engine 'left' holds .* of memory, and nobody uses it: seed is 3 there, 0 here\. `%engine attach left`, and then "
+        r"`%engine load random-tiny …` replaces it, `%engine stop left` ends it\]",
+        line,
+    )
+    assert len(backend.started) == 2
+    for name, flags, num_clients in (("b", "--new", 0), ("c", "--seed 4", 1)):
+        monkeypatch.setattr(launching, "count_clients", lambda info, number=num_clients: number)
+        shell.run_cell("%engine detach").raise_error()
+        shell.run_cell(f"%engine start random-tiny --name {name} {flags}").raise_error()
+        assert "nobody uses it" not in capsys.readouterr().out
 
 
 def test_the_number_of_engine_cores_is_what_it_is_by_now(

@@ -6,8 +6,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError
-from nbengine.magics.generation import stream, waits
-from nbengine.magics.generation.waits import QUIET_LOOKS, WaitNotice
+from nbengine.magics.generation import result, stream, waits
+from nbengine.magics.generation.waits import HELD_UP, QUIET_LOOKS, WaitNotice
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from tests.unit.magics.conftest import FakeBackend, FakeClient
 from tests.unit.magics.kernel_cells import run
@@ -83,6 +83,30 @@ def test_a_request_in_the_background_says_once_that_its_engine_stands_and_goes_o
     # Other cells can wake or resume an engine meanwhile.
     assert not shell.user_ns["notices"][-1].holds_up
     check(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("code", ["await asyncio.to_thread(handle.result)", "await handle"])
+@pytest.mark.parametrize("line", ["%%generate", "%%generate --seed 1,2"])
+async def test_a_cell_that_waits_for_what_runs_in_the_background_says_why_it_does_not_come(
+    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch, line: str, code: str
+) -> None:
+    for module in (result, stream, waits):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
+    engine.words = None
+    (await run(kernel_shell, f"{line} -a -o handle\nhello\n")).raise_error()
+    engine.engine_stats = [SchedulerStats(is_paused=True)]
+    said: list[str] = []
+
+    def note(text: str) -> None:
+        # The cell in which the request was sent does not hold up others.
+        if text.endswith(HELD_UP):
+            said.append(text)
+            for index in range(len(engine.collectors)):
+                engine.emit("done", "stop", index)
+
+    monkeypatch.setattr(waits, "print_quietly", note)
+    (await run(kernel_shell, f"import asyncio\n{code}")).raise_error()
+    assert said == [f"engine 'random-tiny' is paused: `%engine resume random-tiny` lets it go on{HELD_UP}"]
 
 
 class Busy:

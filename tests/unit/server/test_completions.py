@@ -44,6 +44,29 @@ async def test_a_stream_says_how_far_each_prompt_is_read_to_those_who_ask() -> N
     assert done == "[DONE]"
 
 
+async def test_the_tokens_around_a_text_can_be_left_out() -> None:
+    fake = await server()
+    asked: list[bool] = []
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        asked.append(add_special_tokens)
+        return list(map(ord, text))
+
+    fake.engine.tokenizer.encode = encode  # type: ignore[method-assign, assignment]
+    body = {"prompt": ["ab", "c"], "add_special_tokens": False, "echo": True}
+    choices = (await call(fake.app, PATH, body)).json()["choices"]
+    await call(fake.app, PATH, {"prompt": [7], "add_special_tokens": False})
+    await call(fake.app, PATH, {"prompt": "ab", "add_special_tokens": True})
+    assert [prompt for prompt, *_ in fake.engine.asked] == [
+        {"prompt": "ab", "prompt_token_ids": [97, 98]},
+        {"prompt": "c", "prompt_token_ids": [99]},
+        {"prompt_token_ids": [7]},
+        {"prompt": "ab"},
+    ]
+    assert asked == [False, False]
+    assert [choice["text"] for choice in choices] == ["abHello", "cHello"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "sent"),
     [

@@ -194,7 +194,7 @@ async def test_the_load_comes_in_the_format_that_is_asked_for() -> None:
     assert "endpoint-load-metrics" not in (await call(fake.app, PATH, CHAT)).headers
 
 
-async def test_a_starting_a_sleeping_and_an_ending_server_say_when_to_come_again() -> None:
+async def test_a_starting_a_sleeping_a_paused_and_an_ending_server_say_when_to_come_again() -> None:
     fake = FakeServer()
     expected = {}
 
@@ -217,11 +217,18 @@ async def test_a_starting_a_sleeping_and_an_ending_server_say_when_to_come_again
     fake.feed.sleep_level(0)
     fake.service.look()
     await check("ready")
+    fake.feed.pause(True)
+    fake.service.look()
+    await check("paused")
+    fake.feed.pause(False)
+    fake.service.look()
+    await check("ready")
     fake.service.is_draining = True
     await check("draining")
     assert expected == {
         "starting": "engine_starting",
         "asleep": "engine_asleep",
+        "paused": "engine_paused",
         "draining": "server_draining",
     }
 
