@@ -35,11 +35,12 @@ class Submitter:
         self._recorder = recorder
 
     def prepare(
-        self, engine: AttachedEngine, options: GenerateOptions, occasion: Occasion, prompt: Any = None
+        self, engine: AttachedEngine, options: GenerateOptions, occasion: Occasion | None, prompt: Any = None
     ) -> Request:
-        """Prepare a request without sending it, and have it kept when it has ended.
+        """Prepare a request without sending it, and have it kept as a run when it has ended.
 
-        `prompt` replaces the prompt that the options make.
+        `prompt` replaces the prompt that the options make. Without an `occasion` the request is none of the
+        user's, and no run.
 
         Raises:
             UsageError: the engine cannot do what a flag asks for, or a sampling parameter is not allowed.
@@ -68,7 +69,8 @@ class Submitter:
         result.max_tokens = params.max_tokens
         result.names_ranks = len(client.engine_ranks) > 1
         request.on_end.append(partial(self._forget_dead, engine))
-        self._recorder.follow(request, engine, options, messages, occasion)
+        if occasion is not None:
+            self._recorder.follow(request, engine, options, messages, occasion)
         return request
 
     def stream(

@@ -63,7 +63,7 @@ class Questions(Generic[Key]):
             template=TemplateOptions(),
         )
         try:
-            request = self._submitter.prepare(self._engines[position], own)
+            request = self._submitter.prepare(self._engines[position], own, None)
         except UsageError as error:
             raise NBEngineError(str(error)) from None
         request.send(foreground=not options.background, kept=False)

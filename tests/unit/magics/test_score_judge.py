@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+import nbengine
 from nbengine.errors import RequestError
 from nbengine.magics.extension import Extension
 from nbengine.magics.generation.result import GenerationResult
@@ -60,7 +61,9 @@ def test_each_answer_is_graded_by_its_own_engine_with_a_grammar(
         assert prompt["prompt"] == (f"<user>Is it short?\n\nThe prompt:\nCount\n\nThe answer:\n{text}{SCALE}")
         assert judging.structured_outputs == StructuredOutputsParams(choice=["1", "2", "3", "4", "5"])
         assert (judging.temperature, judging.n, judging.seed) == (0, 1, None)
-        # The engine keeps no transcript of it, and nothing is left under way.
+        # It is none of the user's prompts, and no run.
+    assert sorted(row["text"] for row in nbengine.runs().rows()) == ["one", "two"]
+    # The engine keeps no transcript of it, and nothing is left under way.
         assert client.labels == ["Count", None]
     ongoing = Extension.loaded[shell].session.ongoing
     assert ongoing.snapshot() == {}
