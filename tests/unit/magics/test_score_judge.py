@@ -61,10 +61,10 @@ def test_each_answer_is_graded_by_its_own_engine_with_a_grammar(
         assert prompt["prompt"] == (f"<user>Is it short?\n\nThe prompt:\nCount\n\nThe answer:\n{text}{SCALE}")
         assert judging.structured_outputs == StructuredOutputsParams(choice=["1", "2", "3", "4", "5"])
         assert (judging.temperature, judging.n, judging.seed) == (0, 1, None)
-        # It is none of the user's prompts, and no run.
-    assert sorted(row["text"] for row in nbengine.runs().rows()) == ["one", "two"]
-    # The engine keeps no transcript of it, and nothing is left under way.
+        # The engine keeps no transcript of it, and nothing is left under way.
         assert client.labels == ["Count", None]
+    # It is none of the user's prompts, and no run.
+    assert sorted(row["text"] for row in nbengine.runs().rows()) == ["one", "two"]
     ongoing = Extension.loaded[shell].session.ongoing
     assert ongoing.snapshot() == {}
     assert [answer.result.prompt for answer in ongoing.answers.newest_first()] == ["Count", "Count"]
