@@ -101,8 +101,10 @@ def test_a_branch_says_that_its_engine_is_paused(
     monkeypatch.setattr(waits, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(WaitNotice, "_tell_reasons", telling)
     branch = tree.branch(3, " Lyon")
-    assert said.wait(10)
+    assert said.wait(60)
     assert client.utilities == []
+    # Who waits for the branch would be told as well.
+    client.state = SchedulerStats()
     finish(client, branch, [(" now", 0.5, {})], "The city is Lyon now")
     said_once = "engine 'hand-driven' is paused: `%engine resume hand-driven` lets it go on"
     assert capsys.readouterr().out.count(said_once) == 1
