@@ -25,7 +25,7 @@ _MAX_TOKENS = 512
 class Questions(Generic[Key]):
     """The questions to a judge that have not been answered, each under a key.
 
-    They are none of the notebook's prompts: `%engine recover` does not show them.
+    They are none of the notebook's prompts: `%engine recover` does not show them, and no run is kept of them.
     """
 
     def __init__(
