@@ -196,16 +196,16 @@ def test_a_script_shows_what_it_promises(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[LLMEngine] = []
-    make = LLMEngine.from_engine_args
+    make = LLMEngine.__init__
 
-    def make_here(*args: Any, **options: Any) -> LLMEngine:
-        made.append(make(*args, **{**options, "multiprocess": False}))
-        return made[-1]
+    def make_here(engine: LLMEngine, *args: Any, **options: Any) -> None:
+        make(engine, *args, **{**options, "multiprocess": False})
+        made.append(engine)
 
     # The progress bar of a script would leave a thread that looks after it.
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
     # What LLM has inside, too.
-    monkeypatch.setattr(LLMEngine, "from_engine_args", make_here)
+    monkeypatch.setattr(LLMEngine, "__init__", make_here)
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:

@@ -36,6 +36,7 @@ PACKAGES = (
 )
 LOADED_LATER = (
     "nbengine.engine.__main__",
+    "nbengine.engine.bounds",
     "nbengine.engine.core.main",
     "nbengine.engine.host.main",
     "nbengine.engine.core.dp_core_proc",

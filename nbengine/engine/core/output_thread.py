@@ -41,7 +41,7 @@ from nbengine.ipc.messages import (
 )
 from nbengine.ipc.peer_log import PeerLog
 from nbengine.ipc.serial import MsgpackEncoder
-from nbengine.ipc.shortage import Setbacks, is_shortage
+from nbengine.ipc.shortage import Setbacks, is_shortage, persist
 from nbengine.ipc.sockets import make_socket
 from nbengine.ipc.transport import is_tcp
 from nbengine.kv_cache.events import KVCacheSnapshot, KVEventBatch, KVMessage
@@ -61,6 +61,8 @@ FIRST_RETRY = 0.0005
 RETRY_INTERVAL = 0.01
 """Most seconds between two looks at clients that still do not read; each pause is twice the one before, up to
 this."""
+COORDINATOR_TIMEOUT = 60.0
+"""Seconds for which a connection to the coordinator is tried again while descriptors are short."""
 PATIENCE = 0.5
 """Seconds that the last messages may take to leave."""
 
@@ -141,7 +143,7 @@ class OutputThread(threading.Thread):
     def run(self) -> None:
         """Send items until ENGINE_CORE_DEAD comes out of the queue."""
         try:
-            self._sinks[COORDINATOR_INDEX] = self._connect(self._coordinator_output, COORDINATOR_HWM)
+            self._connect_to_coordinator()
             self._process_output_queue()
         except Exception as error:
             logger.exception("the output thread failed")
@@ -289,6 +291,15 @@ class OutputThread(threading.Thread):
 
     def _connect(self, address: str, hwm: int = OUTPUT_HWM, secret: bytes = b"") -> _Sink:
         return _Sink(make_socket(self._context, address, zmq.PUSH, bind=False, send_hwm=hwm), secret)
+
+    def _connect_to_coordinator(self) -> None:
+        def connect() -> None:
+            self._sinks[COORDINATOR_INDEX] = self._connect(self._coordinator_output, COORDINATOR_HWM)
+
+        setbacks = Setbacks(logger, "the coordinator cannot be connected to")
+        if not persist(connect, setbacks, COORDINATOR_TIMEOUT):
+            # Without it nobody would see what the core does; the last attempt says why.
+            connect()
 
     def _attach(self, client: AttachClient) -> None:
         index = client.client_index

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
+from nbengine.engine.core import output_thread
 from nbengine.engine.core.output_thread import MAX_LARGE_BYTES, OUTPUT_HWM, PATIENCE, OutputThread
 from nbengine.engine.core.work import COORDINATOR_INDEX, AbortRequests, GiveUpClient, ThreadFailed, failure
+from nbengine.errors import NBEngineError
 from nbengine.ipc.control_messages import AttachClient, DetachClient
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
@@ -99,6 +103,39 @@ def test_outputs_go_to_their_client_in_order_with_the_engines_index(rig: Rig) ->
             received += [output.request_id for output in message.outputs]
             assert message.engine_index == 3
         assert received == expected
+
+
+def test_a_shortage_at_the_start_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, left = output_thread.make_socket, [3]
+
+    def falter(*args: Any, **options: Any) -> zmq.Socket:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise NBEngineError("cannot connect") from OSError(errno.EMFILE, "short")
+        return make(*args, **options)
+
+    monkeypatch.setattr(output_thread, "make_socket", falter)
+    rig = Rig(tmp_path)
+    rig.put((COORDINATOR_INDEX, EngineCoreOutputs(timestamp=5.0)))
+    assert rig.receive(rig.coordinator).timestamp == 5.0
+    assert rig.input_queue.empty()
+    rig.close()
+
+
+def test_a_shortage_that_does_not_end_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def falter(*args: Any, **options: Any) -> zmq.Socket:
+        raise NBEngineError("cannot connect") from OSError(errno.EMFILE, "short")
+
+    monkeypatch.setattr(output_thread, "make_socket", falter)
+    monkeypatch.setattr(output_thread, "COORDINATOR_TIMEOUT", 0.05)
+    rig = Rig(tmp_path)
+    failed = rig.input_queue.get(timeout=TIMEOUT)
+    assert isinstance(failed, ThreadFailed)
+    assert str(failed.error) == "cannot connect"
+    rig.thread.join(TIMEOUT)
+    rig.close()
 
 
 def test_statistics_go_to_the_coordinator(rig: Rig) -> None:
