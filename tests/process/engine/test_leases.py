@@ -16,6 +16,7 @@ from process_support.engine_under_test import EngineUnderTest, fake_config, wait
 from process_support.raw_client import RawClient
 
 from nbengine.ipc.control_messages import Detach, EngineDead, Heartbeat, HeartbeatAck, LeaseLost, Refused
+from nbengine.ipc.protocol import PROTOCOL
 from nbengine.runtime.connection import engine_file
 
 
@@ -136,7 +137,8 @@ def test_a_client_of_another_protocol_is_refused_in_one_line_and_nobody_else_not
     old = {"type": "attach", "session": "old", "pid": 1, "create_time": 1.5, "replaces": 0}
     older.host.send(msgspec.msgpack.encode(old | {"input_address": "ipc:///a", "output_address": "ipc:///b"}))
     notice = older.hear(EngineDead)
-    assert "speaks protocol 2 of nbengine, this kernel or program protocol 1: restart this" in notice.cause
+    said = f"speaks protocol {PROTOCOL} of nbengine, this kernel or program protocol 1: restart this"
+    assert said in notice.cause
     assert "\n" not in notice.cause + notice.log_tail
     newer.host.send(
         msgspec.msgpack.encode({"type": "attach", "protocol": 99, "session": ["another", "thing"]})
@@ -153,7 +155,9 @@ def test_a_host_that_was_started_by_another_protocol_ends_with_one_line(tmp_path
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"the processes of the engine in {tmp_path} speak protocols 1 and 2 of nbengine")
+    assert line.startswith(
+        f"the processes of the engine in {tmp_path} speak protocols 1 and {PROTOCOL} of nbengine"
+    )
     assert "restart the kernel or program that starts it" in line
 
 
