@@ -5,6 +5,7 @@ Cells are counted from 0, code cells alone. What waits gives up after `DEADLINE_
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -93,7 +94,9 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
         )
         try:
             address = f"http://127.0.0.1:{port}"
-            wait_until_serving(address, server, directory / "server.log")
+            # Another server may have taken the port since it was found to be free, and would answer as well.
+            mark = directory / "runtime" / f"jpserver-{server.pid}.json"
+            wait_until_serving(address, server, directory / "server.log", mark)
             yield address
         finally:
             server.terminate()
@@ -105,17 +108,16 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
                 raise
 
 
-def wait_until_serving(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when the server answers."""
+def wait_until_serving(address: str, server: subprocess.Popen[bytes], log: Path, mark: Path) -> None:
+    """Return when the server answers; `mark` is the file that it makes once it has the port."""
     end = time.monotonic() + DEADLINE_SECONDS
     while True:
-        try:
-            with urllib.request.urlopen(f"{address}/api", timeout=5):
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api", timeout=5):
+            if mark.exists():
                 return
-        except OSError:
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.1)
+        time.sleep(0.1)
 
 
 def write_notebook(path: Path, cells: list[str]) -> None:
