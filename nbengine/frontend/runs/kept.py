@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from nbengine.checks import require_bool, require_int, require_number
+from nbengine.errors import InvalidTypeError
 from nbengine.frontend.runs.place import store_path
 from nbengine.frontend.runs.run import RunFilter
 from nbengine.frontend.runs.store import RunStore
@@ -47,7 +49,7 @@ class Runs:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         flush_all()
-        return self._store.get(number)
+        return self._store.get(require_int("run", number))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows())
@@ -81,9 +83,21 @@ def runs(
         last: the most runs, the latest of those that fit.
 
     Raises:
-        InvalidArgumentError: `last` is not at least 1.
+        InvalidArgumentError, InvalidTypeError: an argument.
     """
     choice = RunFilter(
-        find=find, model=model, engine=engine, since=since, errors=errors, pinned=pinned, last=last
+        find=_optional_text("find", find),
+        model=_optional_text("model", model),
+        engine=_optional_text("engine", engine),
+        since=None if since is None else require_number("since", since),
+        errors=require_bool("errors", errors),
+        pinned=require_bool("pinned", pinned),
+        last=None if last is None else require_int("last", last),
     )
     return Runs(RunStore(store_path()), choice)
+
+
+def _optional_text(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise InvalidTypeError(name, value, "a string, or None")
+    return value

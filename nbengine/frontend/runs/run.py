@@ -100,8 +100,7 @@ class RunFilter:
 
     def __post_init__(self) -> None:
         last = self.last
-        is_count = isinstance(last, int) and not isinstance(last, bool) and 1 <= last < 2**63
-        require("last", last, last is None or is_count, "a whole number, at least 1, or None")
+        require("last", last, last is None or 1 <= last < 2**63, "a whole number, at least 1, or None")
 
 
 def json_text(value: object) -> str:

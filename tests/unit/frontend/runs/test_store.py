@@ -157,12 +157,6 @@ def test_runs_are_chosen_by_what_they_have(
     assert numbers(store, **choice) == expected
 
 
-@pytest.mark.parametrize("last", [0, -1, 1.5, True, "3"])
-def test_the_number_of_runs_is_a_number(last: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="last must be a whole number, at least 1, or None"):
-        RunFilter(last=last)
-
-
 def test_pins_and_notes_come_and_go(store: RunStore) -> None:
     store.add([made_run(), made_run()], NO_LIMITS)
     store.change(2, pinned=True)
