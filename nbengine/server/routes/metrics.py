@@ -13,6 +13,8 @@ from nbengine.server.routes.common import service_of
 async def metrics(request: Request) -> Response:
     """Answer with the newest statistics of all engine cores."""
     service = service_of(request)
+    # The regular look may be a fifth of a second old.
+    service.look()
     model = service.engine.config.model.model
     accept = request.headers.get("accept", "")
     body, content_type = exposition(EngineCollector(lambda: service.stats, model), accept)
