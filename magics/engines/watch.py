@@ -100,9 +100,7 @@ class Watches:
         with self._lock:
             self._watches.append(watch)
             if self._thread is None:
-                self._wake.clear()
-                self._thread = threading.Thread(target=self._run, name="nbengine-watch", daemon=True)
-                self._thread.start()
+                self._start()
 
     def stop(self, number: int = _ALL) -> list[_Watch]:
         """End one watch, or all, and return those that have ended."""
@@ -155,9 +153,12 @@ class Watches:
             self._thread = None
             if self._watches:
                 # One was added while this thread was ending.
-                self._wake.clear()
-                self._thread = threading.Thread(target=self._run, name="nbengine-watch", daemon=True)
-                self._thread.start()
+                self._start()
+
+    def _start(self) -> None:
+        self._wake.clear()
+        self._thread = threading.Thread(target=self._run, name="nbengine-watch", daemon=True)
+        self._thread.start()
 
 
 class WatchCommand:

@@ -334,15 +334,18 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         prepared[-1].on_prompt_progress = on_prompt_progress
         collector = self._send(prompt, *prepared)
         finished = False
-        question = self._held_back.ask_later()
+        question: asyncio.TimerHandle | None = self._held_back.ask_later()
         try:
             while not finished:
                 output = collector.get_nowait() or await collector.get()
-                question.cancel()
+                if question is not None:
+                    question.cancel()
+                    question = None
                 finished = output.finished
                 yield output
         finally:
-            question.cancel()
+            if question is not None:
+                question.cancel()
             if not finished:
                 self.abort_soon(collector.engine_request_id)
 

@@ -263,10 +263,11 @@ class EngineCoreProc(EngineCore):
         now = time.monotonic()
         load = (len(self.scheduler.running), len(self.scheduler.waiting))
         is_due = at_rest or load != self._told_load or not self.scheduler.requests or now >= self._stats_due
+        is_traced = at_rest or (self.trace.has_events and now >= self._trace_due)
         self._stats_are_stale = not is_due
-        if is_due:
+        stats = self.step_stats() if is_due or is_traced else None
+        if stats is not None and is_due:
             self._stats_due, self._told_load = now + self.stats_interval, load
-            stats = self.step_stats()
             told = (
                 self._with_requests(stats, now, at_rest=at_rest) if self.scheduler.meter.has_news else stats
             )
@@ -274,9 +275,9 @@ class EngineCoreProc(EngineCore):
         events = self.kv_events.take_batch(time.time())
         if events is not None:
             self.output_queue.put(events)
-        if at_rest or (self.trace.has_events and now >= self._trace_due):
+        if stats is not None and is_traced:
             self._trace_due = now + TRACE_INTERVAL
-            batch = self.trace.take_batch(time.time(), self.step_stats(), even_if_empty=at_rest)
+            batch = self.trace.take_batch(time.time(), stats, even_if_empty=at_rest)
             if batch is not None:
                 self.output_queue.put(batch)
 

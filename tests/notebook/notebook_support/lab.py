@@ -10,7 +10,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -64,13 +63,8 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
     settings = directory / "settings"
     settings.mkdir(exist_ok=True)
     (settings / "overrides.json").write_text(json.dumps(SETTINGS))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     options = {
         "ServerApp.ip": "127.0.0.1",
-        "ServerApp.port": port,
-        "ServerApp.port_retries": 0,
         "ServerApp.root_dir": directory,
         "IdentityProvider.token": TOKEN,
         "LabApp.extension_manager": "readonly",
@@ -93,11 +87,8 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
             stderr=log,
         )
         try:
-            address = f"http://127.0.0.1:{port}"
-            # Another server may have taken the port since it was found to be free, and would answer as well.
             mark = directory / "runtime" / f"jpserver-{server.pid}.json"
-            wait_until_serving(address, server, directory / "server.log", mark)
-            yield address
+            yield wait_until_serving(server, directory / "server.log", mark)
         finally:
             server.terminate()
             try:
@@ -108,15 +99,20 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
                 raise
 
 
-def wait_until_serving(address: str, server: subprocess.Popen[bytes], log: Path, mark: Path) -> None:
-    """Return when the server answers; `mark` is the file that it makes once it has the port."""
+def wait_until_serving(server: subprocess.Popen[bytes], log: Path, mark: Path) -> str:
+    """Return the server's address when it answers.
+
+    It looks for a free port itself, and writes into the file `mark` which one it has: on a port that was found to be
+    free before its start, another server may answer.
+    """
     end = time.monotonic() + DEADLINE_SECONDS
     while True:
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api", timeout=5):
-            if mark.exists():
-                return
+        with contextlib.suppress(OSError, ValueError):
+            address = f"http://127.0.0.1:{json.loads(mark.read_text())['port']}"
+            with urllib.request.urlopen(f"{address}/api", timeout=5):
+                return address
         time.sleep(0.1)
 
 
