@@ -227,6 +227,8 @@ class EngineDead(msgspec.Struct, tag="dead"):
     started: bool = True
     expected: bool = False
     """The end was asked for."""
+    explained: bool = False
+    """The cause was raised on purpose: lines of a log would say no more, and there are none beside it."""
 
 
 # Host and engine core: DEALER (`engine_identity`) to ROUTER on `core.sock`.

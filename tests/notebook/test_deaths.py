@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_processes import processes_of
+from engine_processes import kill_all, processes_of
 from notebook_support.kernel import Kernel
 from notebook_support.lab import DEADLINE_SECONDS
 from notebook_support.leaks import shared_memory
@@ -104,10 +104,9 @@ def test_everything_killed_at_once_is_gone_after_a_reap(kernel: Kernel, start_ke
     info = the_engine()
     cell = kernel.start("%%generate --max-tokens 3000\nhi\n")
     kernel.wait_for_text(cell, "ABC")
-    # It has no moment in which it could notice, and clean up by itself.
+    # Neither the kernel nor the engine has a moment in which it could notice, and clean up by itself.
     kernel.stop()
-    for process in processes_of(info):
-        process.kill()
+    kill_all(info)
     kernel.kill()
     assert f"cleaned up after engine {info.name!r}" in other.run("%engine reap").text
     assert remains_of(info) == []

@@ -18,12 +18,14 @@ LAST_OUTPUTS_TIMEOUT = 1.0
 class Death:
     """The news of an engine's end.
 
-    `started`: whether the engine had become ready; None if the host does not say.
+    `started`: whether the engine had become ready; None if the host does not say. `explained`: the cause needs
+    no lines of a log beside it.
     """
 
     cause: str
     log_tail: str = ""
     started: bool | None = None
+    explained: bool = False
 
 
 class EngineVerdict:
@@ -89,7 +91,7 @@ class EngineVerdict:
         notice = self.notice
         if notice is not None:
             if now >= self.due or self._farewells.issuperset(self._ranks):
-                return Death(notice.cause, notice.log_tail, notice.started)
+                return Death(notice.cause, notice.log_tail, notice.started, notice.explained)
         elif now >= self.due:
             return Death("an engine core ended, and the host does not say why")
         return None

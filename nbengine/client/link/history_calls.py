@@ -25,7 +25,7 @@ class HistoryCalls:
         self._waiting: deque[tuple[ReadHistory, Future[HistoryPage]]] = deque()
         self._is_sent = False
         """The first one is under way."""
-        self._next_at = -math.inf
+        self._next_at = 0.0
 
     def begin(self, asked: ReadHistory) -> Future[HistoryPage]:
         """Add a reading; the future gets the host's answer."""
@@ -36,7 +36,7 @@ class HistoryCalls:
 
     @property
     def due(self) -> float:
-        """Return when `next` has something to send; infinity if nothing waits for its turn."""
+        """Return when `next` has something to send, a time of the monotonic clock; infinity if nothing waits."""
         return self._next_at if self._waiting and not self._is_sent else math.inf
 
     def next(self, now: float) -> ReadHistory | None:

@@ -456,7 +456,8 @@ class HostLink:
         self._closed = True
         started = self._started if death.started is None else death.started
         kind = EngineDeadError if started else EngineStartError
-        self._listener.on_dead(kind(death.cause, death.log_tail or last_words_of(self.info)))
+        log_tail = "" if death.explained else death.log_tail or last_words_of(self.info)
+        self._listener.on_dead(kind(death.cause, log_tail))
         if remains and self.info.is_here:
             self._end.wait(HOST_EXIT_TIMEOUT)
             self._end.clear(grace=CORE_EXIT_GRACE)

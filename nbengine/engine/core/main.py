@@ -12,7 +12,7 @@ import zmq
 from nbengine.config import EngineConfig
 from nbengine.engine.core.activity import Activity, PulseThread
 from nbengine.engine.core.core_proc import EngineCoreProc
-from nbengine.errors import EngineDeadError, NBEngineError
+from nbengine.errors import EngineDeadError, EngineEndError, NBEngineError
 from nbengine.executor.choice import executor_class
 from nbengine.ipc.control_messages import EngineDead, EngineHandshakeMetadata, Progress
 from nbengine.ipc.handshake import encode_control, say_hello
@@ -77,8 +77,8 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline, secret:
             logger.debug("raised here", exc_info=True)
         else:
             logger.exception("%s failed", name)
-        # Read now: the lines that are logged while the core is torn down would bury the cause.
-        last_words = EngineDead(cause, log_tail(info.log_path), started=engine is not None)
+        # The log is read now: the lines that are logged while the core is torn down would bury the cause.
+        last_words = _last_words(error, cause, info, started=engine is not None)
     if engine is not None:
         engine.stop_io()
     if pulse is not None:
@@ -93,6 +93,15 @@ def run_engine_core(info: ConnectionInfo, rank: int, lifeline: Lifeline, secret:
     if engine is not None:
         engine.shutdown()
     return 1 if last_words is not None and not last_words.expected else 0
+
+
+def _last_words(error: Exception, cause: str, info: ConnectionInfo, *, started: bool) -> EngineDead:
+    # What a process of the engine said at its end may be in the log alone; any other error that was raised
+    # on purpose says all there is.
+    explained = not started and isinstance(error, NBEngineError) and not isinstance(error, EngineEndError)
+    return EngineDead(
+        cause, "" if explained else log_tail(info.log_path), started=started, explained=explained
+    )
 
 
 def config_of_rank(config: EngineConfig, rank: int, handshake: EngineHandshakeMetadata) -> EngineConfig:

@@ -40,7 +40,7 @@ def run_host(info: ConnectionInfo, spare: SpareProcess | None = None) -> int:
         supervisor = Supervisor(info, spare)
         write_files(info)
         notice = supervisor.run()
-        if not notice.expected and not notice.log_tail:
+        if not (notice.expected or notice.explained or notice.log_tail):
             notice.log_tail = log_tail(info.log_path)
     except Exception as error:
         logger.exception("the host failed")

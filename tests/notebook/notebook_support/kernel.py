@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from stopping import stop
 
 DEADLINE = 60.0
 Outputs = list[dict[str, Any]]
@@ -150,8 +150,8 @@ class Kernel:
         return took
 
     def stop(self) -> None:
-        """Stop the kernel's process, as SIGSTOP does: it does nothing more, until it is killed."""
-        self.manager.signal_kernel(signal.SIGSTOP)
+        """Stop the kernel's process with SIGSTOP: it does nothing more, until it is killed."""
+        stop(self.manager.provisioner.pid)
 
     def kill(self) -> None:
         """End the kernel with SIGKILL, without a chance to say good-bye."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from process_support.engine_under_test import wait_for
-from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
+from stopping import stop
 
 from nbengine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nbengine.client.observe.stats_subscriber import StatsSubscriber

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from process_support.engine_under_test import wait_for
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine import LLM, AsyncLLM, SamplingParams
 from nbengine.client.engines.directory import stop_engine

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from engine_processes import processes_of
+from engine_processes import kill_all
 from process_support.engine_under_test import wait_for
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine import AsyncLLM
 from nbengine.cli import main
@@ -52,16 +52,6 @@ StartAsync = Callable[..., AsyncLLM]
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait long for processes that these tests have stopped."""
     monkeypatch.setattr("nbengine.client.engines.directory.ORPHAN_GRACE", 0.2)
-
-
-def kill_all(info: ConnectionInfo) -> None:
-    """SIGKILL every process of an engine at once, so that none can clean up."""
-    processes = processes_of(info)
-    stop(*(process.pid for process in processes))
-    # The host last: the kernel wakes stopped cores whose host has gone.
-    for process in reversed(processes):
-        process.kill()
-    wait_for(lambda: not (info.host_alive or session_processes(info)), "the end of the killed processes")
 
 
 def unwatched(start_async: StartAsync, name: str, **options: object) -> ConnectionInfo:

@@ -244,6 +244,19 @@ def test_a_broken_safetensors_file_is_named(
     assert f"{path} is truncated, corrupt or no safetensors file" in str(error)
 
 
+def test_what_a_log_says_besides_is_not_part_of_an_error_that_was_raised_on_purpose(
+    broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The engine warns of it, as it does of a machine that left it no time for a moment.
+    monkeypatch.setenv("NBENGINE_LOG_LEVEL", "LOUD")
+    path = broken / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    error = error_of(LLM, broken)
+    assert isinstance(error, EngineStartError)
+    assert error.log_tail == ""
+    assert f"{path} is truncated" in str(error)
+
+
 @pytest.mark.parametrize("start", [LLM, AsyncLLM])
 def test_a_model_without_a_tokenizer_says_what_to_do(start: Start, broken: Path) -> None:
     for path in broken.glob("token*"):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from process_support.engine_under_test import wait_for
 from process_support.raw_client import RawClient
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine import LLM, AsyncLLM, InvalidArgumentError, SamplingParams
 from nbengine.ipc.liveness import ProcessIdentity

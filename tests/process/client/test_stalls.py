@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from process_support.engine_under_test import wait_for
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine import LLM, AsyncLLM, EngineStalledError, SamplingParams
 from nbengine.client.engines.directory import list_engines

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from process_support.rank_mould import Mould
-from process_support.stopping import stop
+from stopping import stop
 
 ANSWER_SECONDS = 60.0
 MOST_RANKS = 4

@@ -12,7 +12,7 @@ from engine_processes import is_running
 from process_support.engine_under_test import FAKE_EXECUTOR, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
 from process_support.ranks_client import Traffic, core_pids, join, new_core
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine.client.engines.directory import list_engines, reap
 from nbengine.client.engines.logs import find_worker_log

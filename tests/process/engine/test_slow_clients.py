@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from process_support.engine_under_test import SUPPORT_PATH, EngineUnderTest, wait_for
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine.config import CacheConfig, SchedulerConfig
 from nbengine.ipc.messages import FinishReason

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from process_support.engine_under_test import ASYNC_FAKE_EXECUTOR, SUPPORT_PATH, EngineUnderTest
 from process_support.raw_client import DEADLINE, RawClient
-from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
+from stopping import stop
 
 from nbengine.client.observe.stats_subscriber import StatsSubscriber
 from nbengine.client.observe.trace_mirror import TraceMirror

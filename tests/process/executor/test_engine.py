@@ -12,7 +12,7 @@ import pytest
 from engine_processes import is_running
 from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine.client.engines.directory import reap
 from nbengine.config import ParallelConfig, SchedulerConfig

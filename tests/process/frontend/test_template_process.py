@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from process_support.stopping import stop
+from stopping import stop
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nbengine.errors import RequestError

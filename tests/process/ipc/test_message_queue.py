@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from process_support import queue_end
-from process_support.stopping import stop
+from stopping import stop
 
 STREAM = 10_000
 NOTICED = 60.0

@@ -20,7 +20,7 @@ import pytest
 from engine_processes import processes_of
 from process_support.engine_under_test import wait_for
 from process_support.kill_matrix import LAYOUTS, NAME, Layout, wait_a_moment
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine import AsyncLLM, SamplingParams
 from nbengine.client.engines.directory import list_engines

@@ -14,8 +14,8 @@ import msgspec
 import psutil
 import pytest
 from process_support.engine_under_test import EngineUnderTest, wait_for
-from process_support.stopping import stop
 from process_support.trace_follower import TraceFollower
+from stopping import stop
 
 from nbengine import LLM, AsyncLLM, SamplingParams
 from nbengine.client.engines.directory import count_clients, find_engine, list_engines, reap, stop_engine

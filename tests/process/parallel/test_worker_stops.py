@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from process_support.engine_under_test import wait_for
-from process_support.stopping import stop
+from stopping import stop
 
 from nbengine import AsyncLLM, EngineStalledError, RequestOutput, SamplingParams
 from nbengine.client.engines.processes import session_processes

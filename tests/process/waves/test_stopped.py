@@ -18,8 +18,8 @@ import pytest
 import zmq
 from process_support.engine_under_test import wait_for
 from process_support.raw_client import DEADLINE
-from process_support.stopping import stop
 from process_support.wave_client import WaveClient
+from stopping import stop
 
 from nbengine.engine.host.coordinator import FRONT_HWM, DPCoordinatorProc
 from nbengine.ipc.messages import EngineCoreOutputs

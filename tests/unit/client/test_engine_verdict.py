@@ -108,6 +108,8 @@ def test_a_farewell_before_a_core_is_called_ready_again_is_forgotten(verdict: En
 def test_the_hosts_notice_of_a_death_holds_at_once(verdict: EngineVerdict) -> None:
     verdict.noticed(EngineDead("it fell over", "last lines"), NOW)
     assert verdict.death(NOW) == Death("it fell over", "last lines", started=True)
+    verdict.noticed(EngineDead("no such file", started=False, explained=True), NOW)
+    assert verdict.death(NOW) == Death("no such file", started=False, explained=True)
 
 
 def test_after_an_end_in_good_order_all_cores_say_good_bye_first(verdict: EngineVerdict) -> None:

@@ -7,7 +7,10 @@ import os
 import signal
 from pathlib import Path
 
-from process_support.engine_under_test import wait_for
+from nbengine.client.engines.processes import wait_until
+
+PATIENCE = 60.0
+"""Seconds that a process may take to stop."""
 
 
 def stop(*pids: int) -> None:
@@ -18,7 +21,7 @@ def stop(*pids: int) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     for pid in pids:
-        wait_for(lambda pid=pid: _states(pid) <= {"T", "Z"}, f"the stop of process {pid}")
+        assert wait_until(lambda pid=pid: _states(pid) <= {"T", "Z"}, PATIENCE), f"process {pid} goes on"
 
 
 def _states(pid: int) -> set[str]:
