@@ -119,7 +119,7 @@ class Wishes:
 
     @property
     def deadline(self) -> float:
-        """Return the time at which `take` has something to give; infinity if there is nothing."""
+        """Return when `take` has something to give, 0 for at once; infinity if there is nothing."""
         return min(map(self._due_at, self._wanted)) if self._wanted else math.inf
 
     def note(self, topic: EventTopic, wanted: bool) -> None:
@@ -145,4 +145,4 @@ class Wishes:
         return wishes
 
     def _due_at(self, topic: EventTopic) -> float:
-        return self._not_before.get(topic, -math.inf) if self._wanted[topic] else -math.inf
+        return self._not_before.get(topic, 0.0) if self._wanted[topic] else 0.0
