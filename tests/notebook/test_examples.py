@@ -126,7 +126,8 @@ def test_the_quickstart_runs_and_what_it_shows_is_true(run_in_lab: RunExample) -
     generated = [cell for cell in code if cell.source.startswith("%%generate")]
     assert len(generated) == 4
     for cell in generated:
-        (output,) = cell.outputs
+        # On a machine that does other things a cell says, too, why it waits.
+        (output,) = (output for output in cell.outputs if NOTICE.sub("", output.get("text", "-")))
         assert set(output.data) == {"text/plain", "text/html"}
         assert "tokens ·" in output.data["text/plain"]
     assert "prime" in plain(generated[0])
