@@ -102,6 +102,8 @@ class TraceStream:
         scheduler = self._scheduler
         self._last_ids = None
         self._first_known_step = scheduler.step_counter
+        # Both clocks are read at one moment; `now` may have been taken long before.
+        offset = self._clock() - scheduler.clock()
         yield TraceSnapshot(
             engine_index=scheduler.engine_index,
             seq=self._seq,
@@ -109,15 +111,15 @@ class TraceStream:
             block_size=self._block_size,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
-            requests=[self._trace_of(request, now) for request in scheduler.requests.values()],
+            requests=[self._trace_of(request, offset) for request in scheduler.requests.values()],
             cached=self._cached_blocks(),
             stats=stats,
             num_tables=self._num_tables,
         )
 
-    def _trace_of(self, request: Request, now: float) -> RequestTrace:
+    def _trace_of(self, request: Request, offset: float) -> RequestTrace:
         return RequestTrace(
-            added=_added(request, now - (self._scheduler.clock() - request.queued_at)),
+            added=_added(request, request.queued_at + offset),
             is_running=request.status is RequestStatus.RUNNING,
             num_computed_tokens=request.num_computed_tokens,
             num_output_tokens=request.num_output_tokens,

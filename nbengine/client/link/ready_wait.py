@@ -81,7 +81,7 @@ class ReadyWait:
 
     def _next(self, deadline: float | None) -> News:
         stopped_before: str | None = None
-        begun = time.monotonic()
+        looks = 0
         while deadline is None or time.monotonic() < deadline:
             with contextlib.suppress(Empty):
                 return self._news.get(timeout=LOOK_INTERVAL)
@@ -92,7 +92,9 @@ class ReadyWait:
             if stopped is not None and stopped == stopped_before:
                 raise self._cannot_be_attached_to(stopped)
             stopped_before = stopped
-            if self._info.is_here and not self.is_attached and time.monotonic() >= begun + ATTACH_PATIENCE:
+            # Looks are counted, since this process may itself have got no time for a while.
+            looks += 1
+            if self._info.is_here and not self.is_attached and looks * LOOK_INTERVAL >= ATTACH_PATIENCE:
                 host = f"its host (pid {self._info.host_pid})"
                 raise self._cannot_be_attached_to(f"{host} has not answered for {ATTACH_PATIENCE:g} s")
         if not self._is_owner:

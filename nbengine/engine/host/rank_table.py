@@ -219,6 +219,11 @@ class RankTable:
             return 0.0
         return min([min(life.kill_at, life.restart_at) for life in self._lives.values()])
 
+    def excuse(self, seconds: float) -> None:
+        """Give processes that are to end `seconds` more: the host did not run for that time."""
+        for life in self._lives.values():
+            life.kill_at += seconds
+
     def due_restarts(self, now: float) -> list[RankLife]:
         """Return the ranks that are to be started again now."""
         return [life for life in self.all() if life.restart_at <= now]

@@ -172,6 +172,9 @@ class HostState:
                 return self._stop(EngineDead(cause=cause, expected=True), drain=False, now=now)
             case HostStood(seconds):
                 self._guard.excuse(seconds, now)
+                # The cores may have had no time to end, either.
+                self._kill_at += seconds
+                self._table.excuse(seconds)
                 return []
             case StacksGathered(rank, incarnation, stacks):
                 return self._end_overdue(self._table[rank], incarnation, stacks, now)

@@ -77,8 +77,10 @@ logger = logging.getLogger(__name__)
 PARENT_INTERVAL = 1.0
 """Seconds between two looks at whether a bound engine's parent still runs: a process that the parent has
 forked holds the pipe open, and there may be no pipe."""
-LAST_WORDS_MS = 100
-"""Milliseconds for which a message of an engine core may be under way when its process is already gone."""
+LAST_WORDS_LOOKS, LAST_WORDS_LOOK_MS = 10, 10
+"""Looks for a message of an engine core that may be under way when its process is already gone."""
+LONGEST_LAST_WORDS = 1.0
+"""Seconds after which they end though other engine cores go on sending messages."""
 LAST_MESSAGE_LINGER_MS = 1000
 DOOR_INTERVAL = 0.5
 START_PATIENCE = 10.0
@@ -120,6 +122,8 @@ class Supervisor:
         self._start_by: dict[int, float] = {}
         """By rank, the time on the monotonic clock at which to give up a start that met a shortage."""
         self._listening: set[int] = set()
+        self._spoken: set[int] = set()
+        """The ranks whose cores have said why they end."""
         self._events: deque[Event] = deque()
         self._record = ConnectionRecord(info)
         self._client_decoder: ControlDecoder[ClientToHost] = ControlDecoder(ClientToHost)
@@ -341,6 +345,10 @@ class Supervisor:
             logger.error("%s", engine_mismatch(f"engine {self.info.name}", error.theirs))
             self._cores[rank].send_signal(signal.SIGKILL)
             raise
+        if isinstance(message, EngineDead):
+            self._spoken.add(rank)
+            # It may only say that it has lost another one, whose end has not been looked at yet.
+            self._bury_killed(but=rank)
         self._feed(CoreSpoke(rank, message))
 
     def _remove_socket(self, address: str) -> None:
@@ -388,25 +396,44 @@ class Supervisor:
 
     def _reap(self) -> None:
         for rank, core in list(self._cores.items()):
-            status = core.poll()
+            # What another one said may have had it looked at already.
+            status = core.poll() if self._cores.get(rank) is core else None
             if status is None:
                 continue
             if status != 0:
                 # They are read while the rank is known: a message of an unknown one is refused.
-                self._read_last_words()
-            del self._cores[rank]
-            self._listening.discard(rank)
-            core.close()
-            how = core.describe_end()
-            logger.info("engine core %d (pid %d) %s", rank, core.pid, how)
-            tail = core.log_tail() if status != 0 else ""
-            self._feed(CoreExited(rank, core.pid, how, status == 0, tail))
+                self._read_last_words(rank)
+            if self._cores.get(rank) is core:
+                self._bury(rank, core, status)
 
-    def _read_last_words(self) -> None:
-        # The time is limited, because other cores go on sending messages.
-        end = time.monotonic() + LAST_WORDS_MS / 1000
-        while (left := end - time.monotonic()) > 0 and self._core_control.poll(math.ceil(left * 1000)):
-            self._read(self._from_cores, self._read_core)
+    def _bury_killed(self, but: int) -> None:
+        """Take note of the cores that were killed, except one: theirs is the first cause, and they say nothing."""
+        for rank, core in list(self._cores.items()):
+            status = None if rank == but else core.poll()
+            # A core aborts because of what has happened to another one, too.
+            if status is not None and status < 0 and status != -signal.SIGABRT:
+                self._bury(rank, core, status)
+
+    def _bury(self, rank: int, core: CoreHandle, status: int) -> None:
+        del self._cores[rank]
+        self._listening.discard(rank)
+        self._spoken.discard(rank)
+        core.close()
+        how = core.describe_end()
+        logger.info("engine core %d (pid %d) %s", rank, core.pid, how)
+        tail = core.log_tail() if status != 0 else ""
+        self._feed(CoreExited(rank, core.pid, how, status == 0, tail))
+
+    def _read_last_words(self, rank: int) -> None:
+        # The time is limited, because other cores go on sending messages. Looks are counted, and no time, since
+        # this process may itself have got none.
+        end = time.monotonic() + LONGEST_LAST_WORDS
+        looks = LAST_WORDS_LOOKS
+        while looks and rank not in self._spoken and time.monotonic() < end:
+            if self._core_control.poll(LAST_WORDS_LOOK_MS):
+                self._read(self._from_cores, self._read_core)
+            else:
+                looks -= 1
 
     def _on_signals(self) -> None:
         for number in self._signals.read():

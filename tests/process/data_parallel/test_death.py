@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_processes import processes_of
+from engine_processes import is_running, processes_of
 from process_support.engine_under_test import SUPPORT_PATH, wait_for
 from process_support.lock_step_executor import LOCK_STEP_EXECUTOR
+from stopping import stop
 
 from nbengine import AsyncLLM, SamplingParams
 from nbengine.client.engines.processes import session_processes
@@ -86,6 +88,26 @@ async def test_an_engine_core_that_is_killed_is_named_as_the_cause(start: StartE
     core_processes(engine)[1].kill()
     for error in await asyncio.gather(*streams, return_exceptions=True):
         check_end(engine, error, "engine core 1 (", killed_at)
+
+
+async def test_a_host_that_looks_late_names_the_first_cause(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds that one core was killed, and what another one says, which has lost it."""
+    monkeypatch.setattr("nbengine.client.link.engine_verdict.LAST_WORDS_TIMEOUT", 60.0)
+    engine = start()
+    started = asyncio.Event()
+    stream = asyncio.create_task(run_until_the_end(engine, 0, started))
+    await started.wait()
+    left, victim = core_processes(engine)
+    host = engine.connection.host_pid
+    stop(host)
+    victim.kill()
+    wait_for(lambda: not is_running(left), "the end of the core that was left")
+    continued_at = time.monotonic()
+    os.kill(host, signal.SIGCONT)
+    (error,) = await asyncio.gather(stream, return_exceptions=True)
+    check_end(engine, error, "engine core 1 (", continued_at)
 
 
 @pytest.mark.parametrize("executor", amount([LOCK_STEP_EXECUTOR], thorough=[LOCK_STEP_EXECUTOR, None]))

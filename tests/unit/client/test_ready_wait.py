@@ -112,6 +112,25 @@ def test_one_that_attaches_does_not_wait_for_a_silent_host_of_its_machine() -> N
         wait.wait(None)
 
 
+def test_one_that_got_no_time_itself_does_not_call_a_host_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = CoreTable()
+    wait = waiting(table, is_owner=False, is_here=True)
+    now, get = 0.0, wait._news.get
+
+    def look(timeout: float) -> News:
+        nonlocal now
+        now += 60.0
+        if now > 60.0:
+            # The host's answer has lain there all the time.
+            connect(table, [0])
+            wait.tell(ready_message(0))
+        return get(timeout=timeout)
+
+    monkeypatch.setattr(wait, "_news", SimpleNamespace(get=look, put=wait._news.put))
+    monkeypatch.setattr(ready_wait, "time", SimpleNamespace(monotonic=lambda: now))
+    assert [core.rank for core in wait.wait(None)] == [0]
+
+
 @pytest.mark.parametrize("why", ["is elsewhere", "has answered", "is its own"])
 def test_a_host_that_is_elsewhere_or_has_answered_or_is_ones_own_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, why: str

@@ -14,6 +14,7 @@ from nbengine.engine.host.events import (
     CoreReady,
     End,
     ForgetStats,
+    HostStood,
     RecordReady,
     RemoveSockets,
     RemoveTensors,
@@ -234,6 +235,16 @@ def test_a_shutdown_is_asked_of_the_cores_then_enforced() -> None:
     (end,) = only(host.exit(how="was killed", clean=False), End)
     assert end == End(EngineDead("the engine was shut down", expected=True), [b"a"])
     assert host.state.phase is HostPhase.ENDED
+
+
+def test_a_host_that_did_not_run_gives_its_cores_that_time_to_end() -> None:
+    host = Host().start()
+    host.client(attach())
+    host.client(Shutdown())
+    host.now = 100.0
+    host.state.handle(HostStood(99.0), host.now)
+    assert only(host.at(99.0 + STOP_GRACE - 0.1), SignalCores) == []
+    assert only(host.at(99.0 + STOP_GRACE), SignalCores) == [SignalCores(signal.SIGKILL, [0])]
 
 
 def test_a_drain_has_no_deadline_until_it_is_cut_short() -> None:
