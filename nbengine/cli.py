@@ -262,16 +262,18 @@ def _reap(options: argparse.Namespace) -> int:
 
 def _logs(options: argparse.Namespace) -> int:
     from nbengine.client.engines.logs import find_log, find_worker_log, follow_log
-    from nbengine.runtime.logs import log_end
+    from nbengine.runtime.logs import log_end, log_size
 
     path, info = find_log(options.name)
     if options.rank is not None:
         path = find_worker_log(path, options.rank)
-    tail = log_end(path, options.lines)
+    # What is written while the end is shown belongs to what follows.
+    size = log_size(path)
+    tail = log_end(path, options.lines, size)
     if tail:
         print(tail, flush=True)
     if options.follow:
-        for text in follow_log(path, info):
+        for text in follow_log(path, info, size):
             print(text, end="", flush=True)
     return 0
 

@@ -15,7 +15,7 @@ from nbengine.errors import NBEngineError
 from nbengine.magics.arguments import MagicParser
 from nbengine.magics.session import NotebookSession
 from nbengine.runtime.connection import ConnectionInfo
-from nbengine.runtime.logs import log_end
+from nbengine.runtime.logs import log_end, log_size
 from nbengine.widgets.live import LiveDisplay, in_kernel
 
 DEFAULT_LINES = 40
@@ -66,8 +66,9 @@ class LogCommands:
             raise UsageError(f"%engine logs: {error}") from None
 
     def _follow(self, path: Path, info: ConnectionInfo | None, num_lines: int) -> None:
-        added = follow_log(path, info)
-        tail = log_end(path, num_lines)
+        size = log_size(path)
+        added = follow_log(path, info, size)
+        tail = log_end(path, num_lines, size)
         try:
             if in_kernel(self._shell):
                 self._follow_in_cell(tail, added)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nbengine.errors import NBEngineError
@@ -17,17 +17,19 @@ def told_if_slow(client: Watched, does: str) -> Iterator[None]:
     """Print a line, in the cell that runs, if the block takes longer than `LOOK_SECONDS`: that the engine `does`, "sleeps"
     for instance, as soon as it can."""
     context = contextvars.copy_context()
-    timer = threading.Timer(LOOK_SECONDS, context.run, (_tell, client, does))
+    ended = threading.Event()
+    timer = threading.Timer(LOOK_SECONDS, context.run, (_tell, client, does, ended.is_set))
     timer.name = "nbengine-patience"
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
+        ended.set()
         timer.cancel()
 
 
-def _tell(client: Watched, does: str) -> None:
+def _tell(client: Watched, does: str, is_over: Callable[[], bool]) -> None:
     try:
         stats, silent = client.stats_within(PATIENCE)
     except NBEngineError:
@@ -37,4 +39,6 @@ def _tell(client: Watched, does: str) -> None:
     state = f": {count(num_running, 'request runs', 'requests run')}" if num_running else ""
     if silent and not stats.engines:
         state = ": it may be computing a long step"
-    print_quietly(f"engine {client.name!r} {does} as soon as it can{state}")
+    # Behind the block it would be news of the past.
+    if not is_over():
+        print_quietly(f"engine {client.name!r} {does} as soon as it can{state}")

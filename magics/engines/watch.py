@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -19,6 +21,8 @@ from nbengine.magics.session import AttachedEngine, NotebookSession
 from nbengine.metrics.history import FIGURES, MetricsHistory
 from nbengine.widgets.live import LiveDisplay
 from nbengine.widgets.words import table
+
+logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
 """Seconds between two looks at the engines that are watched."""
@@ -130,25 +134,36 @@ class Watches:
                     )
             except NBEngineError as error:
                 # The host may stand, or a lease be renewed: the next look tells.
-                watch.miss(error)
+                self._tell(watch, partial(watch.miss, error))
             else:
-                watch.hear()
+                self._tell(watch, watch.hear)
                 self._take(watch, found)
+
+    def _tell(self, watch: _Watch, tell: Callable[[], object]) -> bool:
+        """Say something of a watch unless it has ended: the one who ends it has the last word."""
+        with self._lock:
+            goes_on = watch in self._watches
+            if goes_on:
+                tell()
+        return goes_on
 
     def _take(self, watch: _Watch, history: MetricsHistory) -> None:
         for change in watch.state.take(history):
-            if watch not in self.all:
-                return
             text = _sentence(watch, change)
+            if not self._tell(watch, partial(watch.show, text)):
+                return
             watch.times += change.is_true
-            watch.show(text)
             if change.is_true and watch.notifies:
                 # A new output, below the cell that has run last.
                 LiveDisplay(self._shell).show({"text/plain": f"{watch.about} is true: {text}"})
 
     def _run(self) -> None:
         while not self._wake.wait(LOOK_INTERVAL):
-            self.look()
+            try:
+                self.look()
+            except Exception:
+                # A frontend or an engine that fails now must not end all watches for good.
+                logger.exception("the watched engines could not be looked at")
         with self._lock:
             self._thread = None
             if self._watches:

@@ -11,6 +11,9 @@ from nbengine.magics.generation.waits import PATIENCE, Rousable
 from nbengine.metrics.stats import SchedulerStats
 from nbengine.widgets.words import print_quietly, seconds
 
+SILENCE = 3.0
+"""Seconds after `PATIENCE` in which an engine core that sleeps answers, whatever else the machine does."""
+
 
 def make_ready(engines: Iterable[Rousable], *, can_wait: bool) -> bool:
     """Wake the engines that sleep; return whether any is paused, so the cell must not wait for its answer.
@@ -57,7 +60,11 @@ def wake_if_asleep(engine: Rousable) -> None:
 
 def _cores(engine: Rousable) -> list[SchedulerStats]:
     """Return the states of the engine cores that report them in time."""
-    return engine.stats_within(PATIENCE)[0].engines
+    stats, silent = engine.stats_within(PATIENCE)
+    if silent and engine.stall is None:
+        # It computes a long step, for which a request waits in any case, or gets no processor now.
+        stats, _ = engine.stats_within(SILENCE)
+    return stats.engines
 
 
 def _wake(engine: Rousable) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,13 +55,16 @@ class Recorder:
         self._config = config
         self._versions: dict[str, str] = {}
         self._writer: RunWriter | None = None
+        self._lock = threading.Lock()
+        """Held while the writer is made: the first answers may end on several threads."""
 
     @property
     def writer(self) -> RunWriter:
         """Return the writer of the notebook's store, which exists from the first call on."""
-        if self._writer is None:
-            self._writer = RunWriter(RunStore(store_path()))
-        return self._writer
+        with self._lock:
+            if self._writer is None:
+                self._writer = RunWriter(RunStore(store_path()))
+            return self._writer
 
     def follow(
         self,

@@ -84,7 +84,8 @@ class Questions(Generic[Key]):
 
     def abort(self) -> None:
         """Ask the engines to end what has not ended."""
-        for request in self._pending.values():
+        # The thread of a background comparison takes answers out meanwhile.
+        for request in list(self._pending.values()):
             request.abort()
 
     def end(self) -> None:

@@ -259,8 +259,8 @@ class MPClient:
         """Pass on the progress of a start."""
         if self.ready is None:
             self._readiness.tell(progress)
-        elif self.later_progress is not None:
-            self.later_progress(progress)
+        elif (tell := self.later_progress) is not None:
+            tell(progress)
 
     def on_ready(self, ready: EngineReady) -> None:
         """Take note of an engine core that is ready, at the start or later."""

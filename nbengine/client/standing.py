@@ -24,9 +24,11 @@ class Standing:
 
     def check(self) -> None:
         """Raise the error that keeps the client from its engine, if any does."""
-        if self.error is not None:
+        # Read once: a lease that is renewed takes the error back.
+        error = self.error
+        if error is not None:
             # A copy: a raised error holds on to the caller's frames, and with them to the client's owner.
-            raise copy.copy(self.error)
+            raise copy.copy(error)
 
     def attached(self, client_index: int) -> None:
         """Take note of a lease; after a lost one, the client is usable when the cores have connected."""

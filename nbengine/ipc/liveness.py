@@ -166,7 +166,6 @@ class ProcessWatch:
     def __init__(self, process: ProcessIdentity) -> None:
         self.process = process
         self._descriptor: int | None = None
-        self._poll: select.poll | None = None
         self._is_own = process.pid == os.getpid()
         self._gone = process.pid <= 0
         if self._is_own or self._gone:
@@ -174,9 +173,6 @@ class ProcessWatch:
         self._descriptor = _open(process.pid)
         # Checked after the descriptor is open: it stands for the process that has the pid now.
         self._gone = not is_alive(process)
-        if self._descriptor is not None:
-            self._poll = select.poll()
-            self._poll.register(self._descriptor, select.POLLIN)
 
     @property
     def pid(self) -> int:
@@ -187,7 +183,9 @@ class ProcessWatch:
         """Return whether the process has ended; a zombie has."""
         if self._gone or self._is_own:
             return self._gone
-        self._gone = bool(self._poll.poll(0)) if self._poll is not None else not is_alive(self.process)
+        self._gone = (
+            _is_readable(self._descriptor) if self._descriptor is not None else not is_alive(self.process)
+        )
         return self._gone
 
     def send_signal(self, number: int) -> None:
@@ -201,10 +199,16 @@ class ProcessWatch:
 
     def close(self) -> None:
         """Give the descriptor back; another call does nothing."""
-        if self._descriptor is not None:
-            self._poll = None
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _is_readable(descriptor: int) -> bool:
+    # A `poll` object is for one thread at a time, and several may ask.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class _Seen(NamedTuple):

@@ -69,16 +69,26 @@ def log_tail(path: str | Path, lines: int = TAIL_LINES) -> str:
     return "\n".join([line for line in _end_of(path) if _START not in line][-lines:])
 
 
-def log_end(path: str | Path, lines: int) -> str:
-    """Return the last lines of a log file of this user's as they are, empty if it cannot be read."""
-    return "\n".join(_end_of(path)[-lines:])
+def log_end(path: str | Path, lines: int, size: int | None = None) -> str:
+    """Return the last lines of a log file of this user's as they are, empty if it cannot be read; with `size`, the
+    last ones of its first `size` bytes."""
+    return "\n".join(_end_of(path, size)[-lines:])
 
 
-def _end_of(path: str | Path) -> list[str]:
+def log_size(path: str | Path) -> int:
+    """Return the present size of a log file in bytes; 0 if it cannot be read."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return 0
+
+
+def _end_of(path: str | Path, size: int | None = None) -> list[str]:
     try:
         with opened_own(path) as (descriptor, status):
-            start = max(0, status.st_size - _TAIL_BYTES)
-            return os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace").splitlines()
+            end = status.st_size if size is None else size
+            start = max(0, end - _TAIL_BYTES)
+            return os.pread(descriptor, end - start, start).decode(errors="replace").splitlines()
     except (OSError, NBEngineError):
         return []
 

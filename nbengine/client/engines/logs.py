@@ -100,16 +100,16 @@ def _worker_logs(engine_log: Path) -> dict[int, Path]:
     }
 
 
-def follow_log(path: Path, info: ConnectionInfo | None) -> Iterator[str]:
-    """Yield what is appended to a log from now on, every `FOLLOW_INTERVAL` seconds,
-    until the engine has ended.
+def follow_log(path: Path, info: ConnectionInfo | None, start: int | None = None) -> Iterator[str]:
+    """Yield what stands behind the first `start` bytes of a log, or is appended from now on, every
+    `FOLLOW_INTERVAL` seconds, until the engine has ended.
 
     Raises:
         NBEngineError: the log is gone, or is not this user's.
     """
     try:
         with opened_own(path) as (descriptor, _), open(descriptor, errors="replace", closefd=False) as file:
-            file.seek(0, 2)
+            file.seek(*((0, 2) if start is None else (start,)))
             while True:
                 alive = info is not None and info.host_alive
                 text = file.read()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from nbengine.client.link.engine_watch import EngineWatch
 from nbengine.ipc.control_messages import EngineDead
 
-LAST_WORDS_TIMEOUT = 2.5
+LAST_WORDS_TIMEOUT = 10.0
 """Seconds that the host gets to say why an engine core has ended."""
-LAST_OUTPUTS_TIMEOUT = 1.0
+LAST_OUTPUTS_TIMEOUT = 5.0
 """Seconds after the host's notice in which the last outputs of an engine that ends in good order may come."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -13,6 +14,9 @@ from nbengine.ipc.liveness import ProcessState
 from nbengine.ipc.process_state import what_holds
 from nbengine.runtime.connection import ConnectionInfo
 
+PAUSE = 0.02
+"""Least seconds between two heartbeats for those who ask: a host drops the messages of a client that sends hundreds a
+second, and every later answer would be taken for that of the heartbeat before."""
 LONGEST_LOOK = 2.0
 """Seconds between two looks: if more have passed, the client itself did not run, and could not hear."""
 
@@ -36,20 +40,27 @@ class HostAnswers:
         self._waiting: deque[Future[None]] = deque()
         """The futures that wait for the next heartbeat."""
         self._lock = threading.Lock()
+        self._next_at = 0.0
         self._looked_at = 0.0
         self._stopped_since: float | None = None
         self._is_missed = False
 
     def ask(self) -> Future[None]:
-        """Return a future of the answer to a heartbeat that is about to be sent."""
+        """Return a future of the answer to the heartbeat that is sent when it is `due`."""
         future: Future[None] = Future()
         with self._lock:
             self._waiting.append(future)
         return future
 
+    @property
+    def due(self) -> float:
+        """Return when to send a heartbeat for those who ask, a time of the monotonic clock; infinity if nobody does."""
+        return self._next_at if self._waiting else math.inf
+
     def asked(self, now: float) -> None:
         """Take note that a heartbeat is sent at `now`."""
         with self._lock:
+            self._next_at = now + PAUSE
             self._sent.append((now, list(self._waiting)))
             self._waiting.clear()
 

@@ -182,7 +182,6 @@ class HostLink:
     def ask_host(self) -> Future[None]:
         """Ask the host for an answer; the future is done when it has come. This is safe on any thread."""
         future = self._host_answers.ask()
-        self._outbox.append(Heartbeat())
         self._wake.wake()
         if self._ended:
             self._host_answers.fail(EngineDeadError(NOT_ASKED))
@@ -293,7 +292,7 @@ class HostLink:
 
     def _patience_ms(self) -> int:
         due = min(self._lease.due, self._next_look, self._verdict.due)
-        due = min(due, self._host.unreachable_at, self._history_calls.due)
+        due = min(due, self._host.unreachable_at, self._history_calls.due, self._host_answers.due)
         return max(0, int((due - time.monotonic()) * 1000) + 1)
 
     def _attach(self) -> None:
@@ -311,10 +310,12 @@ class HostLink:
                 case _Farewell(rank, incarnation):
                     self._verdict.farewell(rank, incarnation, time.monotonic())
                 case message:
-                    if isinstance(message, Heartbeat):
-                        self._host_answers.asked(time.monotonic())
                     self._host.send(message)
-        asked = self._history_calls.next(time.monotonic())
+        now = time.monotonic()
+        if now >= self._host_answers.due:
+            self._host_answers.asked(now)
+            self._host.send(Heartbeat())
+        asked = self._history_calls.next(now)
         if asked is not None:
             self._host.send(asked)
 

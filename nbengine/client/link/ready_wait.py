@@ -21,8 +21,9 @@ LOOK_INTERVAL = 0.25
 CONNECT_TIMEOUT = 30.0
 """Seconds that an engine core, once ready, may take to connect to the client that has started it."""
 ATTACH_PATIENCE = 1.5
-"""Seconds that a client that attaches waits for a host on this machine, and then for cores that are ready:
-some work may block their interpreters."""
+"""Seconds that a client that attaches waits for cores that are ready: some work may block their interpreters."""
+HOST_PATIENCE = 5.0
+"""Seconds that it waits before that for the first answer of a host on this machine, which computes nothing."""
 
 News = Progress | EngineReady | NBEngineError | None
 """News for a waiting client; None: the table has changed."""
@@ -94,9 +95,9 @@ class ReadyWait:
             stopped_before = stopped
             # Looks are counted, since this process may itself have got no time for a while.
             looks += 1
-            if self._info.is_here and not self.is_attached and looks * LOOK_INTERVAL >= ATTACH_PATIENCE:
+            if self._info.is_here and not self.is_attached and looks * LOOK_INTERVAL >= HOST_PATIENCE:
                 host = f"its host (pid {self._info.host_pid})"
-                raise self._cannot_be_attached_to(f"{host} has not answered for {ATTACH_PATIENCE:g} s")
+                raise self._cannot_be_attached_to(f"{host} has not answered for {HOST_PATIENCE:g} s")
         if not self._is_owner:
             return None
         raise EngineStartError(

@@ -136,7 +136,8 @@ class _RankHistory:
         """Note that nothing is known of the `seconds` before `now`."""
         if self._newest is None:
             return
-        self._go_to(now - seconds)
+        if now - seconds >= self._second + 1:
+            self._turn(now - seconds, clock=now)
         if now >= self._second + 1:
             self._turn(now, known=False)
 
@@ -159,11 +160,14 @@ class _RankHistory:
         if now >= self._second + 1:
             self._turn(now)
 
-    def _turn(self, now: float, *, known: bool = True) -> None:
-        """Begin another second; `known`: the state from the latest news until now is known."""
-        second = int(now)
+    def _turn(self, now: float, *, known: bool = True, clock: float | None = None) -> None:
+        """Begin another second; `known`: the state from the latest news until now is known.
+
+        `clock` is the present time, if `now` is past.
+        """
+        second, present = int(now), now if clock is None else clock
         for track in self.tracks.values():
-            track.turn(second, self._newest, self._load, known, lambda start: self._time_of(start, now))
+            track.turn(second, self._newest, self._load, known, lambda start: self._time_of(start, present))
         self._second = second
         self._running, self._waiting, self._usage = _load_of(self._newest)
 

@@ -88,6 +88,8 @@ START_PATIENCE = 10.0
 REMOVE_PATIENCE = 5.0
 """Seconds for which the removal of the engine's files is tried again while there are no descriptors for
 it."""
+LONGEST_TURN = 86400.0
+"""Seconds after which the host looks whether there is anything to do though nothing is due."""
 KILLED_WAIT = 5.0
 """Seconds that a killed process may take to be gone."""
 
@@ -219,7 +221,10 @@ class Supervisor:
         )
         if self._parent is not None:
             deadline = min(deadline, now + PARENT_INTERVAL)
-        return None if deadline == math.inf else max(0, math.ceil((deadline - now) * 1000))
+        if deadline == math.inf:
+            return None
+        # A poll takes no more milliseconds than 31 bits hold.
+        return max(0, math.ceil(min(deadline - now, LONGEST_TURN) * 1000))
 
     def _note_own_gap(self, timeout_ms: int | None, now: float) -> None:
         gap = self._turns.gap(math.inf if timeout_ms is None else timeout_ms / 1000, now)

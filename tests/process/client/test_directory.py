@@ -41,7 +41,7 @@ from nbengine.ipc.liveness import (
 )
 from nbengine.runtime.connection import ConnectionInfo, connection_file, write_connection, write_engine_file
 from nbengine.runtime.directories import EngineDirectories
-from nbengine.runtime.logs import worker_log_path
+from nbengine.runtime.logs import log_end, worker_log_path
 
 pytestmark = pytest.mark.usefixtures("short_grace")
 
@@ -336,6 +336,22 @@ def test_logs_show_the_end_of_the_log_and_follow_it(
     assert "the engine was shut down" in capsys.readouterr().out
     assert main(["logs", "logged"]) == 0
     assert "the engine was shut down" in capsys.readouterr().out
+
+
+def test_what_is_written_while_the_end_of_a_log_is_shown_follows(
+    start_async: StartAsync, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = unwatched(start_async, "logged")
+
+    def write_more(*arguments: object) -> str:
+        tail = log_end(*arguments)
+        stop_engine(info)
+        return tail
+
+    monkeypatch.setattr("nbengine.runtime.logs.log_end", write_more)
+    assert main(["logs", "-f", "logged"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("client 1 detached") == shown.count("the engine was shut down") == 1
 
 
 def test_logs_show_and_follow_the_log_of_a_worker(

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -202,6 +203,14 @@ def test_elsewhere_than_on_linux_the_kernels_record_counts_too(
     child.kill()
     child.wait()
     assert state_of(process) is ProcessState.GONE
+
+
+def test_several_threads_may_ask_one_watch(child: subprocess.Popen[bytes]) -> None:
+    watch = ProcessWatch(known(child))
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(lambda: [watch.gone() for _ in range(20_000)]) for _ in range(3)]
+        assert not any(any(future.result(60)) for future in asked)
+    watch.close()
 
 
 def test_this_process_is_known_to_itself_and_its_machine() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Collection
 import pytest
 
 from nbengine.client.link.engine_verdict import LAST_OUTPUTS_TIMEOUT, LAST_WORDS_TIMEOUT, Death, EngineVerdict
+from nbengine.engine.host.scaling import STOP_GRACE
+from nbengine.engine.host.supervisor import KILLED_WAIT, LONGEST_LAST_WORDS
 from nbengine.ipc.control_messages import EngineDead
 
 NOW = 1000.0
@@ -135,3 +137,8 @@ def test_cores_that_end_in_an_end_that_was_asked_for_need_no_explanation(
     watch.ended.add(1)
     verdict.look(NOW)
     assert verdict.death(NOW + 1e9) is None
+
+
+def test_a_host_has_time_to_end_what_is_left_before_a_client_does_without_its_words() -> None:
+    # It tells of the end when all other cores are gone.
+    assert LAST_WORDS_TIMEOUT > STOP_GRACE + LONGEST_LAST_WORDS + KILLED_WAIT

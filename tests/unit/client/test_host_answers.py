@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbengine.client.link import host_answers
-from nbengine.client.link.host_answers import HostAnswers
+from nbengine.client.link.host_answers import PAUSE, HostAnswers
 from nbengine.client.link.stalls import HOST_RANK, Stalls
 from nbengine.config import EngineConfig
 from nbengine.errors import EngineDeadError
@@ -93,3 +94,22 @@ def test_stalls_are_one_line_each_of_host_and_cores_until_they_are_over() -> Non
     assert stalls.ranks == [1]
     stalls.clear()
     assert stalls.describe(1) is None
+
+
+def test_those_who_ask_share_a_heartbeat_and_none_comes_too_soon_after_another(link: Link) -> None:
+    answers = link.answers
+    assert answers.due == math.inf
+    first = answers.ask()
+    # The link waits until this time, in whole milliseconds: infinitely long ago is none.
+    assert answers.due == 0.0
+    answers.asked(link.now)
+    assert answers.due == math.inf
+    second, third = answers.ask(), answers.ask()
+    assert answers.due == link.now + PAUSE
+    answers.answered()
+    assert first.done()
+    assert not second.done()
+    answers.asked(link.now + PAUSE)
+    answers.answered()
+    assert second.done()
+    assert third.done()

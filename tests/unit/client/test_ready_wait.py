@@ -39,9 +39,17 @@ def waiting(
     return ReadyWait(info, table, stalls or Stalls(), is_owner=is_owner)
 
 
+PATIENCE = (
+    ("LOOK_INTERVAL", 0.005),
+    ("ATTACH_PATIENCE", 0.02),
+    ("HOST_PATIENCE", 0.02),
+    ("CONNECT_TIMEOUT", 0.02),
+)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("LOOK_INTERVAL", 0.005), ("ATTACH_PATIENCE", 0.02), ("CONNECT_TIMEOUT", 0.02)):
+    for name, seconds in PATIENCE:
         monkeypatch.setattr(ready_wait, name, seconds)
     monkeypatch.setattr(ready_wait, "stopped_process", lambda *_: None)
 

@@ -355,3 +355,17 @@ def test_the_coordinator_keeps_it_and_knows_another_incarnation() -> None:
         (1, 0),
         (1, 0),
     ]
+
+
+def test_a_row_that_begins_before_the_host_stood_has_the_time_of_its_own_beginning() -> None:
+    now = 100.0
+    history = HostHistory(lambda: 1e9 + now)
+    for now in (100.2, 101.2):
+        history.observe(0, SchedulerStats(num_running_reqs=1), now)
+    now = 106.0
+    history.stood(1.3, now)
+    for now in (106.4, 107.4):
+        history.observe(0, SchedulerStats(num_running_reqs=2), now)
+    rows = history.read(ReadHistory(60.0), 107.5).rows
+    assert len(rows) >= 3
+    assert [row.time - 1e9 for row in rows] == pytest.approx([row.start for row in rows], abs=1e-3)

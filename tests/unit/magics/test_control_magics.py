@@ -151,11 +151,33 @@ def test_why_an_engine_takes_its_time_is_said_as_far_as_it_is_known(
         dead,
     ):
         monkeypatch.setattr(engine, "stats_within", stats_within)
-        patience._tell(engine, "sleeps")
+        patience._tell(engine, "sleeps", lambda: False)
     assert said == [
         "engine 'random-tiny' sleeps as soon as it can",
         "engine 'random-tiny' sleeps as soon as it can: it may be computing a long step",
     ]
+
+
+def test_what_is_done_while_the_engine_is_asked_says_nothing_more(
+    engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    asked, ended = threading.Event(), threading.Event()
+
+    def slow(timeout: float) -> tuple[EngineStats, list[int]]:
+        asked.set()
+        assert ended.wait(60)
+        return EngineStats([SchedulerStats()]), []
+
+    monkeypatch.setattr(patience, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(patience, "print_quietly", said.append)
+    monkeypatch.setattr(engine, "stats_within", slow)
+    with patience.told_if_slow(engine, "sleeps"):
+        (timer,) = [each for each in threading.enumerate() if each.name == "nbengine-patience"]
+        assert asked.wait(60)
+    ended.set()
+    timer.join(60)
+    assert said == []
 
 
 def test_what_is_done_at_once_says_nothing_more(

@@ -164,7 +164,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of pieces that a followed log gets; the user interrupts behind the last one."""
     pieces: list[str] = []
 
-    def follow(path: Path, info: object) -> Iterator[str]:
+    def follow(path: Path, info: object, start: int) -> Iterator[str]:
         yield from pieces
         raise KeyboardInterrupt
 

@@ -8,7 +8,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import UtilityError
 from nbengine.magics.generation.result import GenerationHandle
-from nbengine.metrics.stats import SchedulerStats
+from nbengine.metrics.stats import EngineStats, SchedulerStats
 from tests.unit.magics.conftest import FakeBackend, FakeClient
 
 Capture = pytest.CaptureFixture[str]
@@ -31,6 +31,17 @@ def test_a_request_wakes_a_sleeping_engine_and_says_so(
     said = capsys.readouterr().out
     assert "engine 'random-tiny' sleeps and is woken" in said
     assert "engine 'random-tiny' is awake after" in said
+    assert engine.requests
+
+
+def test_an_engine_that_gets_no_time_to_say_that_it_sleeps_is_asked_again(
+    shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep = EngineStats([SchedulerStats(sleep_level=1)])
+    answers = iter([(EngineStats([]), [0]), (asleep, [])])
+    monkeypatch.setattr(engine, "stats_within", lambda timeout: next(answers))
+    shell.run_cell(ASKS[0]).raise_error()
+    assert engine.utilities == [("wake_up", None)]
     assert engine.requests
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import nbengine
 from nbengine.errors import RequestError
 from nbengine.magics.extension import Extension
 from nbengine.magics.generation.result import GenerationResult
+from nbengine.magics.scores.asking import Questions
 from nbengine.magics.scores.judging import grade_request, pair_request
 from nbengine.magics.scores.scorers import JudgePrompt, Row
 from nbengine.outputs import CompletionOutput, RequestOutput
@@ -197,3 +199,19 @@ async def test_an_interrupt_of_a_judge_of_pairs_ends_its_requests(
     assert [row["judge"] for row in kernel_shell.user_ns["grid"].rows()] == [None] * 3
     assert engine.collectors[2].request_id in engine.aborted
     assert engine.collectors[4].request_id in engine.aborted
+
+
+def test_questions_are_aborted_though_another_thread_ends_them_meanwhile() -> None:
+    questions: Questions[int] = Questions(["A", "B"], [], [], None)  # type: ignore[arg-type]
+    aborted: list[int] = []
+
+    def asked(number: int) -> Any:
+        def abort() -> None:
+            aborted.append(number)
+            questions.end()
+
+        return SimpleNamespace(abort=abort, stop=bool, end=lambda shown: None)
+
+    questions._pending = {number: asked(number) for number in range(3)}
+    questions.abort()
+    assert aborted == [0, 1, 2]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import threading
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, EngineStalledError, InvalidArgumentError
-from nbengine.ipc.control_messages import HistoryPage
+from nbengine.ipc.control_messages import HistoryPage, ReadHistory
 from nbengine.magics.engines import watch as module
 from nbengine.magics.engines.conditions import Condition, ConditionWatch
 from nbengine.magics.engines.watch import WatchCommand
@@ -93,6 +96,58 @@ def test_a_watch_ends_with_its_engine_and_says_so(kernel_shell: InteractiveShell
     go_on(kernel_shell, engine)
     assert published(kernel_shell)[0].endswith("the notebook has left it; it was true once")
     assert command(kernel_shell)._watches.all == []
+
+
+def test_one_that_is_ended_while_its_engine_is_asked_has_had_its_last_word(
+    kernel_shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_shell.run_cell('%engine watch "running >= 1" --notify').raise_error()
+    for answer in (EngineStalledError("no history"), None):
+        kernel_shell.run_cell('%engine watch "running >= 1" --notify').raise_error()
+        before = published(kernel_shell)
+        submit = engine.submit_history
+
+        def stop_first(
+            asked: ReadHistory, answer: object = answer, submit: Any = submit
+        ) -> Future[HistoryPage]:
+            command(kernel_shell)._watches.stop()
+            nonlocal ended
+            ended = published(kernel_shell)
+            if answer is not None:
+                engine.answers["metrics"] = answer
+            return submit(asked)
+
+        ended: list[str] = []
+        monkeypatch.setattr(engine, "submit_history", stop_first)
+        go_on(kernel_shell, engine, row(1, None))
+        assert len(ended) == len(before)
+        assert published(kernel_shell) == ended
+        engine.answers.pop("metrics", None)
+        monkeypatch.setattr(engine, "submit_history", submit)
+
+
+def test_an_error_of_one_look_ends_no_watch(
+    kernel_shell: InteractiveShell,
+    engine: FakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "LOOK_INTERVAL", 0.001)
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    look, failed = module.Watches.look, threading.Event()
+
+    def fail_once(watches: module.Watches) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError("the frontend is gone")
+        look(watches)
+
+    monkeypatch.setattr(module.Watches, "look", fail_once)
+    engine.history = HistoryPage([row(1, 0.9)], 2.0)
+    kernel_shell.run_cell('%engine watch "ttft_p95 > 0.5" --notify').raise_error()
+    publisher.wait_for("is true: true since")
+    assert "the watched engines could not be looked at" in caplog.text
 
 
 def test_watches_are_listed_and_ended_by_number(
