@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 import zmq
-from process_support.engine_under_test import EngineUnderTest
+from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.raw_client import RawClient
 
 from nbengine.config import SchedulerConfig
@@ -144,6 +144,6 @@ def test_nobody_takes_the_place_of_an_engine_core(start_engine: StartEngine) -> 
         one.wait_finished("r")
     assert not at_host.poll(0)
     assert not at_client.poll(0)
-    assert "no engine core has this identity" in engine.log()
+    wait_for(lambda: "no engine core has this identity" in engine.log(), "the log")
     assert engine.host.poll() is None
     assert ENGINE_CORE_DEAD.decode() not in engine.log()

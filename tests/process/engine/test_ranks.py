@@ -70,7 +70,9 @@ def test_an_idle_rank_that_is_killed_comes_back(start_ranks) -> None:
 def test_only_what_a_killed_rank_had_begun_is_lost(start_ranks) -> None:
     engine = start_ranks(3, SLOW, scheduler=SchedulerConfig(max_num_seqs=1))
     client, other = join(engine, 3), join(engine, 3)
-    streams = [client.ask(f"s{rank}", 100 * rank, 200, rank) for rank in range(3)]
+    # The one that is killed has much to do: it must not have ended when the last one begins.
+    lengths = [200, 500, 200]
+    streams = [client.ask(f"s{rank}", 100 * rank, lengths[rank], rank) for rank in range(3)]
     waiting = [client.ask(f"w{n}", n) for n in range(6)]
     foreign = other.ask("o", 5, 60, rank=2)
     client.run_until(lambda: all(stream.tokens for stream in streams), "the first tokens")
@@ -86,8 +88,8 @@ def test_only_what_a_killed_rank_had_begun_is_lost(start_ranks) -> None:
 def test_a_rank_that_is_killed_while_it_starts_again_is_started_once_more(start_ranks) -> None:
     engine = start_ranks(2, {"load_seconds": 0.5})
     client = join(engine, 2)
-    kill(client.pid(0))
     known = core_pids(engine)
+    kill(client.pid(0))
     client.wait_lost()
     kill(new_core(engine, known).pid)
     assert client.wait_lost().incarnation == 1
@@ -114,9 +116,12 @@ def test_a_rank_that_always_dies_is_given_up_until_somebody_wants_it_again(start
     assert late.ready_of[1].incarnation == MAX_DEATHS + 1
 
 
-def test_the_last_rank_takes_the_engine_with_it(start_ranks) -> None:
-    engine = start_ranks(2, {"load_seconds": 2.0})
+def test_the_last_rank_takes_the_engine_with_it(start_ranks, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    engine = start_ranks(2, {"hold_load": str(hold)})
     client = join(engine, 2)
+    # The other one does not come back.
+    hold.touch()
     kill(client.pid(0))
     client.wait_lost()
     kill(client.pid(1))
@@ -196,11 +201,11 @@ def test_no_request_is_lost_or_doubled_while_ranks_come_and_go(start_ranks) -> N
 
 def test_a_leaving_rank_finishes_what_runs_and_hands_back_what_does_not(start_ranks, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
+    hold.touch()
     engine = start_ranks(2, {"hold": str(hold)} | SLOW, scheduler=SchedulerConfig(max_num_seqs=1))
     client = join(engine, 2)
     runs = client.ask("runs", 1, 50, rank=1)
-    client.run_until(lambda: runs.tokens, "its first token")
-    hold.touch()
+    wait_for(lambda: "a step is held" in engine.log(), "the step")
     waits = client.ask("waits", 2, 5, rank=1)
     client.tell(ScaleElasticEP(1))
     client.run_until(lambda: client.ranks == {0}, "the news")
@@ -220,14 +225,17 @@ def test_a_leaving_rank_finishes_what_runs_and_hands_back_what_does_not(start_ra
     assert client.heard(EngineLost) == []
 
 
-def test_a_core_that_does_not_come_up_is_named_and_the_others_go_on(start_ranks) -> None:
-    engine = start_ranks(1, {"load_seconds": 0.5})
+def test_a_core_that_does_not_come_up_is_named_and_the_others_go_on(start_ranks, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    engine = start_ranks(1, {"hold_load": str(hold)})
     client = join(engine, 1)
     known = core_pids(engine)
+    hold.touch()
     client.tell(ScaleElasticEP(2))
     core = new_core(engine, known)
     kill(core.pid)
     client.run_until(lambda: client.heard(Scaled), "the answer")
+    hold.unlink()
     (scaled,) = client.heard(Scaled)
     assert scaled.data_parallel_size == 1
     assert f"engine core 1 (pid {core.pid}) {KILLED}" in scaled.error

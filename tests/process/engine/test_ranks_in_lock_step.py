@@ -59,14 +59,17 @@ def test_no_request_is_lost_or_doubled_while_cores_come_and_go(start_lock_step, 
     assert sum(asked.num_returned for asked in traffic.asked) > 0
 
 
-def test_a_newcomer_that_is_killed_while_it_loads_changes_nothing(start_lock_step) -> None:
-    engine = start_lock_step(1, {"load_seconds": 0.5})
+def test_a_newcomer_that_is_killed_while_it_loads_changes_nothing(start_lock_step, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    engine = start_lock_step(1, {"hold_load": str(hold)})
     client = join(engine, 1)
     stream = client.ask("r", 1, 300)
     known = core_pids(engine)
+    hold.touch()
     client.tell(ScaleElasticEP(2))
     os.kill(new_core(engine, known).pid, signal.SIGKILL)
     client.run_until(lambda: client.heard(Scaled), "the answer")
+    hold.unlink()
     assert client.heard(Scaled)[0].data_parallel_size == 1
     assert KILLED in client.heard(Scaled)[0].error
     client.wait_done(stream)

@@ -6,19 +6,30 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import pytest
 
 from nbengine.config import CacheConfig
 from nbengine.ipc.control_messages import Attached, EngineReady, Progress, Shutdown
 from nbengine.runtime.connection import connection_file
 
 
-def test_a_starting_engine_reports_progress_then_is_ready(start_engine) -> None:
-    engine = start_engine({"load_seconds": 0.3}, max_model_len=100)
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """A file, for `hold_load`: the load goes on when it is removed."""
+    path = tmp_path / "hold"
+    path.touch()
+    return path
+
+
+def test_a_starting_engine_reports_progress_then_is_ready(start_engine, hold: Path) -> None:
+    engine = start_engine({"hold_load": str(hold)}, max_model_len=100)
     client = engine.client()
     client.tell(client.attach_message())
     assert client.hear(Attached).engine_ranks == [0]
+    hold.unlink()
     stages = []
     while not isinstance(message := client.hear(), EngineReady):
         assert isinstance(message, Progress)
@@ -84,10 +95,12 @@ def test_an_idle_engine_uses_no_cpu(start_engine) -> None:
     assert max(used) <= 0.05
 
 
-def test_a_failed_start_tells_the_cause_root_last_and_leaves_nothing(start_engine) -> None:
-    engine = start_engine({"fail_load": "weights are missing", "load_seconds": 0.5})
+def test_a_failed_start_tells_the_cause_root_last_and_leaves_nothing(start_engine, hold: Path) -> None:
+    engine = start_engine({"fail_load": "weights are missing", "hold_load": str(hold)})
     client = engine.client()
     client.tell(client.attach_message())
+    client.hear(Attached)
+    hold.unlink()
     cause = "did not start: RuntimeError: weights are missing"
     dead = client.expect_end(cause, expected=False, started=False)
     assert dead.cause.endswith("caused by ValueError: the root of it")
@@ -97,10 +110,12 @@ def test_a_failed_start_tells_the_cause_root_last_and_leaves_nothing(start_engin
     assert engine.host.returncode == 1
 
 
-def test_what_does_not_fit_is_refused_at_the_start(start_engine) -> None:
+def test_what_does_not_fit_is_refused_at_the_start(start_engine, hold: Path) -> None:
     cache = CacheConfig(num_gpu_blocks_override=10)
-    client = start_engine({"load_seconds": 0.3}, max_model_len=400, cache=cache).client()
+    client = start_engine({"hold_load": str(hold)}, max_model_len=400, cache=cache).client()
     client.tell(client.attach_message())
+    client.hear(Attached)
+    hold.unlink()
     client.expect_end("max_model_len=400 needs 25 KV blocks", expected=False, started=False)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from process_support.engine_under_test import wait_for
 from stopping import stop
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -80,12 +81,21 @@ def test_an_interrupt_leaves_no_answer_for_the_next_question(no_leftovers: None)
     process = TemplateProcess(max_seconds=60)
     try:
         assert process.render(call_of("{{ 'a' * 2 }}")) == "aa"
-        slow = "{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}{{ 'stale' * 1 }}"
-        timer = threading.Timer(0.05, _thread.interrupt_main)
-        timer.start()
+        slow = (
+            "{% for i in range(20000) %}{% for j in range(20000) %}{% endfor %}{% endfor %}{{ 'stale' * 1 }}"
+        )
+        child = psutil.Process(pid_of(process))
+        begun = child.cpu_times().user + 0.05
+
+        def interrupt() -> None:
+            wait_for(lambda: child.cpu_times().user > begun, "that the process renders")
+            _thread.interrupt_main()
+
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
         with pytest.raises(KeyboardInterrupt):
             process.render(call_of(slow))
-        timer.join()
+        interrupter.join()
         assert process.render(call_of("{{ 'b' * 2 }}")) == "bb"
     finally:
         process.shutdown()

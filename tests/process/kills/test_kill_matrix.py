@@ -29,6 +29,7 @@ from process_support.kill_matrix import (
     victims_that_live,
     wait_a_moment,
 )
+from process_support.raw_client import DEADLINE
 
 from nbengine.client.engines.processes import session_processes
 from nbengine.errors import EngineDeadError, EngineStartError, RequestLostError
@@ -74,11 +75,16 @@ class Killer:
     def strike(self) -> None:
         if self.killed_at is not None:
             return
-        (self.info,) = list_connections()
+        self.find_engine()
         if self.kill.moment != "starting":
             wait_a_moment(self.kill.delay)
         self.killed_at = time.monotonic()
         self.num_killed = len(list(victims_that_live(self.kill)))
+
+    def find_engine(self) -> None:
+        """Remember the engine while it is there for certain: one that drains may have ended before the kill."""
+        if self.info is None:
+            (self.info,) = list_connections()
 
     def check_promise(self) -> None:
         assert self.killed_at is not None
@@ -144,6 +150,7 @@ async def play(kill: Kill) -> ConnectionInfo:
         assert "SIGKILL" in cause
     else:
         try:
+            killer.find_engine()
             await go_on(scene, killer)
         finally:
             await asyncio.get_running_loop().run_in_executor(None, scene.engine.shutdown)
@@ -177,8 +184,10 @@ def kill_the_client(kill: Kill) -> ConnectionInfo:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((SUPPORT_PATH, shared))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as client:
         assert client.stdout is not None
-        said = client.stdout.readline()
+        # Before the moment: when it is known here, an engine that drains may have ended.
+        wait_for(list_connections, "the engine", 2 * DEADLINE)
         found = list_connections()
+        said = client.stdout.readline()
         wait_a_moment(kill.delay)
         client.kill()
     assert said == b"now\n"

@@ -2,11 +2,12 @@
 given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
-long a step takes), `hold` (a path: no step ends while that file is there), `hog` (a path: a step removes that file and keeps the
-interpreter to itself for as many microseconds as are written there), `hidden_size`, `fail_load` (a message),
-`load_seconds`, `fail_at_token` (a token id that breaks the model), `fail_wake_up` (a message), `workers` (how many
-there seem to be: all rows of the board are written by this process, worker r holding 1000 + r bytes and taking r
-seconds longer than `step_seconds`). While it sleeps it cannot compute.
+long a step takes), `hold` (a path: no step ends while that file is there), `hog` (a path: a step removes that
+file and keeps the interpreter to itself for as many microseconds as are written there), `hidden_size`,
+`fail_load` (a message), `load_seconds`, `hold_load` (a path: no load ends while that file is there),
+`fail_at_token` (a token id that breaks the model), `fail_wake_up` (a message), `workers` (how many there seem to
+be: all rows of the board are written by this process, worker r holding 1000 + r bytes and taking r seconds longer
+than `step_seconds`). While it sleeps it cannot compute.
 
 Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
@@ -56,6 +57,8 @@ class FakeExecutor(Executor):
         self.board, self.rows_of_workers = self.make_board(files)
         if progress is not None:
             progress(Progress("load", "the model that adds one", 0.5))
+        while os.path.exists(self.knobs.get("hold_load", "")):
+            time.sleep(0.001)
         time.sleep(self.knobs.get("load_seconds", 0))
         if "fail_load" in self.knobs:
             raise RuntimeError(self.knobs["fail_load"]) from ValueError("the root of it")

@@ -53,9 +53,11 @@ def take_snapshot(directories: Iterable[Path]) -> Things:
     for item in _open_zmq_objects():
         things["zmq", id(item)] = f"open {item!r}"
     for directory in directories:
-        for path in directory.rglob("*"):
-            if path.suffix != ".log" and path.name not in LASTING_FILES and not path.is_dir():
-                things["file", str(path)] = f"file {path}"
+        # Unlike `rglob`, it passes over a folder that is removed while it looks.
+        for folder, _, names in os.walk(directory):
+            for path in (Path(folder, name) for name in names):
+                if path.suffix != ".log" and path.name not in LASTING_FILES:
+                    things["file", str(path)] = f"file {path}"
     return things
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -177,18 +178,22 @@ def test_a_server_is_found_and_ends_with_its_engine(serve: Serve) -> None:
     wait_for(served.has_ended, "the server to end with its engine")
 
 
-def test_an_ending_server_finishes_what_it_is_answering(serve: Serve) -> None:
-    served = serve(knobs={"step_seconds": 0.01})
+def test_an_ending_server_finishes_what_it_is_answering(serve: Serve, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    served = serve(knobs={"step_seconds": 0.01, "hold": str(hold)})
     stream = served.client().completions.create(
-        model="random-tiny", prompt="a", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+        model="random-tiny", prompt="a", max_tokens=150, stream=True, extra_body={"ignore_eos": True}
     )
     parts = iter(stream)
     text = next(parts).choices[0].text
+    # The answer does not end before the server has refused another request.
+    hold.touch()
     os.kill(served.record.pid, signal.SIGTERM)
     http = served.http()
     wait_for(lambda: http.get("/ready").status_code == 503, "the server to refuse requests")
     refused = http.post("/v1/completions", json={"prompt": "a"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
+    hold.unlink()
     tokens = 1
     for part in parts:
         text += part.choices[0].text

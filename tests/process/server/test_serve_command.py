@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,11 +20,16 @@ from nbengine.client.engines.directory import list_engines
 KEY = "a-very-secret-key"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def wait_for_port(process: subprocess.Popen[bytes]) -> int:
+    """The port at which a server listens, once it does."""
+
+    def ports() -> list[int]:
+        connections = psutil.Process(process.pid).net_connections("tcp")
+        return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+    wait_for(ports, "the server to listen")
+    (port,) = ports()
+    return port
 
 
 @pytest.fixture
@@ -38,11 +42,10 @@ def options() -> list[str]:
 def command(
     no_leftovers: None, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """`nbengine serve` with a key, at a port, with its output in a file."""
+    """`nbengine serve` with a key, at a port that it has found free, with its output in a file."""
     monkeypatch.setenv("PYTHONPATH", SUPPORT_PATH)
-    port = free_port()
     output = tmp_path / "output"
-    arguments = ["serve", "random-tiny", "--port", str(port), "--served-model-name", "mine", "--log-requests"]
+    arguments = ["serve", "random-tiny", "--port", "0", "--served-model-name", "mine", "--log-requests"]
     arguments += options
     with output.open("wb") as stream:
         process = subprocess.Popen(
@@ -50,10 +53,12 @@ def command(
             stdout=stream,
             stderr=stream,
         )
-    yield process, port, output
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+    try:
+        yield process, wait_for_port(process), output
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
 
 
 START = "import sys; from nbengine.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -70,7 +70,8 @@ def test_requests_run_on_while_cores_come_and_go(start: StartLockStep) -> None:
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_shutdown_in_the_middle_of_a_change_is_a_shutdown(start_simple: StartLockStep, drain: bool) -> None:
-    engine = start_simple(2)
+    # What is to be aborted must not have ended before the host has turned to the shutdown.
+    engine = start_simple(2, {"step_seconds": 0.0 if drain else 0.01})
     client = engine.attached()
     for rank in range(2):
         client.add(f"a{rank}", [1], rank=rank, max_tokens=LONG)
