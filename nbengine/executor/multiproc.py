@@ -25,7 +25,7 @@ from nbengine.errors import (
 )
 from nbengine.executor.base import Executor, FailureCallback, check_reply_rank
 from nbengine.executor.calls import FAILURE, Answer, PendingCalls
-from nbengine.executor.failures import SETTLE_SECONDS, FirstCause, WorkerFailure, WorkerReport
+from nbengine.executor.failures import FirstCause, WorkerFailure, WorkerReport
 from nbengine.executor.watch import Watched, WorkerReady, WorkerWatch
 from nbengine.executor.worker_proc import NOBODY, WorkerSpec
 from nbengine.ipc.control_messages import Progress, WorkerPulse
@@ -46,10 +46,10 @@ logger = logging.getLogger(__name__)
 
 TAIL_LINES = 15
 """Lines of a worker's log in the error that names the worker."""
-SHUTDOWN_GRACE, TERM_GRACE = 1.0, 0.3
+SHUTDOWN_GRACE, TERM_GRACE = 3.0, 0.3
 """Seconds that workers get to end by themselves,
 and after SIGTERM. The sum is less than a host gives an engine core."""
-VERDICT_SECONDS = 2 * SETTLE_SECONDS
+VERDICT_SECONDS = 30.0
 """Seconds that the thread that watches the workers may take to say why a queue has broken."""
 READY_TIMEOUT = 60.0
 """Seconds in which the two ends of a queue must find each other, when all workers have loaded the model."""

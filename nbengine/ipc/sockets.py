@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import zmq
 
@@ -35,6 +36,7 @@ def make_socket(
     receive_hwm: int = 0,
     max_frame_bytes: int = -1,
     options: SocketOptions | None = None,
+    prepare: Callable[[zmq.Socket[bytes]], None] | None = None,
 ) -> zmq.Socket[bytes]:
     """Create a socket of `kind` (a `zmq.SocketType`) and bind or connect it.
 
@@ -65,6 +67,8 @@ def make_socket(
             socket.routing_id = identity
         for option, value in options.items():
             socket.set(option, value)
+        if prepare is not None:
+            prepare(socket)
         if bind and isinstance(context, EngineContext) and is_tcp(address):
             context.bind(socket, address)
         elif bind:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from functools import partial
 
 import zmq
 
@@ -72,19 +73,23 @@ class HostConnection:
         self._context.term()
 
     def _open(self) -> zmq.Socket[bytes]:
-        socket = make_socket(self._context, self.address, zmq.DEALER, bind=False)
+        watch = prepare = None
         if is_tcp(self.address):
             self._num_connections += 1
             name = f"host-{self._num_connections}"
-            watch = None
             try:
                 watch = ConnectionWatch(self._context, name)
-                ConnectionWatch.announce(socket, name)
             except zmq.ZMQError as error:
-                if watch is not None:
-                    watch.close()
-                socket.close(linger=0)
                 raise NBEngineError(f"the connection to {self.address} cannot be watched: {error}") from error
+            # Before it connects: a connection that stands already would never be told of.
+            prepare = partial(ConnectionWatch.announce, name=name)
+        try:
+            socket = make_socket(self._context, self.address, zmq.DEALER, bind=False, prepare=prepare)
+        except BaseException:
+            if watch is not None:
+                watch.close()
+            raise
+        if watch is not None:
             self._watch = watch
             self._stands = False
             self.unreachable_at = time.monotonic() + self._patience

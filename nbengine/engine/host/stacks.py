@@ -16,7 +16,7 @@ from nbengine.runtime.logs import worker_log_path
 from nbengine.runtime.processes import CoreHandle
 from nbengine.runtime.stack_dumps import STACKS_SIGNAL
 
-STACKS_SECONDS = 1.0
+STACKS_SECONDS = 3.0
 """Seconds that the processes have to write; the handler is in C and waits for nothing, but a process may get
 no processor."""
 MAX_FRAMES = 12

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import reserved_port
 from process_support.rank_mould import Mould
 from stopping import stop
 
@@ -133,6 +134,13 @@ def living_ranks(rank_pool: RankPool) -> RankPool:
     """The processes, all of them running."""
     rank_pool.refill()
     return rank_pool
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port on the loopback that nobody else gets."""
+    with reserved_port() as port:
+        yield port
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 import psutil
 import pytest
+from ports import reserved_port
 
 from nbengine.errors import NBEngineError
 from nbengine.ipc.transport import own_address
@@ -33,9 +33,7 @@ def test_rows_of_any_number_arrive_and_are_summed_as_in_the_reference(start_worl
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
-def test_gloo_takes_over_where_memory_cannot_be_shared(start_world, tmp_path, scheme):
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
+def test_gloo_takes_over_where_memory_cannot_be_shared(start_world, tmp_path, port, scheme):
     place = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{tmp_path}/cores"
     world = start_world(2, dp=2, over="gloo", num_calls=60, cores_meet_at=place)
     for answer in world.each():
@@ -51,10 +49,9 @@ def test_engine_cores_meet_over_the_network_by_the_address_that_leads_to_the_fir
         address = own_address()
     except NBEngineError as error:
         pytest.skip(str(error))
-    with socket.create_server((address, 0)) as reserved:
-        port = reserved.getsockname()[1]
-    world = start_world(1, dp=3, over="network", num_calls=60, cores_meet_at=f"tcp://{address}:{port}")
-    world.each()
+    with reserved_port(address) as port:
+        world = start_world(1, dp=3, over="network", num_calls=60, cores_meet_at=f"tcp://{address}:{port}")
+        world.each()
     assert address in world.listening_addresses()
     check_results(world)
     world.leave()

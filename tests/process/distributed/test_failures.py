@@ -58,10 +58,8 @@ def test_a_port_that_is_taken_is_named(start_world):
 
 @pytest.mark.parametrize(("over", "listening"), [("memory", set()), ("gloo", {"127.0.0.1"})])
 def test_a_free_port_is_joined_from_this_machine_alone_and_given_up_where_memory_is_shared(
-    start_world, over, listening
+    start_world, port, over, listening
 ):
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
     world = start_world(2, over=over, networked=False, init_method=f"tcp://127.0.0.1:{port}")
     world.each()
     wait_for(lambda: world.listening_addresses() == listening, "the end of the meeting")
@@ -70,9 +68,7 @@ def test_a_free_port_is_joined_from_this_machine_alone_and_given_up_where_memory
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
-def test_a_rank_that_never_comes_is_named(start_world, tmp_path, scheme):
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
+def test_a_rank_that_never_comes_is_named(start_world, tmp_path, port, scheme):
     method = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{tmp_path}/rendezvous"
     world = start_world(3, only=[0, 2], init_method=method, timeout=3.0)
     answers = world.each()
@@ -86,9 +82,7 @@ def test_a_rank_that_never_comes_is_named(start_world, tmp_path, scheme):
     assert any("rank 1 did not come" in answer["message"] for answer in answers)
 
 
-def test_an_address_where_nobody_answers_is_named(start_world):
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
+def test_an_address_where_nobody_answers_is_named(start_world, port):
     method = f"tcp://127.0.0.1:{port}"
     (answer,) = start_world(2, only=[1], init_method=method, timeout=1.0).each()
     assert answer["error"] == "EngineStartError"

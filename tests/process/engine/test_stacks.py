@@ -60,7 +60,7 @@ def test_a_worker_stuck_in_native_code_that_holds_the_interpreter_says_where_it_
         assert requests.deadline == 10.0 + STACKS_SECONDS
         assert requests.take(10.5) == []
         wait_for(lambda: "stuck_with_the_interpreter" in worker_log.read_text(), "the stacks")
-        (gathered,) = requests.take(11.0)
+        (gathered,) = requests.take(10.0 + STACKS_SECONDS)
         assert (gathered.rank, gathered.incarnation) == (1, 2)
         first, second, *_ = gathered.stacks.splitlines()
         assert first == "worker 1 is in (innermost call first):"

@@ -15,6 +15,7 @@ from process_support.engine_under_test import wait_for
 from process_support.fake_worker import FakeWorkersExecutor, StartExecutor
 
 from nbengine.errors import EngineDeadError, EngineStartError, InvalidArgumentError, ModelLoadError
+from nbengine.executor import failures, multiproc
 from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.runtime.logs import worker_log_path
 from nbengine.sampling_params import SamplingParams
@@ -34,6 +35,13 @@ def step_and_ask(executor: FakeWorkersExecutor) -> None:
     executor.sample_tokens()
     # The failure of a worker that has no answer to give may not be known yet.
     executor.collective_rpc("late", ("x", 1.0))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let executors wait long for a worker's own end: a process may get no processor for a second."""
+    monkeypatch.setattr(failures, "SETTLE_SECONDS", NOTICED)
+    monkeypatch.setattr(multiproc, "VERDICT_SECONDS", NOTICED)
 
 
 def kill(executor: FakeWorkersExecutor, rank: int) -> int:
@@ -142,7 +150,7 @@ def test_a_step_that_fails_in_any_worker_is_told_with_the_cause(
 
 
 def test_a_lost_connection_is_not_taken_for_the_cause_when_a_worker_was_killed(
-    start_executor: StartExecutor,
+    start_executor: StartExecutor, patient: None
 ) -> None:
     executor = start_executor(2, ranks={"0": {"at_token": 8, "step_by": "lost"}})
     executor.collective_rpc("late", ("x", 0.3, (1,)), non_block=True)
@@ -204,7 +212,9 @@ def test_a_start_that_fails_in_one_worker_ends_all_and_tells_the_cause(
     assert f"worker {rank} (TP{rank}), pid" in caplog.text
 
 
-def test_at_the_start_too_a_lost_connection_gives_way_to_a_death(start_executor: StartExecutor) -> None:
+def test_at_the_start_too_a_lost_connection_gives_way_to_a_death(
+    start_executor: StartExecutor, patient: None
+) -> None:
     ranks = {"0": {"start_by": "lost"}, "1": {"start_by": "kill", "start_delay": 0.3}}
     with pytest.raises(EngineStartError, match=r"worker 1 \(TP1\), pid \d+, was killed by signal 9"):
         start_executor(2, ranks=ranks)

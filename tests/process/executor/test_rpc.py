@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from process_support.fake_worker import FakeWorkersExecutor, StartExecutor, UnpicklableError
+from stopping import stop
 
 from nbengine.errors import EngineDeadError, EngineStartError, InvalidArgumentError, NBEngineError, WireError
+from nbengine.executor import multiproc
 from nbengine.runtime.executor_files import ExecutorFiles
 from nbengine.runtime.logs import worker_log_path
+
+
+@contextmanager
+def held(executor: FakeWorkersExecutor, *ranks: int) -> Iterator[None]:
+    """Hold workers still, all of them unless told which."""
+    pids = [executor._workers[rank].process.pid for rank in ranks or range(len(executor._workers))]
+    stop(*pids)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_every_rank_answers_and_a_unique_one_alone(executor: FakeWorkersExecutor) -> None:
@@ -29,8 +47,9 @@ def test_every_rank_answers_and_a_unique_one_alone(executor: FakeWorkersExecutor
 
 
 def test_calls_that_are_not_waited_for_are_carried_out_in_order(executor: FakeWorkersExecutor) -> None:
-    futures = [executor.collective_rpc("late", (i, 0.01), non_block=True) for i in range(5)]
-    assert not futures[-1].done()
+    with held(executor):
+        futures = [executor.collective_rpc("late", (i, 0.01), non_block=True) for i in range(5)]
+        assert not futures[-1].done()
     assert executor.collective_rpc("echo", (5,)) == [((5,), {})] * 2
     assert all(future.done() for future in futures)
     assert [future.result() for future in futures] == [[i, i] for i in range(5)]
@@ -42,8 +61,8 @@ def test_more_calls_than_the_queues_hold_can_be_left_unanswered(executor: FakeWo
 
 
 def test_a_time_limit_leaves_the_order_of_the_answers_intact(executor: FakeWorkersExecutor) -> None:
-    with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
-        executor.collective_rpc("late", ("slow", 0.3, (1,)), timeout=0.05)
+    with held(executor, 1), pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+        executor.collective_rpc("late", ("slow", 0.0), timeout=0.05)
     assert executor.collective_rpc("rank", timeout=60) == [0, 1]
 
 
@@ -87,9 +106,9 @@ def test_only_public_methods_can_be_called(executor: FakeWorkersExecutor, method
 
 def test_outputs_that_are_under_way_do_not_hold_up_the_next_call(start_executor: StartExecutor) -> None:
     executor = start_executor(1, is_async=True)
-    late = executor.collective_rpc("late_output", ("first", 0.2), non_block=True, unique_reply_rank=0)
+    late = executor.collective_rpc("held_output", ("first",), non_block=True, unique_reply_rank=0)
     second = executor.collective_rpc("late_output", ("second", 0.2), non_block=True, unique_reply_rank=0)
-    first, next_one = late.result(), second.result()
+    first, next_one = late.result(60), second.result(60)
     assert (first.value, next_one.value) == ("first", "second")
     assert next_one.called_at < first.came_at
     assert next_one.on_thread == "nbengine-worker-output"
@@ -122,7 +141,7 @@ def test_a_failure_in_a_call_that_others_wait_for_is_raised_though_they_do_not_a
 
 
 def test_each_process_says_what_it_is_and_has_a_log_of_its_own(
-    start_executor: StartExecutor, files: ExecutorFiles
+    start_executor: StartExecutor, files: ExecutorFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = []
     executor = start_executor(2, 2, progress=heard.append)
@@ -131,6 +150,8 @@ def test_each_process_says_what_it_is_and_has_a_log_of_its_own(
     places = ["TP0 PP0", "TP1 PP0", "TP0 PP1", "TP1 PP1"]
     assert titles == [f"nbengine: worker {place} tested" for place in places]
     assert {message.worker for message in heard} == {0, 1, 2, 3}
+    # A worker that gets no processor for a second would be ended by a signal.
+    monkeypatch.setattr(multiproc, "SHUTDOWN_GRACE", 60.0)
     executor.shutdown()
     for rank in range(4):
         log = worker_log_path(files.log, rank)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +10,14 @@ from pathlib import Path
 import pytest
 from process_support.engine_under_test import FAKE_EXECUTOR, EngineUnderTest, fake_config
 from process_support.namespaces import FarClient, TwoMachines, why_not
+from stopping import stop
 
 from nbengine.config import ParallelConfig
 from nbengine.models.checkpoints.files import resolve_model
 from nbengine.runtime.connection import connection_file, remove_engine_files
 
-LEASE = 3.0
-SLACK = 25.0
+LEASE = 8.0
+SLACK = 20.0
 """Seconds that a busy machine may add: together they are fewer than a lease has unless it is told otherwise."""
 
 REASON = why_not()
@@ -86,9 +85,9 @@ def test_a_client_on_another_machine_uses_the_engine_and_outlives_its_missing_pi
     far_client.say("memory")
     assert far_client.hear(tensors=...)["tensors"] is False
     # Several looks at the clients' processes, and heartbeats enough to renew the lease.
-    far_client.say("generate", "long", 0, 180)
+    far_client.say("generate", "long", 0, 450)
     tokens, last = far_client.collect("long")
-    assert len(tokens) == 180
+    assert len(tokens) == 450
     assert "end" in last
     assert "is gone" not in engine.log()
 
@@ -138,8 +137,11 @@ def test_a_client_hears_that_the_engine_was_killed(engine: EngineUnderTest, far_
     far_client.say("generate", "r", 0, 100_000)
     assert far_client.hear("r")["tokens"]
     killed = time.monotonic()
-    for process in engine.processes():
-        os.kill(process.pid, signal.SIGKILL)
+    processes = engine.processes()
+    stop(*(process.pid for process in processes))
+    # The host last: the kernel wakes stopped cores whose host has gone.
+    for process in reversed(processes):
+        process.kill()
     engine.host.wait()
     # Nothing of it is left that could; elsewhere `reap` would come upon its files.
     remove_engine_files(engine.info)

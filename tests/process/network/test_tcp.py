@@ -212,15 +212,16 @@ async def test_a_broken_connection_to_the_host_is_made_again(start_frontend: Sta
 
 
 async def test_an_engine_core_without_its_host_ends(start_networked: StartEngine) -> None:
-    engine = start_networked(lease=2.0)
+    # A connection ends when a process is silent for half of it.
+    engine = start_networked(lease=8.0)
     client = engine.client().attach()
     core = engine.core()
     # Its pipe stays open: only the connection tells.
     stop(engine.host.pid)
     try:
-        client.wait_dead(20)
+        client.wait_dead()
         wait_for(lambda: core.status() == psutil.STATUS_ZOMBIE, "the end of the core")
         assert "the connection to the engine's host broke" in engine.log()
     finally:
         engine.host.send_signal(signal.SIGCONT)
-    engine.wait_gone(20)
+    engine.wait_gone()

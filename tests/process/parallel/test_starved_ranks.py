@@ -202,13 +202,15 @@ async def test_who_asks_one_rank_for_too_much_ends_alone_and_the_forward_pass_en
 
 async def check_end(engine: AsyncLLM, topology: Topology) -> None:
     """Let memory run out in the middle of a forward pass, when other ranks wait for this one's tensors."""
+    # It is asked first: asked later, it may come when the others have ended.
+    fatal = asyncio.create_task(answer(engine, (prompt(FATAL, 16), asking()), topology.core))
     others = [
         asyncio.create_task(answer(engine, (prompt(50, 2), asking(100)), core))
         for core in range(topology.num_cores)
     ]
     began = time.monotonic()
     with pytest.raises(RequestLostError if topology.is_dense else EngineDeadError) as caught:
-        await asyncio.wait_for(answer(engine, (prompt(FATAL, 16), asking()), topology.core), DEADLINE)
+        await asyncio.wait_for(fatal, DEADLINE)
     assert time.monotonic() - began < DEADLINE
     assert topology.named in str(caught.value)
     assert "out of memory" in str(caught.value)

@@ -19,7 +19,7 @@ from nbengine.config.progress import ProgressDeadlines
 from nbengine.errors import EngineDeadError
 from nbengine.sampling_params import RequestOutputKind
 
-STEP_TIMEOUT = 3.0
+STEP_TIMEOUT = 8.0
 REPORTED = ProgressDeadlines.of_step_timeout(STEP_TIMEOUT).to_report("step")
 SLACK = 30.0
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -62,8 +62,8 @@ async def test_of_two_workers_the_stopped_one_is_named_whether_idle_or_in_a_step
         stopped_at = time.monotonic()
         with pytest.raises(EngineDeadError) as caught:
             await asyncio.wait_for(read_to_the_end(stream), STEP_TIMEOUT + 2 * SLACK)
-        assert time.monotonic() - stopped_at >= STEP_TIMEOUT - 1.0
-        assert "engine core 0 made no progress for 3 s, in step " in caught.value.cause
+        assert time.monotonic() - stopped_at >= STEP_TIMEOUT / 2
+        assert f"engine core 0 made no progress for {STEP_TIMEOUT:.0f} s, in step " in caught.value.cause
         assert "worker 1 is stopped (SIGSTOP?)" in caught.value.cause
         # The other one is where it waits for it.
         assert "worker 0 is in (innermost call first):" in caught.value.log_tail

@@ -96,7 +96,19 @@ class LateOutput(AsyncModelRunnerOutput):
         return self.output
 
 
+class HeldOutput(LateOutput):
+    def __init__(self, output: Any, seconds: float) -> None:
+        super().__init__(output, seconds)
+        self.go_on = threading.Event()
+
+    def get_output(self) -> Any:
+        self.go_on.wait()
+        return super().get_output()
+
+
 class FakeWorker:
+    held = HeldOutput(None, 0.0)
+
     def __init__(self, config: EngineConfig, progress=None, layout=None, files=None, **_) -> None:
         knobs = dict(config.model.hf_overrides)
         knobs |= knobs.pop("ranks", {}).get(str(layout.rank), {})
@@ -162,8 +174,15 @@ class FakeWorker:
             time.sleep(seconds)
         return value
 
+    def held_output(self, value: Any) -> Any:
+        """Give an output that does not arrive before `late_output` is called."""
+        self.held = HeldOutput(Value(value), 0.0)
+        return self.held
+
     def late_output(self, value: Any, seconds: float) -> Any:
-        return LateOutput(Value(value), seconds)
+        output = LateOutput(Value(value), seconds)
+        self.held.go_on.set()
+        return output
 
     def trouble(self, *kinds: str) -> int:
         """Make trouble: each rank the kind that is given for it, "" for none."""

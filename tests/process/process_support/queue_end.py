@@ -118,6 +118,8 @@ def serve(end: QueueEnd) -> None:
 
 
 def main() -> None:
+    # An interrupt may come as soon as a stream has been said to begin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     role, *arguments = sys.argv[1:]
     if role == "write":
         directory, sockets, readers = arguments

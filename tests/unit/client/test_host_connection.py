@@ -49,11 +49,11 @@ def test_a_broken_connection_is_opened_again_when_there_is_room(
             raise NBEngineError("no socket") from errors.pop()
         return make_socket(*args, **options)
 
-    def unwatched(*_: Any) -> None:
+    def unwatched(*_: Any, **named: Any) -> None:
         if errors:
             errors.clear()
             raise zmq.ZMQError(errno.EMFILE)
-        announce(*_)
+        announce(*_, **named)
 
     announce = host_connection.ConnectionWatch.announce
     if what == "socket":

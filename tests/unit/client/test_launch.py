@@ -97,9 +97,10 @@ def test_old_logs_go_and_those_of_running_engines_stay() -> None:
     kept.touch()
     os.utime(kept, (1, 1))
     others = [log_dir() / f"e{index}-20260101-000000-1.log" for index in range(30)]
+    now = time.time()
     for age, path in enumerate(others):
         path.touch()
-        os.utime(path, (time.time() - age, time.time() - age))
+        os.utime(path, (now - age, now - age))
     created = launch._new_log_file("new")
     remaining = set(log_dir().glob("*.log"))
     assert {kept, created, others[0]} <= remaining
@@ -112,9 +113,10 @@ def test_logs_of_workers_go_with_the_log_of_their_engine() -> None:
     running = Path(running_engine("old").log_path)
     os.utime(worker_log(running, 3), (1, 1))
     engines = [log_dir() / f"e{index}-20260101-000000-1.log" for index in range(30)]
+    now = time.time()
     for age, path in enumerate(engines):
         path.touch()
-        os.utime(path, (time.time() - age, time.time() - age))
+        os.utime(path, (now - age, now - age))
         for rank in (0, 11):
             worker_log(path, rank)
     named_like_one = log_dir() / "x.rank0-20260101-000000-1.log"

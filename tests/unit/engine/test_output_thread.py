@@ -216,9 +216,13 @@ def test_of_large_messages_few_are_on_their_way(tmp_path: Path) -> None:
     rig = Rig(tmp_path, backlog_limit=1 << 20)
     try:
         attach_nobody(rig, 1)
+        reader = rig.attach(2)
         text = "x" * (1 << 20)
         for number in range(10):
             rig.put((1, EngineCoreOutputs(utility_output=UtilityOutput(number, None, text))))
+        # All of it is on its way or waits when the client begins to read.
+        rig.output(2, "told")
+        assert rig.receive(reader).outputs[0].request_id == "told"
         assert rig.input_queue.get(timeout=TIMEOUT).client_index == 1
         late = rig.pull("client1")
         answers = [rig.receive(late).utility_output for _ in range(10)]
@@ -248,6 +252,9 @@ def test_a_client_that_leaves_too_much_unread_is_given_up_and_blocks_nobody(tmp_
         # What the busy loop answers, and a request that comes later.
         rig.put((1, EngineCoreOutputs(outputs=[failure("runs", given_up.reason)])))
         rig.output(1, "new")
+        # All of it waits when the client begins to read.
+        rig.output(2, "told")
+        assert rig.receive(reader).outputs[0].request_id == "told"
         late = rig.pull("client1")
         messages = [rig.receive(late) for _ in range(OUTPUT_HWM + 1)]
         first = tokens_by_request(messages[:OUTPUT_HWM])["runs"]
@@ -281,6 +288,8 @@ def test_what_waits_for_a_slow_reader_still_comes_before_the_end(rig: Rig) -> No
         rig.put((1, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [token])])))
     rig.output(2, "done")
     rig.receive(reader)
+    # ZeroMQ tries the address again each tenth of a second, on a busy machine later.
+    rig.thread.patience = TIMEOUT
     late = rig.pull("client1")
     rig.put(ENGINE_CORE_DEAD)
     messages = []

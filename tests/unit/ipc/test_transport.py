@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -177,8 +178,12 @@ def test_a_refusal_is_logged_once_a_minute(
     context = make_context(strange)
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            push = make_socket(context, bound_address(pull), zmq.PUSH, bind=False)
+            push = context.socket(zmq.PUSH)
+            for option, value in context.tcp_options(bound_address(pull), bind=False).items():
+                push.set(option, value)
+            # Before it connects, or the refusal may be over by the time that anyone looks.
             monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            push.connect(bound_address(pull))
             assert monitor.poll(60_000)
             push.disable_monitor()
             monitor.close()
@@ -200,9 +205,10 @@ def test_a_watch_tells_of_a_connection_that_comes_and_breaks(make_context: MakeC
     keys = make_curve_keys()
     server, client = make_context(keys), make_context(keys)
     pull = make_socket(server, LOCAL, zmq.PULL, bind=True)
-    push = make_socket(client, bound_address(pull), zmq.PUSH, bind=False)
     watch = ConnectionWatch(client, "push")
-    ConnectionWatch.announce(push, "push")
+    # Before it connects, or the connection may stand by the time that it is watched.
+    announce = partial(ConnectionWatch.announce, name="push")
+    push = make_socket(client, bound_address(pull), zmq.PUSH, bind=False, prepare=announce)
     assert watch.socket.poll(60_000)
     assert watch.read() == [True]
     pull.close()

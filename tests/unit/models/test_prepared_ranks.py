@@ -159,7 +159,7 @@ def test_a_step_that_waits_in_vain_goes_on_where_it_stopped(
 def test_a_rank_in_the_midst_of_a_step_learns_that_another_has_left(
     path_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, waits = path_of("llama"), threading.Event()
+    path, waits, begins = path_of("llama"), threading.Event(), threading.Event()
     monkeypatch.setattr(peer_waits, "tell", lambda is_waiting: is_waiting and waits.set())
 
     def body(state: ParallelState) -> None:
@@ -168,10 +168,12 @@ def test_a_rank_in_the_midst_of_a_step_learns_that_another_has_left(
         batches.step([8, 9], seed=1, prepared=True)
         if state.layout.tp_rank == 0:
             # The other one is in its step, and waits for this one.
-            waits.clear()
+            assert begins.wait(60)
             assert waits.wait(60)
             state.close()
             return
+        waits.clear()
+        begins.set()
         began = time.monotonic()
         with pytest.raises(QueueClosedError, match="does not exchange tensors anymore"):
             batches.step([8, 9], seed=2, prepared=True)

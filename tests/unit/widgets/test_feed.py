@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -300,12 +301,14 @@ def test_rates_fall_to_nothing_when_the_engine_rests(
     follow: Follow, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rates_module, "WINDOW", 1.0)
+    clock = [time.time()]
+    stopped = SimpleNamespace(time=lambda: clock[0], monotonic=time.monotonic)
+    monkeypatch.setattr(feed_module, "time", stopped)
     listener = Listener()
-    publisher.time = time.time() - 10
+    publisher.time = clock[0] - 10
     follow(listener)
     listener.wait_for(knows())
-    publisher.time = time.time()
-    moment = publisher.time
+    publisher.time = moment = clock[0]
     publisher.publish(
         added(0, moment=moment - 0.5),
         StepPlanned(0, moment - 0.25, [0], [6], [0], [0], [(0, [1, 2])]),
@@ -316,4 +319,5 @@ def test_rates_fall_to_nothing_when_the_engine_rests(
     assert state.rates.tokens_in_per_second == pytest.approx(6)
     assert state.rates.tokens_out_per_second == pytest.approx(1)
     assert state.rates.time_to_first_token == pytest.approx(0.375, abs=1e-6)
+    clock[0] += 2.0
     listener.wait_for(lambda state: state.rates.tokens_out_per_second == 0)

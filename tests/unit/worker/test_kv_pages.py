@@ -61,7 +61,9 @@ def test_a_stopped_thread_has_ended_and_takes_no_more(monkeypatch):
     monkeypatch.setattr(kv_pages, "take_pages", take)
     pages = KVPages(caches(2))
     assert started.wait(60)
-    threading.Timer(0.05, go_on.set).start()
+    stopped = pages._is_stopped
+    stop = stopped.set
+    monkeypatch.setattr(stopped, "set", lambda: (stop(), go_on.set()))
     pages.stop()
     assert "kv-pages" not in {thread.name for thread in threading.enumerate()}
     assert len(taken) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.widgets.dashboard import glance as glance_module
 from nbengine.widgets.dashboard import plain as plain_module
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.throttle import Throttle
@@ -16,7 +17,7 @@ from nbengine.widgets.dashboard.widget import Dashboard
 from nbengine.widgets.following import feed as feed_module
 from nbengine.widgets.following.feed import EngineFeed
 from tests.unit.magics.dashboard.rig import Script, wait_until
-from tests.unit.widgets.publishing import Publisher
+from tests.unit.widgets.publishing import DEADLINE, Publisher
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LINE", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(Dashboard, "_snapshots", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
+    for module in (dashboard_module, glance_module, plain_module):
+        monkeypatch.setattr(module, "FIRST_STATE_SECONDS", DEADLINE)
 
 
 @pytest.fixture

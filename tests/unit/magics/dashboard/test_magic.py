@@ -120,9 +120,11 @@ def test_a_script_that_cannot_load_is_replaced_when_the_kernel_is_idle(
     kernel_shell: InteractiveShell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_module, "LOADING_SECONDS", 0.1)
-    kernel_shell.run_cell("%dashboard -o board\nimport time; time.sleep(0.3)").raise_error()
     messages = kernel_shell.display_pub.messages
-    assert len(messages) == 1
+    kernel_shell.user_ns["messages"] = messages
+    cell = "%dashboard -o board\nimport time; time.sleep(0.3); num_shown = len(messages)"
+    kernel_shell.run_cell(cell).raise_error()
+    assert kernel_shell.user_ns["num_shown"] == 1
     wait_until(lambda: len(messages) == 2)
     update, data, display_id = messages[1]
     assert update
