@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 TAIL_LINES = 15
 """Lines of a worker's log in the error that names the worker."""
-SHUTDOWN_GRACE, TERM_GRACE = 3.0, 0.3
+SHUTDOWN_GRACE, TERM_GRACE = 2.0, 0.3
 """Seconds that workers get to end by themselves,
 and after SIGTERM. The sum is less than a host gives an engine core."""
 VERDICT_SECONDS = 30.0

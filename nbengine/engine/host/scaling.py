@@ -26,7 +26,7 @@ from nbengine.ipc.control_messages import ChangeGroup, Scaled, ShutdownEngine
 LacksRoom = Callable[[int, int], str | None]
 """A function that says why an engine with a first number of engine cores cannot have a second one, None if it
 can."""
-STOP_GRACE = 5.0
+STOP_GRACE = 3.0
 """Seconds that an engine core has to end when it need not finish requests; then it is killed."""
 
 
