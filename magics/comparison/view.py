@@ -234,14 +234,14 @@ class GridCellView:
         self._live.show(bundle)
 
     def _draw(self) -> None:
-        started = time.perf_counter()
+        started = time.thread_time()
         state = self._state
         fraction = state.num_ended / state.num_answers
         html = self._html.live(state.head, fraction, state.cells if self._stream else [])
         size = self._live.show({"text/plain": live_text(state.head, state.cells), "text/html": html})
         if self._scores is not None:
             size += self._scores.update()
-        self.interval = pause_after(size, time.perf_counter() - started)
+        self.interval = pause_after(size, time.thread_time() - started)
 
 
 class GridTerminalView:

@@ -31,7 +31,7 @@ _UPDATES_PER_SECOND = 250
 def pause_after(size: int, cost: float, num_views: int = 1) -> float:
     """Return the seconds to wait after an update.
 
-    The update sent `size` characters and took `cost` seconds, and it is one of `num_views` views that update.
+    The update sent `size` characters and took its thread `cost` seconds of a processor's time, and it is one of `num_views` views that update.
     """
     share = max(1 / _UPDATES_PER_SECOND, size / _CHARACTERS_PER_SECOND, cost / DUTY)
     return max(UPDATE_SECONDS, num_views * share)
@@ -85,9 +85,9 @@ class CellView:
         reading = prompt_line(result)
         if result.finished or not (self._appearance.stream or reading):
             return
-        started = time.perf_counter()
+        started = time.thread_time()
         size = self._live.show(self._bundle(result, reading, complete=False))
-        cost = time.perf_counter() - started
+        cost = time.thread_time() - started
         self._streaming.add(self)
         self.interval = pause_after(size, cost, len(self._streaming))
 

@@ -160,8 +160,9 @@ def reason_of(client: Watched, *, has_begun: bool = False) -> str:
     if has_begun:
         return ""
     num_waiting = sum(core.num_waiting_reqs for core in cores)
-    if num_waiting:
-        num_running = sum(core.num_running_reqs for core in cores)
+    num_running = sum(core.num_running_reqs for core in cores)
+    # Without one that runs, what waits is about to begin.
+    if num_waiting and num_running:
         waiting = count(num_waiting, "request waits", "requests wait")
         return f"is busy: {count(num_running, 'request runs', 'requests run')}, {waiting}"
     if silent and not cores:

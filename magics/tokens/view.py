@@ -69,9 +69,9 @@ class TokensView:
             return
         if not self._appearance.stream or result.finished:
             return
-        started = time.perf_counter()
+        started = time.thread_time()
         self._show(result)
-        self.interval = max(UPDATE_SECONDS, (time.perf_counter() - started) / DUTY)
+        self.interval = max(UPDATE_SECONDS, (time.thread_time() - started) / DUTY)
 
     def finish(self, result: GenerationResult, note: str = "") -> None:
         """Show the final state, and the branches from now on."""

@@ -23,7 +23,13 @@ from notebook_support.leaks import end_engines, wait_until_clean
 
 StartKernel = Callable[[], Kernel]
 
-WITHOUT_SPARE = "get_config().NBEngine.spare_engine = False\n"
+PATIENT = """\
+from nbengine.magics import engine
+from nbengine.magics.generation import readiness, waits
+engine.STATUS_SECONDS = readiness.PATIENCE = waits.PATIENCE = 60.0
+"""
+"""On a machine that does other things, an engine core that has nothing to do may take a second to say so."""
+WITHOUT_SPARE = f"{PATIENT}get_config().NBEngine.spare_engine = False\n"
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +60,9 @@ def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def with_spare_engines(notebook_environment: dict[str, str]) -> Iterator[None]:
-    """Kernels that start during the test are configured as those of people are."""
+    """Kernels that start during the test are configured as those of people are, apart from their patience."""
     configuration = configuration_of(directory_of(notebook_environment))
-    configuration.unlink()
+    configuration.write_text(PATIENT)
     yield
     configuration.write_text(WITHOUT_SPARE)
 

@@ -15,6 +15,8 @@ from nbengine.client.engines.processes import session_processes, wait_until
 from nbengine.runtime.connection import list_connections
 
 StartKernel = Callable[[], Kernel]
+
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROMPT = "%%generate -o {name} {flags} --temperature 0 --max-tokens 8 --raw\nthe quick brown fox jumps over the dog\n"
 
 
@@ -32,14 +34,20 @@ def test_an_answer_that_is_paused_in_its_middle_says_so_and_the_dashboard_lets_i
     browser = Browser(kernel, model_of(shown.outputs[0]), subshell_of(kernel))
     browser.say(kind="hello")
     browser.wait_for(lambda: browser.num_resets == 1)
-    cell = kernel.start("%%generate --raw --max-tokens 300 -o answer\nhi\n")
+    cell = kernel.start("%%generate --raw --max-tokens 3000 -o answer\nhi\n")
     kernel.wait_for_text(cell, "ABC")
     other.run("%engine pause --mode keep")
     kernel.wait_for_text(cell, "is paused: `%engine resume random-tiny` lets it go on")
     assert browser.subshell_id is not None
+    at_pause = len(cell.text)
     browser.say(kind="go_on")
+    kernel.pump(lambda: len(cell.text) > at_pause + 60, "the rest of the answer")
+    browser.wait_for(lambda: bool(browser.answers))
+    kernel.interrupt()
     kernel.finish(cell)
-    assert kernel.value("len(answer.token_ids)") == 300
+    text = kernel.value("answer.text")
+    assert len(text) > 60
+    assert (ALPHABET * 116).startswith(text)
     assert browser.answers == [{"kind": "goes_on", "error": None}]
     kernel.run("%dashboard --close")
     kernel.run("%engine stop")

@@ -10,8 +10,10 @@ from collections.abc import Callable
 import pytest
 from notebook_support.kernel import Cell, Kernel
 
-DENSE = "%engine start random-tiny --dp 2 --num-blocks 256 -o llm"
-MOE = "%engine start random-tiny-moe --dp 2 --num-blocks 256 -o llm"
+LONG = "--num-blocks 1024 --max-model-len 16000 --hf-overrides '{\"max_position_embeddings\": 16384}'"
+"""For an answer that takes many seconds, however fast the machine is."""
+DENSE = f"%engine start random-tiny --dp 2 {LONG} -o llm"
+MOE = f"%engine start random-tiny-moe --dp 2 {LONG} -o llm"
 ASK = "%%generate {flags} -o answer --temperature 0 --max-tokens {tokens} --set ignore_eos=True\nhello\n"
 SECONDS = 60.0
 
@@ -63,8 +65,8 @@ def test_independent_ranks_answer_join_leave_and_come_back(kernel: Kernel, clean
     )
 
     # One is killed: the notebook goes on with the other, and later with both.
-    pid = int(core_rows(kernel)["0"][1])
-    cell = kernel.start(ASK.format(flags="-t 0", tokens=1900))
+    pid = int(wait_for_row(kernel, "0", lambda row: row[1].isdecimal())[1])
+    cell = kernel.start(ASK.format(flags="-t 0", tokens=15000))
     kernel.pump(lambda: bool(cell.text), "the first words of the cell")
     os.kill(pid, signal.SIGKILL)
     kernel.finish(cell, SECONDS)
@@ -121,8 +123,8 @@ def test_waves_of_ranks_in_lock_step_are_seen_and_a_dead_rank_ends_them(
     kernel.value("len(later.result(60).token_ids)")
 
     # Without one of them the others cannot go on.
-    pid = int(core_rows(kernel)["1"][1])
-    cell = kernel.start(ASK.format(flags="-t 0", tokens=1900))
+    pid = int(wait_for_row(kernel, "1", lambda row: row[1].isdecimal())[1])
+    cell = kernel.start(ASK.format(flags="-t 0", tokens=15000))
     kernel.pump(lambda: bool(cell.text), "the first words of the cell")
     os.kill(pid, signal.SIGKILL)
     kernel.finish(cell, SECONDS)

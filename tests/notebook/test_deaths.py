@@ -15,6 +15,7 @@ from notebook_support.kernel import Kernel
 from notebook_support.lab import DEADLINE_SECONDS
 from notebook_support.leaks import shared_memory
 from notebook_support.paced import start_line
+from stopping import stop
 
 from nbengine.client.engines.processes import session_processes
 from nbengine.runtime.connection import ConnectionInfo, connection_file, list_connections
@@ -56,6 +57,8 @@ def test_a_killed_engine_is_told_with_its_log_and_leaves_nothing(
     assert shared_memory(Path(info.run_dir).parent)
     cell = kernel.start("%%generate -o answer --max-tokens 3000\nhi\n")
     kernel.wait_for_text(cell, "ABC")
+    # The host would end by itself a moment after its core.
+    stop(*(pids[victim] for victim in victims))
     for victim in victims:
         os.kill(pids[victim], signal.SIGKILL)
     kernel.finish(cell)
@@ -89,8 +92,8 @@ def test_a_killed_kernel_leaves_nothing_after_the_keep_alive(
     processes = processes_of(info)
     cell = kernel.start("%%generate --max-tokens 3000\nhi\n")
     kernel.wait_for_text(cell, "ABC")
-    kernel.kill()
     killed_at = time.monotonic()
+    kernel.kill()
     # The kernel's lease ends with its process, its request with the lease; only then the keep-alive begins.
     psutil.wait_procs(processes, timeout=KEEP_ALIVE + 60)
     assert time.monotonic() - killed_at >= KEEP_ALIVE - 0.1

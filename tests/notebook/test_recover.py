@@ -81,14 +81,14 @@ def test_a_page_loaded_again_in_the_middle_of_an_answer_shows_all_of_it(
     cells = [
         "%load_ext nbengine",
         start_line(tokens_per_second=200),
-        "%%generate -o answer --max-tokens 1000\nWrite the <b>alphabet</b>",
+        "%%generate -o answer --max-tokens 1600\nWrite the <b>alphabet</b>",
         "%engine recover -o again",
         "again is answer, answer.finish_reason, len(answer.text)",
         "%load_ext nbengine\n%engine recover -l\n%engine recover",
         "%engine stop",
     ]
     page = open_lab("demo.ipynb", cells)
-    whole = (ALPHABET * 39)[:1000]
+    whole = (ALPHABET * 62)[:1600]
     for cell in range(3):
         run_cell(page, cell)
     wait_for_text(page, ALPHABET * 2, 2)
@@ -102,8 +102,8 @@ def test_a_page_loaded_again_in_the_middle_of_an_answer_shows_all_of_it(
     shown = output_of(page, 3)
     assert whole in shown
     assert "Write the <b>alphabet</b>" in shown
-    assert "1,000 tokens" in shown
-    assert "(True, 'length', 1000)" in output_of(page, 4)
+    assert "1,600 tokens" in shown
+    assert "(True, 'length', 1600)" in output_of(page, 4)
     screenshot(page, "recover-after-reload")
     restart_kernel(page)
     run_cell(page, 5)

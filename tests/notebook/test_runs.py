@@ -14,7 +14,7 @@ ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 def test_runs_outlive_kernels_and_are_asked_again(start_kernel: StartKernel) -> None:
     first = start_kernel()
-    first.run(start_line(tokens_per_second=2000))
+    first.run(start_line(tokens_per_second=200))
     first.run("%%generate --max-tokens 5 -o one\nthe first question")
     first.run("%%generate --max-tokens 3,6\nthe second question")
     cell = first.start("%%generate --max-tokens 3000 --seed 5\nthe third question")
@@ -23,6 +23,8 @@ def test_runs_outlive_kernels_and_are_asked_again(start_kernel: StartKernel) -> 
     first.finish(cell)
     first.run("%config NBEngine.keep_runs = False")
     first.run("%generate --max-tokens 5 a secret")
+    # What has ended is written beside the cells.
+    assert first.value("len(__import__('nbengine').runs(find='the third question'))") == 1
     # It is killed, and the engine goes on with another kernel.
     first.restart(now=True)
     first.run("import nbengine")

@@ -43,15 +43,15 @@ def texts(cell: Cell) -> list[str]:
 
 
 def test_the_text_grows_in_place_and_is_shown_once(notebook: Kernel) -> None:
-    cell = notebook.run("%%generate -o answer --max-tokens 100\nhi\n")
+    cell = notebook.run("%%generate -o answer --max-tokens 300\nhi\n")
     assert len(cell.outputs) == 1
     assert set(cell.outputs[0]["data"]) == {"text/plain", "text/html"}
-    expected = (ALPHABET * 4)[:100]
+    expected = (ALPHABET * 12)[:300]
     assert texts(cell)[-1] == expected
     # A view is drawn when it has time: at least in the middle and at the end.
     assert len(set(texts(cell))) >= 2
     assert all(expected.startswith(text) for text in texts(cell))
-    assert "100 tokens" in cell.text
+    assert "300 tokens" in cell.text
     assert notebook.value("(answer.text, _ is answer, answer.finish_reason)") == (expected, True, "length")
     again = notebook.run("answer")
     assert ALPHABET not in again.text
@@ -60,17 +60,21 @@ def test_the_text_grows_in_place_and_is_shown_once(notebook: Kernel) -> None:
 
 def test_every_token_reaches_the_cell_while_others_are_made(notebook: Kernel, times_file: Path) -> None:
     times_file.write_text("")
-    cell = notebook.run("%%generate --max-tokens 400\nhi\n")
+    cell = notebook.start("%%generate -o answer --max-tokens 3000\nhi\n")
+    # All of them take 15 seconds. How soon, and what it costs: benchmarks/bench_streaming.py.
+    notebook.pump(lambda: len(cell.updates) > 10 or cell.ended > 0, "updates of the cell")
+    notebook.interrupt()
+    notebook.finish(cell)
+    num_tokens, reason = notebook.value("(len(answer.token_ids), answer.finish_reason)")
+    assert reason == "abort"
+    assert len(cell.updates) > 10
+    wait_until_idle(notebook)
     made = [float(line) for line in times_file.read_text().split()]
-    assert len(made) == 400
     delays: list[float] = []
     for (arrived, _), text in zip(cell.updates, texts(cell), strict=True):
         delays += [arrived - made[index] for index in range(len(delays), len(text))]
-    assert len(delays) == 400
+    assert len(delays) == num_tokens <= len(made) < 3000
     assert min(delays) > 0
-    # How soon, and what it costs: benchmarks/bench_streaming.py.
-    assert cell.updates[0][0] < made[-1]
-    assert len(cell.updates) > 10
 
 
 def test_an_interrupt_ends_the_request_and_keeps_the_text(notebook: Kernel) -> None:

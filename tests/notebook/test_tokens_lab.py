@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from chromium import needs_chromium
 from notebook_support.desk import OpenLab
 from notebook_support.lab import NOTEBOOK, output_of, run_command, wait_for_prompt
 from playwright.sync_api import Page, expect
+from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
 FLAGS = "--raw --temperature 0 --max-tokens 40 --set ignore_eos=true"
 PROMPT = "the quick brown fox jumps over the lazy dog"
@@ -29,8 +31,14 @@ pytestmark = [
 
 def choose(page: Page, token: int, alternative: int) -> None:
     """Click a token and then one of its alternatives."""
-    page.locator(".nbt-token").nth(token).click()
-    page.locator(".nbt-popover button").nth(alternative).click()
+    other = page.locator(".nbt-popover:popover-open button").nth(alternative)
+    # Everything may come once more in between, which closes it.
+    for _ in range(5):
+        page.locator(".nbt-token").nth(token).click()
+        with contextlib.suppress(PlaywrightTimeoutError):
+            other.click(timeout=3000)
+            return
+    raise AssertionError("no alternative can be chosen")
 
 
 def run_cell(page: Page, cell: int) -> None:

@@ -39,7 +39,7 @@ SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
 QUIET = 2.0
 """Seconds since the last frame after which a sign of life is answered."""
-FIRST_STATE_SECONDS = 1.0
+FIRST_STATE_SECONDS = 5.0
 """Seconds that a picture waits for the engine to report its state."""
 SNAPSHOT_INTERVAL = 5.0
 """The least seconds between two snapshots."""

@@ -53,8 +53,12 @@ class WaveRecording:
 
     def _follow(self) -> None:
         with StatsSubscriber(self._info) as subscriber:
-            while not self._closing.is_set():
-                message = subscriber.poll(_PATIENCE)
+            while True:
+                is_closing = self._closing.is_set()
+                # What was published before the end is read to its end.
+                message = subscriber.poll(0 if is_closing else _PATIENCE)
+                if message is None and is_closing:
+                    return
                 if isinstance(message, EngineStats):
                     with self._lock:
                         self._recorder.take(message)

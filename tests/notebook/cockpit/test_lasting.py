@@ -76,7 +76,7 @@ def test_a_dashboard_lasts_over_a_reload_a_restart_of_the_kernel_and_the_end_of_
     alone.route(re.compile("/api/(sessions|kernels)"), lambda route: route.abort())
     alone.goto(f"{desk.address}/lab/workspaces/alone/tree/long.ipynb?reset&token={TOKEN}")
     again = alone.locator(".jp-CodeCell").nth(after).locator(".jp-Cell-outputArea")
-    expect(again.locator("img").first).to_be_visible(timeout=20_000)
+    expect(again.locator("img").first).to_be_visible()
     assert again.inner_text() == shown
     screenshot(again, "dashboard-final")
     assert faults_of_layout(again) == []

@@ -43,8 +43,8 @@ def test_a_dashboard_changes_and_aborts(seven: Cockpit) -> None:
 
 
 def test_an_answer_that_a_reload_has_cut_off_is_shown_again(seven: Cockpit) -> None:
-    whole = (ALPHABET * 31)[:800]
-    cell = seven.start("%%generate --max-tokens 800\nhi")
+    whole = (ALPHABET * 58)[:1500]
+    cell = seven.start("%%generate --max-tokens 1500\nhi")
     seven.wait_for_text(cell, ALPHABET)
     save(seven.page)
     reload(seven.page)

@@ -42,6 +42,13 @@ def engine_remains(directory: Path) -> list[str]:
     return remains
 
 
+def remains_now(directory: Path) -> list[str]:
+    """Do what `engine_remains` does; a directory may go while it is read."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return engine_remains(directory)
+
+
 def end_engines() -> None:
     """End every engine that has a connection file."""
     for engine in list_engines():
@@ -51,7 +58,7 @@ def end_engines() -> None:
 def wait_until_clean(directory: Path) -> None:
     """Fail if something is still there after a while; then clean up, so that one test fails and not all."""
     end = time.monotonic() + SETTLE_SECONDS
-    while remains := engine_remains(directory):
+    while remains := remains_now(directory):
         if time.monotonic() > end:
             end_engines()
             raise AssertionError("left behind: " + "; ".join(remains))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineDeadError, InvalidArgumentError
 from nbengine.magics.extension import Extension
 from nbengine.magics.generation.result import GenerationResult
-from nbengine.magics.generation.view import UPDATE_SECONDS, Appearance, CellView
+from nbengine.magics.generation.view import DUTY, UPDATE_SECONDS, Appearance, CellView
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.outputs import CompletionOutput
+from nbengine.widgets.live import LiveDisplay, MimeBundle
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kernel_cells import publisher, run, until
 
@@ -304,6 +306,23 @@ def test_long_answers_are_updated_less_often(kernel_shell: InteractiveShell) -> 
     result.outputs = [CompletionOutput(0, "x" * 100_000, [1])]
     view.update(result)
     assert 200_000 / view.interval < 300_000
+
+
+def test_a_pause_of_the_machine_while_an_answer_is_drawn_does_not_slow_it_down(
+    kernel_shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = LiveDisplay.show
+
+    def show_late(self: LiveDisplay, bundle: MimeBundle) -> int:
+        time.sleep(0.1)
+        return show(self, bundle)
+
+    monkeypatch.setattr(LiveDisplay, "show", show_late)
+    result = GenerationResult("r", "prompt")
+    result.outputs = [CompletionOutput(0, "short", [1])]
+    view = CellView(kernel_shell, Appearance())
+    view.update(result)
+    assert view.interval < 0.1 / DUTY
 
 
 async def test_ticking_wakes_an_idle_loop() -> None:

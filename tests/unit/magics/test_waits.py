@@ -157,6 +157,12 @@ def test_until_something_comes_a_cell_says_once_what_it_waits_for(
     assert reasons(capsys, monkeypatch, begun, 3) == []
 
 
+def test_a_request_that_waits_for_no_other_one_is_about_to_begin(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reasons(capsys, monkeypatch, WaitNotice([Busy(SchedulerStats(num_waiting_reqs=1))]), 3) == []
+
+
 def test_a_line_a_reason_whatever_the_numbers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     states = [SchedulerStats(num_running_reqs=4, num_waiting_reqs=n) for n in (9, 8, 7)]
     states += [SchedulerStats(sleep_level=1), SchedulerStats()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -23,6 +24,16 @@ def begin(publisher: Publisher) -> None:
 
 def end(publisher: Publisher) -> None:
     publisher.publish(RequestFinished(0, publisher.time, "stop"), num_running_reqs=0)
+
+
+@contextmanager
+def late(publisher: Publisher) -> Iterator[None]:
+    """The engine answers only after more than a second."""
+    publisher._lock.acquire()
+    timer = threading.Timer(1.2, publisher._lock.release)
+    timer.start()
+    yield
+    timer.join()
 
 
 def is_running(listener: Listener) -> None:
@@ -117,7 +128,8 @@ def test_a_dashboard_that_nobody_looks_at_is_closed_with_how_things_stand(
     assert "running" in dashboard.static()["text/plain"]
     is_left_alone(publisher, 2)
     end(publisher)
-    dashboard.close()
+    with late(publisher):
+        dashboard.close()
     assert "· idle" in dashboard.static()["text/plain"]
     feed.join(DEADLINE)
     assert not feed.is_running

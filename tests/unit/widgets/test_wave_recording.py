@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from nbengine.ipc.messages import STATS_TOPIC
 from nbengine.ipc.sockets import make_socket
 from nbengine.metrics.stats import EngineStats, SchedulerStats
 from nbengine.runtime.connection import ConnectionInfo
+from nbengine.widgets.waves import recording as recording_module
 from nbengine.widgets.waves.recording import WaveRecording
 
 DEADLINE = 60.0
@@ -83,6 +85,40 @@ def test_what_is_published_meanwhile_is_recorded(info: ConnectionInfo, publisher
             time.sleep(0.005)
     assert recording.timeline.spans[-1].seconds == pytest.approx(1.0)
     assert recording.timeline.engine == "dense"
+
+
+def test_what_lies_unread_at_the_end_is_recorded(
+    info: ConnectionInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.time()
+
+    class Unread:
+        """A subscriber that gets no time between the first message and the end of the recording."""
+
+        def __init__(self, info: ConnectionInfo) -> None:
+            self.messages = [
+                EngineStats([SchedulerStats(0, step_counter=steps)], timestamp=began + moment)
+                for steps, moment in ((1, 0.0), (100_000, 100.0), (100_007, 101.0))
+            ]
+            self.is_first = True
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def poll(self, timeout: float) -> EngineStats | None:
+            if not self.is_first:
+                assert recording._closing.wait(DEADLINE)
+            self.is_first = False
+            return self.messages.pop(0) if self.messages else None
+
+    monkeypatch.setattr(recording_module, "StatsSubscriber", Unread)
+    recording = WaveRecording(info)
+    with recording:
+        pass
+    assert recording.timeline.spans[-1].ranks[0].steps == 7
 
 
 def test_an_engine_that_has_gone_is_not_waited_for(info: ConnectionInfo) -> None:
