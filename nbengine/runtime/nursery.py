@@ -36,7 +36,7 @@ from nbengine.runtime.processes import (
 
 logger = logging.getLogger(__name__)
 
-LAST_BREATH = 1.0
+LAST_BREATH = 10.0
 """Seconds that the nursery may take to end once its end of the line has."""
 TAIL_LINES = 15
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37

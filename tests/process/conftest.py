@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ pytest.register_assert_rewrite("process_support")
 from process_support.engine_under_test import EngineUnderTest, fake_config
 from process_support.leaks import leftovers, set_modules_aside, take_snapshot
 
+from nbengine.client.engines import directory
+
 StartEngine = Callable[..., EngineUnderTest]
 
 
@@ -28,6 +31,32 @@ def private_socket_dir() -> Iterator[Path]:
     ):
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def orphans_of_other_runs_left_alone(monkeypatch: pytest.MonkeyPatch, private_runtime_dir: Path) -> None:
+    """Let no test reap, or be kept from it by, what the tests of another process have just killed the host of."""
+    find = directory._find_orphans
+
+    def is_of_this_run(pid: int) -> bool:
+        try:
+            log = os.readlink(f"/proc/{pid}/fd/2")
+        except OSError:
+            # It has ended meanwhile, and keeps nobody from anything.
+            return False
+        return not log.endswith(".log") or log.startswith(f"{private_runtime_dir}/")
+
+    monkeypatch.setattr(
+        directory, "_find_orphans", lambda: [each for each in find() if is_of_this_run(each.pid)]
+    )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients wait for processes that get no processor for a while."""
+    monkeypatch.setattr("nbengine.client.link.ready_wait.ATTACH_PATIENCE", 60.0)
+    monkeypatch.setattr("nbengine.client.link.ready_wait.HOST_PATIENCE", 60.0)
+    monkeypatch.setattr("nbengine.client.link.engine_verdict.LAST_WORDS_TIMEOUT", 60.0)
 
 
 @contextmanager

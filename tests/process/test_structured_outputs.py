@@ -266,7 +266,7 @@ def test_a_bad_constraint_fails_alone_beside_a_running_stream(no_leftovers: None
     client = AsyncLLM("random-tiny", num_gpu_blocks_override=64, max_model_len=1024)
     try:
         running = client.submit("hello", SamplingParams(temperature=0, max_tokens=600, ignore_eos=True))
-        running.get_blocking(timeout=60)
+        answer = running.get_blocking(timeout=60)
         cases = [*BAD, {"json": SLOW}, {"json": SLOW}]
         random.Random(0).shuffle(cases)
         for constraint in cases:
@@ -279,9 +279,9 @@ def test_a_bad_constraint_fails_alone_beside_a_running_stream(no_leftovers: None
         while not output.finished:
             output = fine.get_blocking(timeout=60)
         assert check_json("flat", output)
-        while not (output := running.get_blocking(timeout=60)).finished:
-            pass
-        assert len(output.outputs[0].token_ids) == 600
+        while not answer.finished:
+            answer = running.get_blocking(timeout=60)
+        assert len(answer.outputs[0].token_ids) == 600
         (engine,) = client.stats_blocking().engines
         assert engine.num_free_blocks == engine.num_blocks
     finally:

@@ -17,6 +17,7 @@ from nbengine.runtime.connection import ConnectionInfo
 PAUSE = 0.02
 """Least seconds between two heartbeats for those who ask: a host drops the messages of a client that sends hundreds a
 second, and every later answer would be taken for that of the heartbeat before."""
+STOPPED = "its process is stopped (SIGSTOP?)"
 LONGEST_LOOK = 2.0
 """Seconds between two looks: if more have passed, the client itself did not run, and could not hear."""
 
@@ -105,8 +106,10 @@ class HostAnswers:
     def _silent_host(self, now: float) -> Stalled | None:
         since = self._stopped_since
         if since is not None and now - since >= self._report_after:
-            return Stalled(HOST_RANK, now - since, "its process is stopped (SIGSTOP?)")
+            return Stalled(HOST_RANK, now - since, STOPPED)
         sent_at = self._sent[0][0] if self._sent else now
         if now - sent_at >= self._silence:
-            return Stalled(HOST_RANK, now - sent_at, f"pid {self._info.host_pid}")
+            # This is said only once: the stop, if it is newer than the silence, could not be told later.
+            why = f"pid {self._info.host_pid}" if since is None else STOPPED
+            return Stalled(HOST_RANK, now - sent_at, why)
         return None

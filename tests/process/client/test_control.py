@@ -38,8 +38,14 @@ SLOW = {"step_seconds": 0.002}
 
 
 @pytest.fixture(scope="module")
-def shared_async(start_shared: Callable[..., AsyncLLM]) -> AsyncLLM:
-    return start_shared(AsyncLLM, bound=False, knobs=SLOW)
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there the engine takes so long for a step that no stream ends."""
+    return tmp_path_factory.mktemp("pace") / "slow"
+
+
+@pytest.fixture(scope="module")
+def shared_async(start_shared: Callable[..., AsyncLLM], slow: Path) -> AsyncLLM:
+    return start_shared(AsyncLLM, bound=False, knobs={**SLOW, "slow": str(slow)})
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +202,19 @@ async def soon(awaitable: Awaitable[Any]) -> Any:
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 @pytest.mark.parametrize("how", ["pause", "sleep"])
-async def test_streams_are_kept_or_ended_and_later_requests_wait(llm: AsyncLLM, how: str, mode: str) -> None:
+async def test_streams_are_kept_or_ended_and_later_requests_wait(
+    llm: AsyncLLM, slow: Path, how: str, mode: str
+) -> None:
     other = AsyncLLM.attach(llm.name)
     try:
+        slow.touch()
         running = Reader(other)
         await soon(running.beginning.wait())
+        if mode == "wait":
+            # It waits for the stream's end, whenever that comes.
+            slow.unlink()
         await soon(llm.pause_generation(mode) if how == "pause" else llm.sleep(1, mode))
+        slow.unlink(missing_ok=True)
         (stats,) = (await llm.stats()).engines
         assert (stats.is_paused, stats.is_sleeping) == (how == "pause", how == "sleep")
         late = Reader(llm)
@@ -220,16 +233,21 @@ async def test_streams_are_kept_or_ended_and_later_requests_wait(llm: AsyncLLM, 
         assert running.tokens == EXPECTED[: len(running.tokens)]
         assert (running.tokens == EXPECTED) == (mode != "abort")
     finally:
+        slow.unlink(missing_ok=True)
         other.detach()
 
 
 async def test_it_does_not_sleep_over_requests_unless_told_what_to_do_with_them(
-    llm: AsyncLLM,
+    llm: AsyncLLM, slow: Path
 ) -> None:
-    running = Reader(llm)
-    await soon(running.beginning.wait())
-    with pytest.raises(UtilityError, match="1 unfinished requests are not paused"):
-        await llm.sleep()
+    slow.touch()
+    try:
+        running = Reader(llm)
+        await soon(running.beginning.wait())
+        with pytest.raises(UtilityError, match="1 unfinished requests are not paused"):
+            await llm.sleep()
+    finally:
+        slow.unlink()
     await soon(running.task)
     assert running.tokens == EXPECTED
 

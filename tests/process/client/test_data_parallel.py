@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 from process_support.engine_under_test import wait_for
@@ -29,13 +30,19 @@ NUM_STREAMS = amount(300, thorough=600)
 
 
 @pytest.fixture(scope="module")
-def shared_async(start_shared: Callable[..., AsyncLLM]) -> AsyncLLM:
-    return start_shared(AsyncLLM, data_parallel_size=2, knobs={"step_seconds": 0.01})
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there no step of the shared engine ends."""
+    return tmp_path_factory.mktemp("pace") / "hold"
+
+
+@pytest.fixture(scope="module")
+def shared_async(start_shared: Callable[..., AsyncLLM], hold: Path) -> AsyncLLM:
+    return start_shared(AsyncLLM, data_parallel_size=2, knobs={"step_seconds": 0.03, "hold": str(hold)})
 
 
 @pytest.fixture(scope="module")
 def shared_llm(start_shared: Callable[..., LLM]) -> LLM:
-    return start_shared(LLM, data_parallel_size=2, knobs={"step_seconds": 0.01})
+    return start_shared(LLM, data_parallel_size=2, knobs={"step_seconds": 0.03})
 
 
 @pytest.fixture
@@ -128,8 +135,17 @@ async def test_an_abort_reaches_the_rank_that_has_the_request_and_only_that_one(
     await until_load(llm, [0, 0])
 
 
-async def test_requests_that_come_at_once_are_spread_evenly(llm: AsyncLLM) -> None:
-    streams = await asyncio.gather(*(begin(llm) for _ in range(10)))
+async def test_requests_that_come_at_once_are_spread_evenly(llm: AsyncLLM, hold: Path) -> None:
+    # The first outputs of a rank, which make it look less busy, would come in the middle of them.
+    hold.touch()
+    try:
+        beginning = [asyncio.create_task(begin(llm)) for _ in range(10)]
+        async with asyncio.timeout(60):
+            while llm.engine_core.cores.router.num_in_flight < 10:
+                await asyncio.sleep(0.01)
+    finally:
+        hold.unlink()
+    streams = await asyncio.gather(*beginning)
     assert await load(llm) == [5, 5]
     await asyncio.gather(*(stream.aclose() for stream in streams))
 

@@ -108,8 +108,10 @@ async def test_requests_without_output_are_sent_elsewhere_when_their_rank_is_kil
     final = params(output_kind=RequestOutputKind.FINAL_ONLY)
     embedded = asyncio.create_task(anext(llm.generate({"prompt_embeds": embeds}, final)))
     await until(lambda: in_flight(llm) == 10, "all requests on their way")
-    os.kill(pid_of(llm, 1), signal.SIGKILL)
-    await until(lambda: usable(llm) == [0], "news of the death")
+    pid = pid_of(llm, 1)
+    os.kill(pid, signal.SIGKILL)
+    # The rank may be back before this is looked at.
+    await until(lambda: usable(llm) == [0] or pid_of(llm, 1) != pid, "news of the death")
     hold.unlink()
     assert await asyncio.gather(*tasks) == [counted_from(first) for first in range(6)]
     assert [completion.token_ids for completion in (await whole).outputs] == [counted_from(50)] * 3
@@ -118,7 +120,7 @@ async def test_requests_without_output_are_sent_elsewhere_when_their_rank_is_kil
 
 
 async def test_streams_of_a_killed_rank_fail_alone_and_the_rank_comes_back(start_async: StartAsync) -> None:
-    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.005})
+    llm = start_async(data_parallel_size=2, knobs={"step_seconds": 0.03})
     pid = pid_of(llm, 1)
     doomed = await begin(llm, 1)
     lucky = await begin(llm, 0)
@@ -142,9 +144,11 @@ async def test_a_request_for_a_killed_rank_waits_until_that_rank_is_back(
     llm = start_async(data_parallel_size=2, knobs={"hold": str(hold)})
     waiting = asyncio.create_task(collect(llm, 5, rank=1))
     await until(lambda: in_flight(llm) == 1, "the request on its way")
-    os.kill(pid_of(llm, 1), signal.SIGKILL)
+    pid = pid_of(llm, 1)
+    os.kill(pid, signal.SIGKILL)
     router = llm.engine_core.cores.router
-    await until(lambda: router.num_waiting == 1, "the request waits")
+    # It waits no more if the rank is back before this is looked at.
+    await until(lambda: router.num_waiting == 1 or pid_of(llm, 1) != pid, "the request waits")
     late = asyncio.create_task(collect(llm, 6, rank=1))
     hold.unlink()
     assert await waiting == counted_from(5)
@@ -161,11 +165,12 @@ async def test_a_call_to_a_killed_rank_fails_at_once(start_async: StartAsync) ->
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(UtilityError, match="stats: engine core 1 has ended"):
         await pending
-    assert [engine.engine_index for engine in (await llm.stats()).engines] == [0]
+    asked = [engine.engine_index for engine in (await llm.stats()).engines]
+    assert asked == [0] or pid_of(llm, 1) != pid
 
 
 async def test_a_rank_whose_model_breaks_is_reported_with_its_cause(start_async: StartAsync) -> None:
-    knobs = {"fail_at_token": 30, "step_seconds": 0.005, "vocab_size": 100_000}
+    knobs = {"fail_at_token": 30, "step_seconds": 0.03, "vocab_size": 100_000}
     llm = start_async(data_parallel_size=2, knobs=knobs)
     # It counts on from there, and never comes to 30.
     lucky = await begin(llm, 0, first=30)
@@ -182,8 +187,12 @@ async def test_when_the_last_rank_dies_everything_ends_with_one_clear_error(
     llm = start_async(data_parallel_size=2, knobs={"hold": str(hold)})
     waiting = [asyncio.create_task(collect(llm, first)) for first in range(4)]
     await until(lambda: in_flight(llm) == 4, "the requests on their way")
-    for rank in (0, 1):
-        os.kill(pid_of(llm, rank), signal.SIGKILL)
+    # The host could start one again before the other is killed.
+    pids = [pid_of(llm, rank) for rank in (0, 1)]
+    stop(llm.connection.host_pid, *pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    os.kill(llm.connection.host_pid, signal.SIGCONT)
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, EngineDeadError)
 
@@ -279,8 +288,7 @@ async def test_a_follower_of_the_prefix_caches_goes_on_with_a_rank_that_was_star
         for rank, first in ((0, 1), (1, 50), (1, 100)):
             await collect(llm, first, rank=rank)
         # 20 tokens fill 5 blocks, but the last is not computed.
-        await asyncio.to_thread(follow_until, lambda: len(mirrors[1].blocks) == 10)
-        assert len(mirrors[0].blocks) == 5
+        await asyncio.to_thread(follow_until, lambda: [len(m.blocks) for m in mirrors.values()] == [5, 10])
         await asyncio.to_thread(
             follow_until, lambda: [len(trace.mirrors[rank].finished) for rank in range(2)] == [1, 2]
         )

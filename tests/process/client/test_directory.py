@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from engine_processes import kill_all
+from engine_processes import is_running, kill_all
 from process_support.engine_under_test import wait_for
 from stopping import stop
 
@@ -39,7 +40,13 @@ from nbengine.ipc.liveness import (
     machine_id,
     this_process,
 )
-from nbengine.runtime.connection import ConnectionInfo, connection_file, write_connection, write_engine_file
+from nbengine.runtime.connection import (
+    ConnectionInfo,
+    connection_file,
+    log_dir,
+    write_connection,
+    write_engine_file,
+)
 from nbengine.runtime.directories import EngineDirectories
 from nbengine.runtime.logs import log_end, worker_log_path
 
@@ -127,9 +134,17 @@ def leave_behind() -> Iterator[Callable[[str], tuple[ProcessIdentity, psutil.Pro
 
     def start(title: str) -> tuple[ProcessIdentity, psutil.Process]:
         script = f"(exec -a '{title}' sleep 60) >/dev/null & echo $!; read"
-        with subprocess.Popen(
-            ["bash", "-c", script], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as popen:
+        # By its log the tests of other processes know that it is none of theirs.
+        with (
+            (log_dir() / "left.log").open("w") as log,
+            subprocess.Popen(
+                ["bash", "-c", script],
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            ) as popen,
+        ):
             leader = identity_of(popen.pid)
             assert leader is not None
             left.append(psutil.Process(int(popen.stdout.readline())))
@@ -138,7 +153,7 @@ def leave_behind() -> Iterator[Callable[[str], tuple[ProcessIdentity, psutil.Pro
 
     yield start
     for process in left:
-        if process.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
@@ -159,7 +174,7 @@ def test_reaping_kills_a_core_that_could_not_follow_its_host(leave_behind) -> No
     report = reap()
     assert report.dead == ["orphaned"]
     assert report.killed_pids == [core.pid]
-    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+    assert not is_running(core)
     assert not Path(info.run_dir).exists()
 
 
@@ -246,7 +261,7 @@ def test_an_engine_from_before_a_boot_of_this_machine_is_dead_and_in_nobodys_way
 def test_a_process_that_has_outlived_its_engine_is_found_without_any_file(leave_behind, title: str) -> None:
     _, process = leave_behind(title)
     assert process.pid in reap().killed_pids
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert not is_running(process)
 
 
 def is_titled(process: psutil.Process, title: str) -> bool:

@@ -107,9 +107,8 @@ def other(llm: LLM) -> Iterator[AsyncLLM]:
 def neighbour(other: AsyncLLM) -> Iterator[RequestOutputCollector]:
     """A stream that runs while others ask wrongly; it must bring exactly its tokens."""
     collector = other.submit({"prompt_token_ids": [5]}, NEIGHBOUR)
-    collector.get_blocking(timeout=60)
-    yield collector
     output = collector.get_blocking(timeout=60)
+    yield collector
     while not output.finished:
         output = collector.get_blocking(timeout=60)
     assert output.outputs[0].token_ids == list(range(6, 206))

@@ -101,12 +101,15 @@ async def test_an_abort_and_a_cancelled_task_end_the_request_in_the_engine(llm: 
     aborted = asyncio.create_task(llm.embed(prompt, PoolingParams(), "mine"))
     cancelled = asyncio.create_task(llm.embed(prompt))
     await asyncio.sleep(0)
+    # All has been asked for, and nothing more is computed until both have ended.
+    await llm.pause_generation("keep")
     await llm.abort("mine")
     with pytest.raises(RequestError, match="request mine was aborted"):
         await aborted
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
+    await llm.resume_generation()
     await asyncio.gather(*busy)
     (stats,) = (await llm.stats()).engines
     assert stats.num_running_reqs == stats.num_waiting_reqs == 0

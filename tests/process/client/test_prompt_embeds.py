@@ -188,7 +188,7 @@ async def test_a_lost_lease_takes_the_arena_along_and_the_next_gets_its_own(
 ) -> None:
     # Heartbeats alone keep the leases of a process that the host cannot look at.
     monkeypatch.setattr("nbengine.client.link.lease.this_process", lambda: ProcessIdentity(0, 0))
-    llm = start_async(knobs=KNOBS, lease=1.0)
+    llm = start_async(knobs=KNOBS, lease=3.0)
     client, info = llm.engine_core, llm.connection
     prompt = {"prompt_embeds": embeds(LARGE, 10)}
     before = [output async for output in llm.generate(prompt, GREEDY)][-1]

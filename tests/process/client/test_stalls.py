@@ -26,7 +26,7 @@ StartAsync = Callable[..., AsyncLLM]
 StartLLM = Callable[..., LLM]
 PROMPT = {"prompt_token_ids": [5]}
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-TIMEOUT = 4.0
+TIMEOUT = 8.0
 REPORTED = ProgressDeadlines.of_step_timeout(TIMEOUT).to_report("step")
 LEASE = 1.0
 SLACK = 30.0
@@ -81,13 +81,15 @@ async def test_whichever_process_is_stopped_a_word_comes_soon_nothing_else_waits
     for name, pid in (("host", info.host_pid), ("core 0", llm.ready.pid)):
         with held(pid) as since:
             wait_for(lambda: llm.stall, "a word", REPORTED + SLACK)
-            assert time.monotonic() - since >= REPORTED - 0.5
+            # It may have had no processor before it was stopped.
+            assert time.monotonic() - since >= REPORTED / 4
             assert llm.stall.startswith(f"{name}: no ")
             assert "its process is stopped (SIGSTOP?)" in llm.stall
             (listing,) = quickly(list_engines)
             assert listing.state == "stopped"
             assert isinstance(quickly(AsyncLLM.attach, info.name), EngineStalledError)
-            _, silent = quickly(llm.stats_within, 0.3)
+            # A core that runs answers, when it gets a processor.
+            _, silent = quickly(llm.stats_within, 0.3 if name == "core 0" else 10.0)
             assert silent == ([0] if name == "core 0" else [])
             with pytest.raises(EngineStalledError, match=f"{name}: no .*its process is stopped"):
                 await llm.check_health(0.3)
@@ -109,8 +111,12 @@ async def test_whichever_process_is_stopped_a_word_comes_soon_nothing_else_waits
     assert other.returncode == 0
     with held(llm.ready.pid) as since:
         wait_for(lambda: llm.death, "the end", TIMEOUT + 2 * SLACK)
-        assert time.monotonic() - since >= TIMEOUT - 0.5
-    assert re.search(r"engine core 0 made no progress for [45] s, .*; its process is stopped", str(llm.death))
+        assert time.monotonic() - since >= TIMEOUT * 2 / 3
+    said = re.search(
+        r"engine core 0 made no progress for (\d+) s, .*; its process is stopped", str(llm.death)
+    )
+    assert said is not None
+    assert int(said[1]) >= TIMEOUT
     wait_for(lambda: not session_processes(info), "the end of all processes")
     with pytest.raises(EngineDeadError):
         await llm.check_health()
@@ -121,12 +127,12 @@ async def test_a_step_that_never_ends_ends_its_rank_with_the_stack_and_the_rank_
 ) -> None:
     hold = tmp_path / "hold"
     llm = start_async(
-        knobs={"step_seconds": 0.01, "hold": str(hold)}, step_timeout=1.0, data_parallel_size=2, bound=False
+        knobs={"step_seconds": 0.01, "hold": str(hold)}, step_timeout=3.0, data_parallel_size=2, bound=False
     )
     stream = llm.generate(PROMPT, ENDLESS, data_parallel_rank=1)
     await anext(stream)
     hold.touch()
-    with pytest.raises(RequestLostError, match=r"engine core 1 made no progress for 1 s, in step \d"):
+    with pytest.raises(RequestLostError, match=r"engine core 1 made no progress for [34] s, in step \d"):
         async for _ in stream:
             pass
     hold.unlink()
@@ -140,11 +146,11 @@ async def test_one_attaches_to_a_core_that_lets_nobody_else_have_the_interpreter
     start_async: StartAsync, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hog = tmp_path / "hog"
-    llm = start_async(knobs={"step_seconds": 0.01, "hog": str(hog)}, bound=False)
+    llm = start_async(knobs={"step_seconds": 0.03, "hog": str(hog)}, bound=False)
     stream = llm.generate(PROMPT, ENDLESS)
     await anext(stream)
     monkeypatch.setattr("nbengine.client.link.ready_wait.ATTACH_PATIENCE", 0.3)
-    seconds, begun = 2.0, time.monotonic()
+    seconds, begun = 4.0, time.monotonic()
     (tmp_path / "new").write_text(str(int(seconds * 1e6)))
     (tmp_path / "new").rename(hog)
     wait_for(lambda: not hog.exists(), "the step")

@@ -73,7 +73,7 @@ async def test_what_a_killed_client_had_asked_for_is_found_by_its_successor(
     start_async: StartAsync, script: Script
 ) -> None:
     owner = start_async(
-        name="kept", bound=False, session="owner", data_parallel_size=2, knobs={"step_seconds": 0.01}
+        name="kept", bound=False, session="owner", data_parallel_size=2, knobs={"step_seconds": 0.04}
     )
     victim = script(VICTIM)
     assert victim.stdout is not None

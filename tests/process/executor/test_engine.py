@@ -6,17 +6,19 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from engine_processes import is_running
 from process_support.engine_under_test import EngineUnderTest, wait_for
 from process_support.fake_worker import FAKE_WORKERS_EXECUTOR
+from process_support.raw_client import RawClient
 from stopping import stop
 
 from nbengine.client.engines.directory import reap
 from nbengine.config import ParallelConfig, SchedulerConfig
-from nbengine.ipc.control_messages import EngineDead, Progress
+from nbengine.ipc.control_messages import Attached, EngineDead, Progress
 from nbengine.runtime.logs import worker_log_path
 
 NOTICED = 60.0
@@ -50,6 +52,24 @@ def workers(engine: EngineUnderTest, count: int) -> list[psutil.Process]:
     return found()
 
 
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """A file, for `hold_start`: the loads begin when it is removed."""
+    path = tmp_path / "hold"
+    path.touch()
+    return path
+
+
+def hear_both_load(client: RawClient, hold: Path) -> None:
+    """Attach before any load begins, since of earlier news a client gets only the last, and hear of both loads."""
+    client.tell(client.attach_message())
+    client.hear(Attached)
+    hold.unlink()
+    heard: set[int | None] = set()
+    while heard != {0, 1}:
+        heard.add(client.hear(Progress).worker)
+
+
 def title(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
@@ -70,13 +90,9 @@ def expect_death(engine: EngineUnderTest, client, rank: int, pid: int, *, starte
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_requests_are_computed_by_workers_in_processes(start_workers, pp: int) -> None:
-    engine = start_workers(tp=1 if pp == 2 else 2, pp=pp)
-    client = engine.client()
-    client.tell(client.attach_message())
-    heard: set[int | None] = set()
-    while heard != {0, 1}:
-        heard.add(client.hear(Progress).worker)
+def test_requests_are_computed_by_workers_in_processes(start_workers, hold: Path, pp: int) -> None:
+    engine = start_workers({"hold_start": str(hold)}, tp=1 if pp == 2 else 2, pp=pp)
+    hear_both_load(engine.client(), hold)
     client = engine.client().attach()
     assert [worker.rank for worker in client.ready.workers] == [0, 1]
     assert [worker.pid for worker in client.ready.workers] == [p.pid for p in workers(engine, 2)]
@@ -120,12 +136,10 @@ def test_a_worker_killed_in_a_step_ends_the_engine_with_an_error_and_a_new_one_s
     again.close()
 
 
-def test_a_worker_killed_while_it_loads_ends_the_start_with_an_error(start_workers) -> None:
-    engine, rank = start_workers({"load_seconds": 3600}), 0
+def test_a_worker_killed_while_it_loads_ends_the_start_with_an_error(start_workers, hold: Path) -> None:
+    engine, rank = start_workers({"load_seconds": 3600, "hold_start": str(hold)}), 0
     client = engine.client()
-    client.tell(client.attach_message())
-    for _ in range(2):
-        client.hear(Progress)
+    hear_both_load(client, hold)
     pid = workers(engine, 2)[rank].pid
     os.kill(pid, signal.SIGKILL)
     expect_death(engine, client, rank, pid, started=False)

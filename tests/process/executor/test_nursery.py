@@ -413,8 +413,14 @@ def test_a_nursery_and_its_workers_end_and_clean_up_when_the_process_that_needs_
     ) as script:
         paths, own_log = json.loads(script.stdout.readline())
         directories, log = [Path(each) for each in paths], worker_log_path(own_log, 0)
-        # One that has killed the script removes the log.
-        wait_for(lambda: script.poll() is not None or "here" in log.read_text(), "the import")
+
+        def is_there() -> bool:
+            # One that has killed the script removes the log, maybe after the script was looked at.
+            with suppress(FileNotFoundError):
+                return script.poll() is not None or "here" in log.read_text()
+            return False
+
+        wait_for(is_there, "the import")
         if "getppid" in trouble:
             assert script.wait(NOTICED) == -signal.SIGKILL
         script.kill()

@@ -2,9 +2,10 @@
 given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
-long a step takes), `hold` (a path: no step ends while that file is there), `hog` (a path: a step removes that
+long a step takes), `slow` (a path: a step takes a fifth of a second while that file is there), `hold` (a path: no step ends while that file is there), `hog` (a path: a step removes that
 file and keeps the interpreter to itself for as many microseconds as are written there), `hidden_size`,
 `fail_load` (a message), `load_seconds`, `hold_load` (a path: no load ends while that file is there),
+`hold_start` (a path: no load begins, or is reported, while that file is there),
 `fail_at_token` (a token id that breaks the model), `fail_wake_up` (a message), `workers` (how many there seem to
 be: all rows of the board are written by this process, worker r holding 1000 + r bytes and taking r seconds longer
 than `step_seconds`). While it sleeps it cannot compute.
@@ -55,6 +56,8 @@ class FakeExecutor(Executor):
         self.num_blocks = 0
         self.num_workers = self.knobs.get("workers", 1)
         self.board, self.rows_of_workers = self.make_board(files)
+        while os.path.exists(self.knobs.get("hold_start", "")):
+            time.sleep(0.001)
         if progress is not None:
             progress(Progress("load", "the model that adds one", 0.5))
         while os.path.exists(self.knobs.get("hold_load", "")):
@@ -124,7 +127,8 @@ class FakeExecutor(Executor):
         if plan.total_num_scheduled_tokens:
             if self.given_back:
                 raise RuntimeError(f"computing without {self.given_back}")
-            seconds = self.knobs.get("step_seconds", 0)
+            is_slow = os.path.exists(self.knobs.get("slow", ""))
+            seconds = 0.2 if is_slow else self.knobs.get("step_seconds", 0)
             if seconds > 60:
                 logger.warning("an endless step begins")
             time.sleep(seconds)

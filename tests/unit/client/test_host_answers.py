@@ -59,6 +59,15 @@ def test_a_stopped_host_is_told_of_with_the_reason(link: Link) -> None:
     assert 10 <= stalled.seconds < 11
 
 
+def test_a_host_that_is_stopped_shortly_before_its_silence_is_told_of_is_told_of_with_that_reason(
+    link: Link,
+) -> None:
+    link.answers.asked(link.now)
+    assert link.looks(2 * INTERVAL - 1) == []
+    link.state = ProcessState.STOPPED
+    assert link.looks(30) == [Stalled(HOST_RANK, 2 * INTERVAL, "its process is stopped (SIGSTOP?)")]
+
+
 def test_a_client_that_did_not_run_itself_misses_nobody(link: Link) -> None:
     link.answers.asked(link.now)
     link.looks(1)
