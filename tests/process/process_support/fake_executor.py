@@ -2,13 +2,13 @@
 given as embeddings, the very last number stands for the last token.
 
 `hf_overrides` of the configuration set its knobs: `vocab_size`, `max_position_embeddings`, `step_seconds` (how
-long a step takes), `slow` (a path: a step takes a fifth of a second while that file is there), `hold` (a path: no step ends while that file is there), `hog` (a path: a step removes that
-file and keeps the interpreter to itself for as many microseconds as are written there), `hidden_size`,
-`fail_load` (a message), `load_seconds`, `hold_load` (a path: no load ends while that file is there),
-`hold_start` (a path: no load begins, or is reported, while that file is there),
-`fail_at_token` (a token id that breaks the model), `fail_wake_up` (a message), `workers` (how many there seem to
-be: all rows of the board are written by this process, worker r holding 1000 + r bytes and taking r seconds longer
-than `step_seconds`). While it sleeps it cannot compute.
+long a step takes), `slow` (a path: a step takes a fifth of a second while that file is there), `hold` (a path:
+no step ends while that file is there), `hog` (a path: a step removes that file and keeps the interpreter to
+itself for as many microseconds as are written there), `hidden_size`, `fail_load` (a message), `load_seconds`,
+`hold_load` (a path: no load ends while that file is there), `hold_start` (a path: no load begins, or is
+reported, while that file is there), `fail_at_token` (a token id that breaks the model), `fail_wake_up` (a
+message), `workers` (how many there seem to be: all rows of the board are written by this process, worker r
+holding 1000 + r bytes and taking r seconds longer than `step_seconds`). While it sleeps it cannot compute.
 
 Every token t has the log probability -t, so that the likeliest are 0, 1, 2, and t has the rank t + 1.
 """
