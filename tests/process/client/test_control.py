@@ -39,7 +39,7 @@ SLOW = {"step_seconds": 0.002}
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file is there the engine takes so long for a step that no stream ends."""
+    """While this file is there, a step of the engine takes a fifth of a second, and no stream ends."""
     return tmp_path_factory.mktemp("pace") / "slow"
 
 
