@@ -26,6 +26,8 @@ WAITING := -n $(WAITING_WORKERS) --dist loadfile
 export GOMP_SPINCOUNT ?= 1000
 # Hundreds of processes import the same modules: one compiles them for all.
 unexport PYTHONDONTWRITEBYTECODE
+# IPython warns of an activated environment that is not the one that it runs in.
+unexport VIRTUAL_ENV
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 

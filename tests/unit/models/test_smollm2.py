@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -150,8 +151,10 @@ def test_logits_equal_transformers_on_a_ragged_batch(
     random = torch.randint(0, 49152, (33,), generator=torch.Generator().manual_seed(0)).tolist()
     requests = {"story": story, "one": [42], "random": random}
     logits = runner.step(requests)
+    # On some processors a single row in float32 is itself further from the truth than this.
+    exact = copy.deepcopy(smollm2_oracle).double()
     for name, tokens in requests.items():
         with torch.inference_mode():
-            expected = smollm2_oracle(torch.tensor([tokens])).logits[0]
-        torch.testing.assert_close(logits[name], expected, rtol=0, atol=1e-4)
+            expected = exact(torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(logits[name].double(), expected, rtol=0, atol=1e-4)
         assert logits[name].argmax(-1).tolist() == expected.argmax(-1).tolist()

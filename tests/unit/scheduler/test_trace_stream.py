@@ -279,9 +279,10 @@ def test_nothing_is_recorded_while_nobody_wants_it_and_what_was_not_taken_is_dro
 def test_the_time_of_an_arrival_before_the_recording_is_that_of_the_wall_clock() -> None:
     scheduler = make_scheduler()
     request = add(scheduler, "a", 5)
-    stream = TraceStream(scheduler)
+    stream = TraceStream(scheduler, clock=lambda: 1000.0)
     stream.record(True)
-    (snapshot,) = stream.snapshot(1000.0, scheduler.make_stats())
+    # What is passed may be older.
+    (snapshot,) = stream.snapshot(990.0, scheduler.make_stats())
     assert isinstance(snapshot, TraceSnapshot)
     elapsed = scheduler.clock() - 1 - request.queued_at
     assert snapshot.requests[0].added.time == pytest.approx(1000.0 - elapsed)
