@@ -31,7 +31,8 @@ _UPDATES_PER_SECOND = 250
 def pause_after(size: int, cost: float, num_views: int = 1) -> float:
     """Return the seconds to wait after an update.
 
-    The update sent `size` characters and took its thread `cost` seconds of a processor's time, and it is one of `num_views` views that update.
+    The update sent `size` characters and took its thread `cost` seconds of a processor's time, and it is one of
+    `num_views` views that update. A pause of the machine is no cost.
     """
     share = max(1 / _UPDATES_PER_SECOND, size / _CHARACTERS_PER_SECOND, cost / DUTY)
     return max(UPDATE_SECONDS, num_views * share)

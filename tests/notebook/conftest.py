@@ -32,6 +32,20 @@ engine.STATUS_SECONDS = readiness.PATIENCE = waits.PATIENCE = 60.0
 WITHOUT_SPARE = f"{PATIENT}get_config().NBEngine.spare_engine = False\n"
 
 
+SERVER_LOG = pytest.StashKey[Path]()
+
+
+@pytest.fixture(autouse=True)
+def server_log(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Print what JupyterLab's server says during a test: the report of one that fails shows it."""
+    path = request.config.stash.get(SERVER_LOG, None)
+    before = 0 if path is None else path.stat().st_size
+    yield
+    path = request.config.stash.get(SERVER_LOG, None)
+    if path is not None:
+        print(path.read_bytes()[before:].decode(errors="replace"))
+
+
 @pytest.fixture(scope="session")
 def notebook_environment(private_runtime_dir: Path) -> Iterator[dict[str, str]]:
     """Environment of the kernels: directories of their own, and the tests' executor on the path.
@@ -128,10 +142,14 @@ def bare_pages(chromium: Browser) -> Iterator[BarePages]:
 
 @pytest.fixture(scope="session")
 def desk(
-    chromium: Browser, notebook_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    chromium: Browser,
+    notebook_environment: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Desk]:
     """One JupyterLab, in one page, for all tests; who opens a notebook on it clears it afterwards."""
     directory = tmp_path_factory.mktemp("lab")
+    request.config.stash[SERVER_LOG] = directory / "server.log"
     with jupyter_lab(directory, notebook_environment) as address:
         desk = Desk(chromium, address, directory)
         yield desk

@@ -100,8 +100,8 @@ def _worker_logs(engine_log: Path) -> dict[int, Path]:
     }
 
 
-def follow_log(path: Path, info: ConnectionInfo | None, start: int | None = None) -> Iterator[str]:
-    """Yield what stands behind the first `start` bytes of a log, or is appended from now on, every
+def follow_log(path: Path, info: ConnectionInfo | None, start: int) -> Iterator[str]:
+    """Yield what stands behind the first `start` bytes of a log, and what is appended, every
     `FOLLOW_INTERVAL` seconds, until the engine has ended.
 
     Raises:
@@ -109,7 +109,7 @@ def follow_log(path: Path, info: ConnectionInfo | None, start: int | None = None
     """
     try:
         with opened_own(path) as (descriptor, _), open(descriptor, errors="replace", closefd=False) as file:
-            file.seek(*((0, 2) if start is None else (start,)))
+            file.seek(start)
             while True:
                 alive = info is not None and info.host_alive
                 text = file.read()

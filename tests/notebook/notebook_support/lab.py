@@ -22,6 +22,7 @@ from urllib.parse import quote
 import nbformat
 from chromium import browser
 from playwright.sync_api import Browser, Dialog, Locator, Page
+from ports import reserved_port
 
 DEADLINE_SECONDS = 60.0
 TOKEN = "secret"
@@ -78,17 +79,20 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
             f"{app}.workspaces_dir": directory / "workspaces",
         }
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
-    with (directory / "server.log").open("wb") as log:
+    # A server makes sure that a port is free, and listens a second later: without a port of its own, another one may
+    # answer in its place, in which no notebook of these is found, and which ends the other one's kernels when asked.
+    with reserved_port() as port, (directory / "server.log").open("wb") as log:
+        options |= {"ServerApp.port": port, "ServerApp.port_retries": 0}
         server = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
+            # Its own files are none that an engine leaves behind.
             env=environment | {"JUPYTER_RUNTIME_DIR": str(directory / "runtime")},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
         try:
-            mark = directory / "runtime" / f"jpserver-{server.pid}.json"
-            yield wait_until_serving(server, directory / "server.log", mark)
+            yield wait_until_serving(server, directory / "server.log", f"http://127.0.0.1:{port}")
         finally:
             server.terminate()
             try:
@@ -99,20 +103,14 @@ def jupyter_lab(directory: Path, environment: dict[str, str]) -> Iterator[str]:
                 raise
 
 
-def wait_until_serving(server: subprocess.Popen[bytes], log: Path, mark: Path) -> str:
-    """Return the server's address when it answers.
-
-    It looks for a free port itself, and writes into the file `mark` which one it has: on a port that was found to be
-    free before its start, another server may answer.
-    """
+def wait_until_serving(server: subprocess.Popen[bytes], log: Path, address: str) -> str:
+    """Return the server's address when it answers there."""
     end = time.monotonic() + DEADLINE_SECONDS
     while True:
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
-        with contextlib.suppress(OSError, ValueError):
-            address = f"http://127.0.0.1:{json.loads(mark.read_text())['port']}"
-            with urllib.request.urlopen(f"{address}/api", timeout=5):
-                return address
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api", timeout=5):
+            return address
         time.sleep(0.1)
 
 

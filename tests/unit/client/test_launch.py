@@ -213,6 +213,6 @@ def test_the_log_of_an_engine_that_has_ended_is_found_by_name() -> None:
     path, info = find_log("e")
     assert path.name == "e-20260102-000000-1.log"
     assert info is None
-    assert list(follow_log(path, info)) == []
+    assert list(follow_log(path, info, len(path.name))) == []
     with pytest.raises(NBEngineError, match="has left a log"):
         find_log("f")

@@ -232,7 +232,7 @@ def test_following_ends_with_the_engine_and_pauses_between_pieces(
         seen.append("pause")
 
     monkeypatch.setattr(logs.time, "sleep", pause)
-    for text in follow_log(path, Engine()):  # type: ignore[arg-type]
+    for text in follow_log(path, Engine(), len("before\n")):  # type: ignore[arg-type]
         seen.append(text)
         if text == "3\n":
             Engine.host_alive = False
