@@ -17,11 +17,12 @@ STUCK = """
 import ctypes, threading
 from nbengine.runtime.stack_dumps import write_stacks_on_signal
 
-library = ctypes.PyDLL(None)
+# Found beforehand: after "stuck" has been printed no other function of Python's runs, so the innermost is always this one.
+sleep = ctypes.PyDLL(None).sleep
 
 def stuck_with_the_interpreter():
     print("stuck", flush=True)
-    library.sleep(100)
+    sleep(100)
 
 write_stacks_on_signal()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
