@@ -61,8 +61,9 @@ def wake_if_asleep(engine: Rousable) -> None:
 def _cores(engine: Rousable) -> list[SchedulerStats]:
     """Return the states of the engine cores that report them in time."""
     stats, silent = engine.stats_within(PATIENCE)
-    if silent and engine.stall is None:
-        # It computes a long step, for which a request waits in any case, or gets no processor now.
+    if silent and not stats.engines and engine.stall is None:
+        # Its cores sleep together, so one answer is enough. Without any they compute a long step, for which a
+        # request waits in any case, or get no processor now.
         stats, _ = engine.stats_within(SILENCE)
     return stats.engines
 

@@ -11,9 +11,6 @@ from nbengine.widgets.following.feed import EngineFeed, Subscribe
 from nbengine.widgets.following.ownership import Owner
 from nbengine.widgets.pictures.html import static_bundle
 
-FIRST_STATE_SECONDS = 2.0
-"""Seconds that the first look waits for the engine."""
-
 
 class Glance:
     """A context manager that follows an engine; `bundle()` has its state by MIME type."""
@@ -28,7 +25,7 @@ class Glance:
 
     def __enter__(self) -> Self:
         self._feed = EngineFeed.listen(*self._arguments)
-        self._feed.wait_until_known(FIRST_STATE_SECONDS)
+        self._feed.wait_until_known()
         return self
 
     def __exit__(

@@ -29,8 +29,6 @@ INTERVAL = 0.5
 """The least seconds between two pictures."""
 DRAWING_SHARE = 0.1
 """The share of the time that drawing may take: pictures of a large engine come less often."""
-FIRST_STATE_SECONDS = 1.0
-"""Seconds that the first picture waits for the engine to report its state."""
 MAX_CHOICES = 200
 _NAME_LENGTH = 40
 _ALL = -1
@@ -118,7 +116,7 @@ class PlainDashboard:
             return
         OPEN.add(self)
         OPEN.close_superfluous()
-        self._feed.wait_until_known(FIRST_STATE_SECONDS)
+        self._feed.wait_until_known()
         with self._feed.state() as state:
             self.show(state)
             self._output.show(*self.bundle(state), again=True)

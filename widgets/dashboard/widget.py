@@ -39,8 +39,6 @@ SILENCE = 15.0
 """Seconds without a sign of life from the script after which nothing is sent."""
 QUIET = 2.0
 """Seconds since the last frame after which a sign of life is answered."""
-FIRST_STATE_SECONDS = 5.0
-"""Seconds that a picture waits for the engine to report its state."""
 SNAPSHOT_INTERVAL = 5.0
 """The least seconds between two snapshots."""
 SNAPSHOT_BYTES_PER_SECOND = 30_000
@@ -123,7 +121,7 @@ class Dashboard(anywidget.AnyWidget):
         """Stop following the engine and keep the last state; a second call does nothing."""
         if self._plain is None and not self._is_closed:
             # If nobody has looked for a while, the known state is old.
-            self._feed.wait_until_known(FIRST_STATE_SECONDS)
+            self._feed.wait_until_known()
             with self._feed.state() as state:
                 if not self._is_closed:
                     self._finish(state)
@@ -141,7 +139,7 @@ class Dashboard(anywidget.AnyWidget):
         """Render the present state, or the last one after the end, by MIME type, without a script."""
         if self._final is not None:
             return dict(self._final)
-        self._feed.wait_until_known(FIRST_STATE_SECONDS)
+        self._feed.wait_until_known()
         with self._feed.state() as state:
             return static_bundle(state)
 

@@ -24,6 +24,8 @@ IDLE_INTERVAL = 0.5
 """Seconds after which the thread looks around even if no message comes."""
 ALIVE_INTERVAL = 1.0
 """Seconds between two checks that the engine's host lives."""
+FIRST_STATE_SECONDS = 5.0
+"""Seconds that a picture waits for the engine to report its state."""
 _MESSAGES_A_TURN = 1000
 
 
@@ -138,8 +140,9 @@ class EngineFeed:
         """Return whether the thread runs."""
         return self._thread.is_alive()
 
-    def wait_until_known(self, timeout: float) -> bool:
-        """Wait until every engine core has reported, or until the end; return False after `timeout` seconds.
+    def wait_until_known(self, timeout: float | None = None) -> bool:
+        """Wait until every engine core has reported, or until the end; return False after `timeout` seconds,
+        `FIRST_STATE_SECONDS` if it is None.
 
         Meanwhile the engine is followed even if no listener asks for it. A listener must not call this.
         """
@@ -147,7 +150,7 @@ class EngineFeed:
             self._num_waiting += 1
         self._wake.set()
         try:
-            return self._known.wait(timeout)
+            return self._known.wait(FIRST_STATE_SECONDS if timeout is None else timeout)
         finally:
             with self._lock:
                 self._num_waiting -= 1

@@ -17,7 +17,7 @@ STUCK = """
 import ctypes, threading
 from nbengine.runtime.stack_dumps import write_stacks_on_signal
 
-# Found beforehand: after "stuck" has been printed no other function of Python's runs, so the innermost is always this one.
+# It is found beforehand: behind the printing, no other function of Python's runs than the one that is stuck.
 sleep = ctypes.PyDLL(None).sleep
 
 def stuck_with_the_interpreter():

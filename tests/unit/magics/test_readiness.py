@@ -122,3 +122,13 @@ def test_engine_cores_that_are_busy_with_a_step_are_awake(
     shell.run_cell(ASKS[0]).raise_error()
     assert engine.utilities == []
     assert len(engine.requests) == 1
+
+
+def test_one_engine_core_that_answers_is_enough(
+    shell: InteractiveShell, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([(EngineStats([SchedulerStats()]), [1])])
+    monkeypatch.setattr(engine, "stats_within", lambda timeout: next(answers))
+    shell.run_cell(ASKS[0]).raise_error()
+    assert engine.utilities == []
+    assert len(engine.requests) == 1

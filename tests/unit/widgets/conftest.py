@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nbengine.runtime.connection import ConnectionInfo
-from nbengine.widgets.dashboard import glance, plain, widget
 from nbengine.widgets.following import feed as feed_module
 from nbengine.widgets.following.feed import EngineFeed, FeedListener
 from nbengine.widgets.following.ownership import Owner
@@ -23,8 +22,7 @@ def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConnectionInfo:
     monkeypatch.setenv("NBENGINE_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(feed_module, "PUBLISH_INTERVAL", 0.02)
     monkeypatch.setattr(feed_module, "IDLE_INTERVAL", 0.05)
-    for module in (glance, plain, widget):
-        monkeypatch.setattr(module, "FIRST_STATE_SECONDS", DEADLINE)
+    monkeypatch.setattr(feed_module, "FIRST_STATE_SECONDS", DEADLINE)
     return make_info(tmp_path / "run")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.widgets.dashboard import glance as glance_module
 from nbengine.widgets.dashboard import plain as plain_module
 from nbengine.widgets.dashboard import widget as dashboard_module
 from nbengine.widgets.dashboard.throttle import Throttle
@@ -32,8 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LINE", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(Dashboard, "_snapshots", Throttle(0.0, 1e9, 0.0))
     monkeypatch.setattr(dashboard_module, "QUIET", 0.0)
-    for module in (dashboard_module, glance_module, plain_module):
-        monkeypatch.setattr(module, "FIRST_STATE_SECONDS", DEADLINE)
+    monkeypatch.setattr(feed_module, "FIRST_STATE_SECONDS", DEADLINE)
 
 
 @pytest.fixture
