@@ -359,9 +359,8 @@ def test_what_is_written_while_the_end_of_a_log_is_shown_follows(
     info = unwatched(start_async, "logged")
 
     def write_more(*arguments: object) -> str:
-        tail = log_end(*arguments)
         stop_engine(info)
-        return tail
+        return log_end(*arguments)
 
     monkeypatch.setattr("nbengine.runtime.logs.log_end", write_more)
     assert main(["logs", "-f", "logged"]) == 0

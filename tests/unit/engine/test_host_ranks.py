@@ -9,6 +9,7 @@ from nbengine.engine.host.events import (
     CoreReady,
     End,
     ForgetStats,
+    HostStood,
     RecordReady,
     SignalCores,
     StartCore,
@@ -70,6 +71,15 @@ def test_last_words_take_a_rank_out_before_its_process_has_ended() -> None:
     assert only(host.at(STOP_GRACE), SignalCores) == [SignalCores(signal.SIGKILL, [1])]
     assert told(kill(host, 1)) == []
     assert only(tick(host), StartCore) == [StartCore(1, 1)]
+
+
+def test_a_rank_that_ends_has_its_whole_time_though_the_host_did_not_run_meanwhile() -> None:
+    host = started()
+    host.core(EngineDead("engine core 1 failed: boom", "log"), 1)
+    host.now = 100.0
+    host.state.handle(HostStood(99.0), host.now)
+    assert only(host.at(99.0 + STOP_GRACE - 0.1), SignalCores) == []
+    assert only(host.at(99.0 + STOP_GRACE), SignalCores) == [SignalCores(signal.SIGKILL, [1])]
 
 
 def test_what_a_dead_process_has_left_under_way_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from nbengine.errors import EngineDeadError, RequestError
 from nbengine.frontend.runs.place import store_path
 from nbengine.frontend.runs.run import Limits
 from nbengine.frontend.runs.store import RunStore
+from nbengine.frontend.runs.writer import RunWriter
+from nbengine.magics.config import NBEngine
 from nbengine.magics.extension import Extension, unload
+from nbengine.magics.kept_runs import recording
 from tests.unit.magics.conftest import FakeClient
 from tests.unit.magics.kept_answers import Capture, said
 from tests.unit.magics.kernel_cells import in_cell, run
@@ -225,6 +229,26 @@ def test_the_store_lies_beside_the_history_of_ipython(shell: InteractiveShell, e
     profile = shell.profile_dir
     assert profile is not None
     assert [each.name for each in (Path(profile.location) / "nbengine").iterdir()] == ["runs.sqlite"]
+
+
+def test_threads_whose_answers_end_at_once_share_one_writer(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = recording.Recorder(shell, NBEngine())
+    found: list[RunWriter] = []
+    other = threading.Thread(target=lambda: found.append(recorder.writer))
+
+    def make(store: RunStore) -> RunWriter:
+        if other.ident is None:
+            other.start()
+            # Held up until this one is made, it does not end now; else it makes another one.
+            other.join(0.2)
+        return RunWriter(store)
+
+    monkeypatch.setattr(recording, "RunWriter", make)
+    writer = recorder.writer
+    other.join(60)
+    assert found == [writer]
 
 
 def test_a_models_version_is_its_revision_or_tells_its_files_apart(tmp_path: Path) -> None:
