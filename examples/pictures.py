@@ -40,6 +40,15 @@ DASHBOARD = [
     f"%%generate -a --each thing=things --seed 1 --max-tokens 90 --set ignore_eos=true\n{PROMPT}",
     "%engine stop",
 ]
+NOTEBOOK = [
+    "%load_ext nbengine\n%engine start",
+    'topic = "photosynthesis"',
+    "%%generate -o answer --temperature 0\nExplain {topic} to a ten-year-old, in two short sentences.",
+    "%%generate --temperature 0\nExplain {topic} to a ten-year-old, in one short sentence.",
+    "answer.finish_reason, len(answer.token_ids), round(answer.metrics.time_to_first_token, 3)",
+    "%engine status",
+    "%engine stop",
+]
 TOKENS = [
     "%load_ext nbengine",
     "%engine start",
@@ -61,12 +70,16 @@ EXAMPLES = {
 
 
 def take_live() -> None:
-    """Take the dashboard while it works, and tokens with a branch."""
+    """Take the shortest notebook, the dashboard while it works, and tokens with a branch."""
     with tempfile.TemporaryDirectory(prefix="nbp-", dir="/tmp") as name:
         directory = Path(name)
         environment = os.environ | {"NBENGINE_RUNTIME_DIR": f"{name}/engines", "XDG_RUNTIME_DIR": name}
         with jupyter_lab(directory, dict(environment)) as address:
-            for cells, take in ((DASHBOARD, take_dashboard), (TOKENS, take_tokens)):
+            for cells, take in (
+                (NOTEBOOK, take_notebook),
+                (DASHBOARD, take_dashboard),
+                (TOKENS, take_tokens),
+            ):
                 write_notebook(directory / "live.ipynb", cells)
                 with notebook_page(address, "live.ipynb", directory, width=1280, height=1500) as page:
                     page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
@@ -76,6 +89,16 @@ def take_live() -> None:
                     take(page)
                     run_cell(page, len(cells) - 1)
                     wait_for_prompt(page, len(cells) - 1)
+
+
+def take_notebook(page: Page) -> None:
+    """Take a notebook down to its last but one cell."""
+    panel = page.locator(".jp-NotebookPanel:visible").bounding_box()
+    last = page.locator(".jp-CodeCell").nth(len(NOTEBOOK) - 2).bounding_box()
+    assert panel is not None
+    assert last is not None
+    height = last["y"] + last["height"] - panel["y"]
+    page.screenshot(path=IMAGES / "notebook.png", clip={**panel, "height": height})
 
 
 def take_dashboard(page: Page) -> None:

@@ -1,11 +1,12 @@
 """Execute a notebook in a real kernel, show how far it is, and print what its cells streamed.
 
-python examples/run.py examples/01_quickstart.ipynb
+python examples/run.py examples/01_quickstart.ipynb [--store]
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,10 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+LOG_DIRECTORY = re.compile(r"/[^\s\"<>\\]*/nbengine-logs/")
+"""The place of an engine's log, as it stands in outputs."""
 
 
 class ProgressClient(NotebookClient):
@@ -80,12 +85,25 @@ def print_cells(notebook: nbformat.NotebookNode) -> None:
             print(cell_text(cell), end="\n\n")
 
 
+def store(executed: nbformat.NotebookNode, path: Path) -> None:
+    """Keep what the cells have shown in the notebook at `path`, without what only means something where it ran."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell, new in zip(notebook.cells, executed.cells, strict=True):
+        if cell.cell_type == "code":
+            for output in new.outputs:
+                output.get("data", {}).pop(WIDGET, None)
+            cell.outputs, cell.execution_count = new.outputs, new.execution_count
+    text = LOG_DIRECTORY.sub("/run/user/1000/jupyter/nbengine-logs/", nbformat.writes(notebook))
+    path.write_text(text + "\n", "utf-8")
+
+
 def main() -> int:
     """Run one notebook; return 1 when a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("notebook", type=Path)
     parser.add_argument("--output", type=Path, help="default: an `executed` folder beside the notebook")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one cell may take")
+    parser.add_argument("--store", action="store_true", help="keep the outputs in the notebook itself, too")
     args = parser.parse_args()
     output = args.output or args.notebook.parent / "executed" / args.notebook.name
     try:
@@ -94,6 +112,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         print(f"the part of the notebook that ran: {output}", file=sys.stderr)
         return 1
+    if args.store:
+        store(notebook, args.notebook)
     print_cells(notebook)
     print(f"executed notebook: {output}")
     return 0
