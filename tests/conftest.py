@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -107,6 +108,16 @@ class FileScheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
     """Return the scheduler that gives the files of tests to processes."""
     return FileScheduling(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_written_behind() -> None:
+    """Wait for what a test of the file before still writes in the background: in this file the functions that it calls
+    may be others, as in a simulation."""
+    kept_weights = sys.modules.get("nbengine.models.checkpoints.kept_weights")
+    for thread in threading.enumerate():
+        if kept_weights is not None and thread.name == kept_weights.THREAD_NAME:
+            thread.join()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,6 +26,8 @@ from nbengine.version import __version__
 logger = logging.getLogger(__name__)
 
 _ABANDON_SECONDS = 2.0
+THREAD_NAME = "packed weights"
+"""The name of the thread that writes the file."""
 _LOWEST_PRIORITY = 19
 LAYOUT = 1
 """A part of the key, to be raised whenever the same files are packed into other bytes."""
@@ -120,7 +122,7 @@ class KeptWeights:
 
     def keep(self) -> None:
         """Write the file in the background, and have the regions' pages from it from then on."""
-        self._thread = threading.Thread(target=self._keep, name="packed weights", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
