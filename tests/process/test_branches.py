@@ -100,11 +100,12 @@ async def test_a_branch_is_what_greedy_decoding_gives_behind_its_token(is_greedy
         stopped = await ended(stopping.branch(10, eos))
         assert (stopped.finish_reason, stopped.token_ids[10:]) == ("stop", [eos])
 
-        # It takes long enough to be cancelled on its way.
-        long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-        cancelled = BranchTree.of(llm, output, long).branch(1, 99)
+        # The engine is paused, so that the branch cannot have ended when it is cancelled.
+        await llm.pause_generation("keep", clear_cache=False)
+        cancelled = BranchTree.of(llm, output, PARAMS).branch(1, 99)
         cancelled.cancel()
         assert (await ended(cancelled)).finish_reason == "abort"
+        await llm.resume_generation()
 
         salted = await whole(llm, {"prompt": PROMPT[::-1], "cache_salt": "s"}, PARAMS)
         reused = [
