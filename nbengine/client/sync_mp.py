@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -32,8 +32,17 @@ class OutputQueue:
 
     def __init__(self) -> None:
         self._items: SimpleQueue[EngineCoreOutputs | _Failure] = SimpleQueue()
-        self.newest_request_index = 0
-        """The number of the lease under which the newest request was sent."""
+        self._lease_of: dict[str, int] = {}
+        """The number of the lease under which each request was sent whose end has not been fetched."""
+
+    def add(self, request_id: str, client_index: int) -> None:
+        """Take note of a request that is sent under a lease."""
+        self._lease_of[request_id] = client_index
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Take note that nobody waits for these requests any more."""
+        for request_id in request_ids:
+            self._lease_of.pop(request_id, None)
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Keep outputs for `get`."""
@@ -54,11 +63,16 @@ class OutputQueue:
                 on_quiet = None
                 continue
             if isinstance(item, EngineCoreOutputs):
+                self.forget(output.request_id for output in item.outputs if output.finished)
+                self.forget(item.finished_requests or ())
                 return item
             if item.dead:
                 self._items.put(item)
+            # Requests may have been sent before and after a lease was lost.
+            lost = [name for name, index in self._lease_of.items() if index <= item.client_index]
+            self.forget(lost)
             # A lease that was lost while no request was under way concerns nobody.
-            if item.dead or item.client_index >= self.newest_request_index:
+            if item.dead or lost:
                 raise copy.copy(item.error)
 
 
@@ -76,7 +90,13 @@ class SyncMPClient(MPClient):
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request to its engine core."""
         super().add_request(request)
-        self._outputs.newest_request_index = request.client_index
+        self._outputs.add(request.request_id, request.client_index)
+
+    def abort_requests(self, request_ids: Iterable[str], *, stopped: Collection[str] = ()) -> None:
+        """Have the engine cores drop requests; see `MPClient.abort_requests`."""
+        request_ids = list(request_ids)
+        self._outputs.forget(request_ids)
+        super().abort_requests(request_ids, stopped=stopped)
 
     def get_output(self, on_quiet: Callable[[], object] | None = None) -> EngineCoreOutputs:
         """Wait for the next outputs; an interrupt is raised at once and loses no outputs."""

@@ -148,7 +148,6 @@ PLANTED = (
         (),
         100,
         ("waiting for an answer",),
-        300,
     ),
     Planted(
         "cores-that-remove-nothing",

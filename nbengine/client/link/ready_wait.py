@@ -53,9 +53,9 @@ class ReadyWait:
         self._news.put(news)
 
     def wait(self, progress: ProgressCallback | None) -> list[EngineReady]:
-        """Wait for every core's READY and its first message on the input socket; return the READYs, by rank.
+        """Wait for every core's READY and its first messages on both sockets; return the READYs, by rank.
 
-        A client that attaches does not wait long for that message: its requests wait for the core instead.
+        A client that attaches does not wait long for these messages: its requests wait for the core instead.
 
         Raises:
             EngineStartError, EngineDeadError: the engine has ended, or a core does not connect.
@@ -65,7 +65,7 @@ class ReadyWait:
         deadline: float | None = None
         ranks = table.ranks
         # A rank that joins meanwhile may connect before this wait hears of it.
-        while deadline is None or not (table.all_usable and ready.keys() >= set(ranks)):
+        while deadline is None or not (table.all_connected and ready.keys() >= set(ranks)):
             if deadline is not None and self._may_do_without(deadline):
                 break
             news = self._next(deadline)

@@ -270,6 +270,8 @@ class CoreLink:
         if outputs.utility_output is not None:
             self._send_calls(self.calls.answer(outputs.engine_index, outputs.utility_output))
             return
+        if self.router.table.on_heard(outputs.engine_index, outputs.incarnation):
+            self._on_ranks_changed()
         self.router.take_in(outputs)
         if outputs.outputs or outputs.finished_requests or outputs.prompts_read:
             self._consumer.on_outputs(outputs)
@@ -312,7 +314,7 @@ class CoreLink:
             self.add(request)
 
     def _answer_scaled(self) -> None:
-        if self._scaled and self.router.table.all_usable:
+        if self._scaled and self.router.table.all_connected:
             scaled, self._scaled = self._scaled, []
             for future, data_parallel_size in scaled:
                 future.set_result(data_parallel_size)

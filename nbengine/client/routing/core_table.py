@@ -62,6 +62,8 @@ class CoreTable:
         """The number of the lease that is held, or was held last."""
         self._connected: dict[int, tuple[int, int]] = {}
         """The newest epoch and incarnation that have connected, by rank."""
+        self._heard: dict[int, int] = {}
+        """The newest incarnation that has sent outputs, be they empty, by rank."""
         self._leaving: dict[int, int] = {}
         self._gone: set[Home] = set()
 
@@ -74,6 +76,17 @@ class CoreTable:
     def all_usable(self) -> bool:
         """Tell whether the host lists ranks and all of them take requests."""
         return bool(self.ranks) and len(self.usable) == len(self.ranks)
+
+    @property
+    def all_connected(self) -> bool:
+        """Tell whether all take requests, and have greeted this client on the connection of their outputs.
+
+        Then this process has accepted every connection until a core joins or a lease is renewed: libzmq ends
+        a process that has no descriptor left for a connection to one of its `ipc://` sockets.
+        """
+        return self.all_usable and all(
+            self._heard.get(rank) == home.incarnation for rank, home in self.usable.items()
+        )
 
     def set_ranks(self, ranks: Sequence[int]) -> None:
         """Take in the ranks that the host lists."""
@@ -95,6 +108,13 @@ class CoreTable:
         """Take note that a core has announced itself on a connection for the lease `epoch`."""
         self._connected[rank] = max((epoch, incarnation), self._connected.get(rank, (0, 0)))
         self._update()
+
+    def on_heard(self, rank: int, incarnation: int) -> bool:
+        """Take note that outputs of a core have come; return whether they are its first."""
+        if self._heard.get(rank, -1) >= incarnation:
+            return False
+        self._heard[rank] = incarnation
+        return True
 
     def on_returned(self, rank: int, incarnation: int) -> None:
         """Take note that a core hands requests back because it leaves: it takes no more."""

@@ -234,6 +234,8 @@ class InputThread(threading.Thread):
             return
         # The output thread knows the client before the announcement lets its first request come.
         self._output_queue.put(client)
+        # With this greeting the client knows that it has accepted the connection of its outputs, too.
+        self._output_queue.put((client.client_index, EngineCoreOutputs()))
         # A ROUTER can send to a peer only after it has heard from it.
         socket.send(encode_announcement(client.client_index, self._incarnation))
         self._client_of[socket] = client.client_index

@@ -119,6 +119,9 @@ class Core:
         if outputs:
             self.put(outputs=outputs)
 
+    def greet(self) -> None:
+        self.put()
+
     def leave(self) -> None:
         self.leaving = True
         if self.unbegun:
@@ -242,7 +245,7 @@ class World:
     def wait_for_all(self) -> None:
         def told(future: Future[int]) -> None:
             # An assertion in a callback would be logged only.
-            self.num_told += self.link.router.table.all_usable and future.result() == 3
+            self.num_told += self.link.router.table.all_connected and future.result() == 3
 
         self.num_waits += 1
         future: Future[int] = Future()
@@ -294,6 +297,7 @@ class World:
 
     def announce(self, core: Core) -> None:
         core.announced = True
+        core.greet()
         self.link._on_input([engine_identity(core.rank, SECRET), encode_announcement(0, core.incarnation)])
 
     def pass_output(self, core: Core) -> None:
@@ -335,7 +339,7 @@ class World:
                 assert self.tokens[request_id]
             else:
                 assert self.tokens[request_id] == list(range(length))
-        assert router.table.all_usable
+        assert router.table.all_connected
         scores = [router.balancer.score(rank) for rank in router.balancer.ranks]
         assert not any(scores)
         assert self.num_told == self.num_waits
@@ -351,7 +355,7 @@ def test_no_request_is_lost_or_repeated_whatever_the_order_of_news(
         try:
             for _ in range(250):
                 world.act(deaths=deaths)
-                assert world.num_told == world.num_waits or not world.link.router.table.all_usable
+                assert world.num_told == world.num_waits or not world.link.router.table.all_connected
             world.settle()
             world.check(deaths=deaths)
             num_waits += world.num_waits

@@ -30,6 +30,7 @@ def connect(table: CoreTable, ranks: list[int]) -> None:
     for rank in ranks:
         table.on_ready(rank, 0)
         table.on_connected(rank, 0, EPOCH)
+        table.on_heard(rank, 0)
 
 
 def waiting(
@@ -83,6 +84,23 @@ def one_missing() -> CoreTable:
     table.set_ranks([0, 1])
     table.on_ready(1, 0)
     return table
+
+
+def test_a_core_that_has_not_greeted_on_its_outputs_is_waited_for() -> None:
+    table = CoreTable()
+    connect(table, [0, 1])
+    table.on_ready(1, 1)
+    table.on_connected(1, 1, EPOCH)
+    assert table.all_usable
+    wait = waiting(table, is_owner=True)
+    for rank in (0, 1):
+        wait.tell(ready_message(rank))
+    # The greeting of the core's predecessor does not count.
+    with pytest.raises(EngineStartError, match="did not connect within"):
+        wait.wait(None)
+    assert [table.on_heard(1, 1), table.on_heard(1, 0), table.on_heard(1, 1)] == [True, False, False]
+    wait.tell(None)
+    assert [core.rank for core in wait.wait(None)] == [0, 1]
 
 
 def test_one_that_attaches_does_without_a_core_that_does_not_connect(

@@ -119,6 +119,8 @@ def test_a_client_that_there_is_no_descriptor_for_is_attached_later(
     assert received(inputs.client)[0] == engine_identity(0)
     assert scarce.failures == 0
     assert isinstance(inputs.output_queue.get(timeout=60), AttachClient)
+    # The client is greeted on its outputs, too.
+    assert inputs.output_queue.get(timeout=60) == (1, EngineCoreOutputs())
     inputs.abort("r")
     assert inputs.input_queue.get(timeout=60) == AbortRequests(1, ["r"])
 
