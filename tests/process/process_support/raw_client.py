@@ -121,6 +121,9 @@ class RawClient:
         for _ in attached.engine_ranks:
             assert self.input.poll(int(deadline * 1000)), "the core did not announce itself"
             assert len(self.input.recv_multipart()) == 2
+            assert self.output.poll(int(deadline * 1000)), "the core did not send its greeting"
+            outputs = self.decoder.decode(self.output.recv_multipart())
+            assert not outputs.outputs
         return self
 
     def attach_message(self) -> Attach:
