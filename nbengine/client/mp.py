@@ -101,9 +101,9 @@ class MPClient:
         return self.standing.error if self.standing.is_dead and not self._has_left else None
 
     def wait_ready(self, progress: ProgressCallback | None = None) -> EngineReady:
-        """Wait for every engine core's READY and for its first message on the input socket.
+        """Wait for every engine core's READY and for its first messages on both sockets.
 
-        A client that attaches does not wait long for that message: its requests wait for the core instead.
+        A client that attaches does not wait long for these messages: its requests wait for the core instead.
         This returns the READY of the core with the least `max_model_len`.
 
         Raises:
