@@ -282,7 +282,7 @@ def test_a_client_whose_output_socket_takes_nothing_does_not_stop_the_others(sta
     deaf.output.close()
     deaf.output = deaf._socket(zmq.ROUTER)
     deaf.output.bind(deaf.output_address)
-    deaf.attach()
+    deaf.attach(is_greeted=False)
     for number in range(50):
         deaf.add(f"d{number}", [1])
     client = engine.client().attach()
