@@ -146,7 +146,8 @@ def test_a_worker_killed_while_it_loads_ends_the_start_with_an_error(start_worke
 
 
 def test_a_worker_killed_before_it_knows_anything_ends_the_start_with_an_error(start_workers) -> None:
-    engine = start_workers()
+    # However late it is killed, the engine has not started.
+    engine = start_workers({"load_seconds": 3600})
     client = engine.client()
     client.tell(client.attach_message())
     core = engine.core()
