@@ -1,4 +1,4 @@
-"""A look at whether a process is held: stopped by a signal, or by a debugger."""
+"""A look at what keeps a process from running: a signal that stopped it, a debugger, or others at the processors."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def _has_tracer(pid: int) -> bool:
         # The process is gone, or no descriptor is left to look with.
         return False
     return False
+
+
+def seconds_in_line(pid: int) -> float | None:
+    """Return for how many seconds the main thread of a process of this machine was ready to run, while other threads
+    had the processors; None where the system does not count them (Linux does, in schedstat)."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None

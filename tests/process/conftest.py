@@ -56,6 +56,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients wait for processes that get no processor for a while."""
     monkeypatch.setattr("nbengine.client.link.ready_wait.ATTACH_PATIENCE", 60.0)
     monkeypatch.setattr("nbengine.client.link.ready_wait.HOST_PATIENCE", 60.0)
+    monkeypatch.setattr("nbengine.client.link.ready_wait.BUSY_PATIENCE", 60.0)
     monkeypatch.setattr("nbengine.client.link.engine_verdict.LAST_WORDS_TIMEOUT", 60.0)
 
 

@@ -11,6 +11,7 @@ from nbengine.client.link.stalls import Stalls, stopped_process
 from nbengine.client.routing.core_table import CoreTable
 from nbengine.errors import EngineStalledError, EngineStartError, NBEngineError
 from nbengine.ipc.control_messages import EngineReady, Progress
+from nbengine.ipc.process_state import seconds_in_line
 from nbengine.runtime.connection import ConnectionInfo
 from nbengine.runtime.progress import ProgressCallback
 
@@ -22,8 +23,12 @@ CONNECT_TIMEOUT = 30.0
 """Seconds that an engine core, once ready, may take to connect to the client that has started it."""
 ATTACH_PATIENCE = 1.5
 """Seconds that a client that attaches waits for cores that are ready: some work may block their interpreters."""
-HOST_PATIENCE = 5.0
+HOST_PATIENCE = 1.5
 """Seconds that it waits before that for the first answer of a host on this machine, which computes nothing."""
+BUSY_PATIENCE = 5.0
+"""Seconds that it waits for a host that others keep from the processors, or may keep from them."""
+_BUSY_SHARE = 0.1
+"""The part of the wait that such a host has been ready to run."""
 
 News = Progress | EngineReady | NBEngineError | None
 """News for a waiting client; None: the table has changed."""
@@ -82,7 +87,7 @@ class ReadyWait:
 
     def _next(self, deadline: float | None) -> News:
         stopped_before: str | None = None
-        looks = 0
+        looks, line = 0, seconds_in_line(self._info.host_pid)
         while deadline is None or time.monotonic() < deadline:
             with contextlib.suppress(Empty):
                 return self._news.get(timeout=LOOK_INTERVAL)
@@ -95,14 +100,22 @@ class ReadyWait:
             stopped_before = stopped
             # Looks are counted, since this process may itself have got no time for a while.
             looks += 1
-            if self._info.is_here and not self.is_attached and looks * LOOK_INTERVAL >= HOST_PATIENCE:
+            waited = looks * LOOK_INTERVAL
+            if self._info.is_here and not self.is_attached and waited >= self._host_patience(waited, line):
                 host = f"its host (pid {self._info.host_pid})"
-                raise self._cannot_be_attached_to(f"{host} has not answered for {HOST_PATIENCE:g} s")
+                raise self._cannot_be_attached_to(f"{host} has not answered for {waited:g} s")
         if not self._is_owner:
             return None
         raise EngineStartError(
             f"engine {self._info.name} is ready but did not connect within {CONNECT_TIMEOUT:g} s"
         )
+
+    def _host_patience(self, waited: float, line: float | None) -> float:
+        """Return how long to wait for the host's first answer: `waited` seconds ago it had been ready to run, without
+        a processor, for `line` seconds in all."""
+        now = seconds_in_line(self._info.host_pid)
+        is_idle = line is not None and now is not None and now - line < _BUSY_SHARE * waited
+        return HOST_PATIENCE if is_idle else max(HOST_PATIENCE, BUSY_PATIENCE)
 
     def _cannot_be_attached_to(self, why: str) -> EngineStalledError:
         return EngineStalledError(f"engine {self._info.name} cannot be attached to: {why}")

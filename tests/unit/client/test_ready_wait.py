@@ -44,6 +44,7 @@ PATIENCE = (
     ("LOOK_INTERVAL", 0.005),
     ("ATTACH_PATIENCE", 0.02),
     ("HOST_PATIENCE", 0.02),
+    ("BUSY_PATIENCE", 0.04),
     ("CONNECT_TIMEOUT", 0.02),
 )
 
@@ -135,6 +136,22 @@ def test_one_that_has_started_the_engine_gives_up_a_core_that_does_not_connect()
 def test_one_that_attaches_does_not_wait_for_a_silent_host_of_its_machine() -> None:
     wait = waiting(CoreTable(), is_owner=False, is_here=True)
     with pytest.raises(EngineStalledError, match=r"its host \(pid 17\) has not answered"):
+        wait.wait(None)
+
+
+@pytest.mark.parametrize(
+    ("in_line", "waited"),
+    [([3.0, 3.0, 3.0, 3.0], "0.02"), ([3.0, 3.001, 3.0011, 3.0012], "0.02"),
+     ([3.0, 3.01, 3.02, 3.03], "0.04"), ([None], "0.04")],
+    ids=["nobody keeps it from running", "hardly anybody does", "others have the processors", "nobody counts"],
+)  # fmt: skip
+def test_a_silent_host_that_could_run_is_waited_for_a_shorter_time(
+    monkeypatch: pytest.MonkeyPatch, in_line: list[float | None], waited: str
+) -> None:
+    seconds = iter(in_line)
+    monkeypatch.setattr(ready_wait, "seconds_in_line", lambda _pid: next(seconds, in_line[-1]))
+    wait = waiting(CoreTable(), is_owner=False, is_here=True)
+    with pytest.raises(EngineStalledError, match=f"has not answered for {waited} s"):
         wait.wait(None)
 
 
