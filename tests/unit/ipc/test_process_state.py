@@ -1,4 +1,4 @@
-"""How long a process waited for a processor is what the system counted."""
+"""The time that a process waited for a processor is what the system counted."""
 
 from __future__ import annotations
 
