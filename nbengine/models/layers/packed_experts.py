@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nbengine.kernels.dispatch import select_combine, select_gate
+from nbengine.kernels.dispatch import select_combine
 from nbengine.kernels.quantized import Format
+from nbengine.kernels.row_kernels import select_gate
 from nbengine.kernels.torch.experts import dense_product, silu_and_mul, sum_of_experts, weighted_sums
 from nbengine.models.configs.moe_config import ClampedGate, MoEConfig
 from nbengine.models.layers.basic import MergedLinear, Rows
