@@ -40,7 +40,9 @@ class PackedExperts:
         self._compiled = None
         if moe.clamped is None:
             self._compiled = select_gate(place.device, place.hidden_dtype, self.inner, "silu")
-        self._combine = select_combine(place.device, hidden_size)
+        self._combine = None
+        if place.hidden_dtype is torch.float32:
+            self._combine = select_combine(place.device, hidden_size)
         self._gate_up: list[MergedLinear] = []
         self._down: list[Weight] = []
         self._down_bias: list[Tensor | None] = []
