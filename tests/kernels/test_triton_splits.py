@@ -1,4 +1,4 @@
-"""How many splits a context has in decode, and what is compiled for them."""
+"""Contexts are split in decode only where that pays, and the merges are compiled at the start."""
 
 from __future__ import annotations
 
