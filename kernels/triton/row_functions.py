@@ -4,7 +4,7 @@ They compute in float32 and round once. torch composes them of up to four operat
 takes about as long as one of these kernels does.
 
 The shape of a program follows from the size of a row, never from the number of rows: a row has the same bits alone and
-among others. Whoever makes a function gets it compiled: it has run on zeros.
+among others. A function is compiled when it is made, by running once on zeros.
 """
 
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False
