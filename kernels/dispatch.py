@@ -16,11 +16,11 @@ from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.dense_kernels import select_dense
 from nbengine.kernels.latent import LatentKernels
 from nbengine.kernels.quantized_kernels import BlockPacker, QuantizedProducts
+from nbengine.kernels.row_kernels import has_compiled_rows
 
 if TYPE_CHECKING:
     from nbengine.kernels.cpu.penalties import CpuPenalties
     from nbengine.kernels.cpu.routing import CpuRouting
-    from nbengine.kernels.cpu.row_functions import CpuDeltaGates
     from nbengine.kernels.recurrent_metadata import RecurrentMetadata
 
 logger = logging.getLogger(__name__)
@@ -293,68 +293,12 @@ def select_block_packer(device: torch.device) -> BlockPacker | None:
     return CpuBlockPacker() if available() else None
 
 
-def select_rms_norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the normalisation of a last dimension with this weight; None where plain torch has to do it."""
-    if not _has_rows(weight.device, weight.dtype, len(weight)):
-        return None
-    from nbengine.kernels.cpu.row_functions import CpuRMSNorm
-
-    return CpuRMSNorm(weight, eps)
-
-
-def select_gate(
-    device: torch.device, dtype: torch.dtype, size: int, activation: str
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the function of [T, 2 * size] that multiplies the activation ("silu", "gelu_tanh", …) of the first half
-    of each row with the second half; None where plain torch has to do it."""
-    if not _has_rows(device, dtype, size):
-        return None
-    from nbengine.kernels.cpu.row_functions import CpuGate
-    from nbengine.kernels.cpu.vectors import GATES
-
-    return CpuGate(size, dtype, activation) if activation in GATES else None
-
-
-def select_pair_gate(
-    device: torch.device, dtype: torch.dtype, size: int, activation: str
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return the function of gate and other, both [T, size], that multiplies the activation of the one with the
-    other; None where plain torch has to do it."""
-    if not _has_rows(device, dtype, size):
-        return None
-    from nbengine.kernels.cpu.row_functions import CpuPairGate
-
-    return CpuPairGate(size, dtype, activation)
-
-
-def select_delta_gates(device: torch.device, dtype: torch.dtype, heads: int) -> CpuDeltaGates | None:
-    """Return what computes the gates of the delta rule for hidden states of this type; None where plain torch has to
-    do it."""
-    if dtype is not torch.float32 or not _has_rows(device, dtype, 0):
-        return None
-    from nbengine.kernels.cpu.row_functions import CpuDeltaGates
-
-    return CpuDeltaGates(heads)
-
-
-def select_rotation(
-    device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return the function that turns heads [T, heads, head_dim] by angles [T, 2, head_dim], cosines before
-    signed sines; None where plain torch has to do it."""
-    if head_dim % 2 or not _has_rows(device, dtype, head_dim // 2):
-        return None
-    from nbengine.kernels.cpu.row_functions import CpuRotation
-
-    return CpuRotation(heads, head_dim, dtype)
-
-
 def select_routing(
     device: torch.device, hidden_size: int, experts: int, per_token: int, *, renormalize: bool
 ) -> CpuRouting | None:
     """Return the compiled choice of `per_token` of `experts` for hidden states in float32; None where plain torch
     has to do it."""
-    if not _has_rows(device, torch.float32, hidden_size):
+    if not has_compiled_rows(device, torch.float32, hidden_size):
         return None
     from nbengine.kernels.cpu.routing import CpuRouting
 
@@ -366,19 +310,11 @@ def select_combine(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Return the compiled sum of experts' outcomes in float32, `nbengine.kernels.cpu.expert_steps.CpuCombine`; None
     where plain torch has to do it."""
-    if not _has_rows(device, torch.float32, hidden_size):
+    if not has_compiled_rows(device, torch.float32, hidden_size):
         return None
     from nbengine.kernels.cpu.expert_steps import CpuCombine
 
     return CpuCombine(hidden_size)
-
-
-def _has_rows(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    if device.type != "cpu" or not _installed("llvmlite"):
-        return False
-    from nbengine.kernels.cpu.row_functions import supports_rows
-
-    return supports_rows(device, dtype, size)
 
 
 @cache

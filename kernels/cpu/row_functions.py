@@ -87,6 +87,10 @@ class CpuRMSNorm:
         self._function.run(rows, output, self._weight.data_ptr())
         return output
 
+    def after_adding(self, x: Tensor, added: Tensor, scale: float) -> Tensor:
+        """Add `added` [T, size] times `scale` to x [T, size] in place, and normalise that."""
+        return self(x.add_(added, alpha=scale))
+
 
 class CpuGate:
     """The gate of a feed-forward block: an activation of the first half of a row times the second half."""

@@ -12,7 +12,8 @@ from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.kv_cache import cache_shape
 from nbengine.kernels.latent import LatentOptions
 from nbengine.kernels.triton.latent_attention import latent_attention, write_latent
-from nbengine.kernels.triton.paged_attention import paged_attention
+from nbengine.kernels.triton.latent_attention import warm_up_merges as warm_up_latent_merges
+from nbengine.kernels.triton.paged_attention import paged_attention, warm_up_merges
 from nbengine.kernels.triton.write_kv import write_kv
 
 _WARM_UP_CASES = ((1, 1), (1, 4096), (2, 2))  # (query_len, seq_len): decode, decode in splits, prefill
@@ -40,9 +41,11 @@ class TritonKernels:
         """Run each kernel once on zeros, which compiles it, or loads it from Triton's cache."""
         shape = cache_shape(self._dtype, 1, num_kv_heads, block_size, head_dim)
         cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        options = options or AttentionOptions(1.0)
         for metadata, query in self._warm_up_steps(num_heads, head_dim, block_size):
             self.write_kv(query[:, :num_kv_heads], query[:, :num_kv_heads], cache, metadata.slot_mapping)
-            self.paged_attention(query, cache, metadata, options or AttentionOptions(1.0))
+            self.paged_attention(query, cache, metadata, options)
+        warm_up_merges(query[:1], num_kv_heads, options)
         torch.cuda.synchronize(self._device)
 
     def warm_up_latent(self, num_heads: int, width: int, block_size: int, options: LatentOptions) -> None:
@@ -52,6 +55,7 @@ class TritonKernels:
         for metadata, query in self._warm_up_steps(num_heads, width, block_size):
             self.write_latent(query[:, 0], cache, metadata.slot_mapping)
             self.latent_attention(query, cache, metadata, options)
+        warm_up_latent_merges(query[:1], options.rank)
         torch.cuda.synchronize(self._device)
 
     def write_kv(

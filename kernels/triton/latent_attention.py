@@ -16,13 +16,8 @@ import triton.language as tl
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.latent import LatentOptions
 from nbengine.kernels.triton.attention_rule import NO_SPAN
-from nbengine.kernels.triton.paged_attention import (
-    MAX_SPLITS,
-    MIN_ROWS,
-    Tiling,
-    choose_splits,
-    merge_kernel,
-)
+from nbengine.kernels.triton.paged_attention import MIN_ROWS, Tiling
+from nbengine.kernels.triton.splits import choose_splits, merge, new_parts, warm_up_merge
 
 _LOG2_E = 1.4426950408889634
 _MIN_WIDTH = 16  # what a tensor core takes
@@ -218,33 +213,33 @@ def latent_attention(
         splits, split_tokens = choose_splits(decodes * tiles, metadata.max_seq_len, processors)
         sums = stats = None
         if splits > 1:
-            shape = (decodes, heads, splits)
-            sums = torch.empty((*shape, rank), dtype=torch.float32, device=query.device)
-            stats = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
+            sums, stats = new_parts(decodes, heads, splits, rank, query.device)
         grid = (tiles, splits, decodes)
         _launch(grid, output, sums, stats, query, cache, metadata, options, tiling, 0, split_tokens)
-        if sums is not None:
-            merge_kernel[(decodes, heads)](
+        if sums is not None and stats is not None:
+            merge(
                 output,
                 sums,
                 stats,
                 metadata.seq_lens,
-                splits,
                 split_tokens,
-                0,
-                HEAD_DIM=rank,
-                WIDTH=triton.next_power_of_2(rank),
-                SPLITS=MAX_SPLITS,
-                TOKENS=tiling.tokens,
-                SPAN=NO_SPAN,
-                num_warps=MERGE_WARPS,
-                enable_fp_fusion=True,
+                span=0,
+                span_kind=NO_SPAN,
+                tokens=tiling.tokens,
+                warps=MERGE_WARPS,
             )
     if decodes < metadata.num_reqs:
         tiling = choose_tiling(rank, heads, query.dtype, decode=False)
         grid = (-(-metadata.max_query_len * heads // tiling.rows), 1, metadata.num_reqs - decodes)
         _launch(grid, output, None, None, query, cache, metadata, options, tiling, decodes, 0)
     return output
+
+
+def warm_up_merges(query: torch.Tensor, rank: int) -> None:
+    """Compile the merges of every number of splits for queries like `query` [1, heads, width]."""
+    tokens = choose_tiling(rank, query.shape[1], query.dtype, decode=True).tokens
+    output = query.new_empty(*query.shape[:2], rank)
+    warm_up_merge(output, span_kind=NO_SPAN, tokens=tokens, warps=MERGE_WARPS)
 
 
 def _launch(

@@ -23,11 +23,10 @@ import triton.language as tl
 from nbengine.kernels.attention_metadata import AttentionMetadata
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.triton.attention_rule import Rule, first_seen, tanh
+from nbengine.kernels.triton.splits import choose_splits, merge, new_parts, warm_up_merge
 
 MIN_ROWS = 16  # what a tensor core takes
-MAX_SPLITS = 32
-MIN_SPLIT_TOKENS = 128
-_PROGRAMS_PER_PROCESSOR = 2
+MERGE_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -225,51 +224,6 @@ def attention_kernel(
         tl.store(output + target[:, None] + column[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits", "split_tokens", "span"])
-def merge_kernel(
-    output,
-    partial_sums,
-    partial_stats,
-    seq_lens,
-    splits,
-    split_tokens,
-    span,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """Merge a request's splits, on the grid (requests, heads); SPLITS is a power of two that is not below
-    `splits`."""
-    request = tl.program_id(0)
-    row = request.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
-    column = tl.arange(0, WIDTH)
-    seq_len = tl.load(seq_lens + request)
-    begin = first_seen(seq_len - 1, span, SPAN) // TOKENS * TOKENS
-    used = begin + split * split_tokens < seq_len
-    slot = row * splits + split
-    maxima = tl.load(partial_stats + slot * 2, mask=used, other=float("-inf"))
-    totals = tl.load(partial_stats + slot * 2 + 1, mask=used, other=0.0)
-    weights = tl.exp2(maxima - tl.max(maxima, axis=0))
-    inside = used[:, None] & (column < HEAD_DIM)[None, :]
-    sums = tl.load(partial_sums + slot[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0)
-    result = tl.sum(sums * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
-    target = output + row * HEAD_DIM + column
-    tl.store(target, result.to(output.dtype.element_ty), mask=column < HEAD_DIM)
-
-
-def choose_splits(programs: int, max_seq_len: int, processors: int) -> tuple[int, int]:
-    """Choose (splits, tokens a split) that keep `processors` busy with `programs` (request, KV head)
-    pairs."""
-    wanted = -(-processors * _PROGRAMS_PER_PROCESSOR // programs)
-    splits = max(1, min(wanted, MAX_SPLITS, -(-max_seq_len // MIN_SPLIT_TOKENS)))
-    tokens = -(-max_seq_len // splits)
-    tokens = -(-tokens // MIN_SPLIT_TOKENS) * MIN_SPLIT_TOKENS
-    return -(-max_seq_len // tokens), tokens
-
-
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -310,26 +264,28 @@ def _decode(
     splits, split_tokens = choose_splits(requests * kv_heads, most, processors)
     sums = stats = None
     if splits > 1:
-        shape = (requests, num_heads, splits)
-        sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
-        stats = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
+        sums, stats = new_parts(requests, num_heads, splits, head_dim, query.device)
     _launch(output, sums, stats, query, kv_cache, metadata, rule, tiling, splits, 0, requests, split_tokens)
-    if splits > 1:
-        merge_kernel[(requests, num_heads)](
+    if sums is not None and stats is not None:
+        merge(
             output,
             sums,
             stats,
             metadata.seq_lens,
-            splits,
             split_tokens,
-            rule.span,
-            HEAD_DIM=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim),
-            SPLITS=MAX_SPLITS,
-            TOKENS=tiling.tokens,
-            SPAN=rule.span_kind,
-            enable_fp_fusion=True,
+            span=rule.span,
+            span_kind=rule.span_kind,
+            tokens=tiling.tokens,
+            warps=MERGE_WARPS,
         )
+
+
+def warm_up_merges(query: torch.Tensor, kv_heads: int, options: AttentionOptions) -> None:
+    """Compile the merges of every number of splits for queries like `query` [1, num_heads, head_dim]."""
+    _, num_heads, head_dim = query.shape
+    kind = Rule.of(options, num_heads).span_kind
+    tiling = choose_tiling(head_dim, num_heads // kv_heads, query.dtype, decode=True)
+    warm_up_merge(torch.empty_like(query), span_kind=kind, tokens=tiling.tokens, warps=MERGE_WARPS)
 
 
 def _launch(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nbengine.kernels.cpu import backend as cpu_backend
 from nbengine.kernels.cpu import threads as cpu_threads
 from nbengine.kernels.cpu.backend import CpuKernels
 from nbengine.kernels.dispatch import select_kernels
+from nbengine.kernels.row_kernels import select_gate, select_pair_gate, select_rms_norm, select_rotation
 from nbengine.kernels.torch.backend import TorchKernels
 
 CPU = torch.device("cpu")
@@ -48,6 +50,37 @@ def test_another_device_gets_plain_torch_and_a_warning(caplog):
 def test_other_types_are_refused_by_name():
     with pytest.raises(InvalidArgumentError, match="dtype must be float32, bfloat16 or float16"):
         select_kernels(CPU, torch.float64)
+
+
+class Weight(SimpleNamespace):
+    """As much of a weight on a GPU as can be had without one."""
+
+    def __len__(self):
+        return self.size
+
+
+def test_functions_of_rows_on_a_gpu_are_triton_s_but_for_float32(monkeypatch):
+    rows = pytest.importorskip("nbengine.kernels.triton.row_functions", reason="Triton is not installed")
+    for name in ("TritonRMSNorm", "TritonGate", "TritonPairGate", "TritonRotation"):
+        monkeypatch.setattr(rows, name, lambda *_, name=name: name)
+    cuda = torch.device("cuda")
+
+    def select(dtype, size=64, activation="silu"):
+        return [
+            select_rms_norm(Weight(device=cuda, dtype=torch.float32, size=size), 1e-5, dtype),
+            select_gate(cuda, dtype, size, activation),
+            select_pair_gate(cuda, dtype, size, "sigmoid"),
+            select_rotation(cuda, dtype, 2, size),
+        ]
+
+    every = ["TritonRMSNorm", "TritonGate", "TritonPairGate", "TritonRotation"]
+    assert select(torch.bfloat16) == select(torch.float16, size=72) == every
+    assert select(torch.float32) == [None] * 4
+    assert select(torch.bfloat16, size=rows.MAX_ROW + 1) == [None, "TritonGate", "TritonPairGate", None]
+    assert select(torch.bfloat16, activation="relu")[1] is None
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    assert select(torch.bfloat16) == [None] * 4
 
 
 @pytest.mark.skipif(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nbengine.kernels import reference
 from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.dispatch import select_expert_kernels, select_kernels
+from nbengine.kernels.row_kernels import select_gate, select_pair_gate, select_rms_norm, select_rotation
 from nbengine.kernels.torch.backend import TorchKernels
 from nbengine.kernels.torch.experts import TorchExperts
 from tests.support.thorough import combinations
@@ -109,3 +113,80 @@ def test_experts_of_a_real_size_equal_plain_torch(expert_batch, dtype):
         # Both round to bfloat16: results of 4 and more may differ by a last bit, 2**-7 of their size.
         rtol, atol = (0, 1e-4) if dtype is torch.float32 else (2**-7, 3e-2)
         torch.testing.assert_close(batch.run(kernels), batch.run(TorchExperts()), rtol=rtol, atol=atol)
+
+
+CUDA = torch.device("cuda")
+EPS = 1e-5
+NARROW = [torch.bfloat16, torch.float16]
+SIZES = [64, 96, 128, 576, 2048, 2304, 5632, 8192]
+ROWS = [1, 2, 7, 33, 300]
+
+
+def normal(*shape, dtype, spread=1.0):
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator, device=CUDA) * spread).to(dtype)
+
+
+def assert_rounded_once(found, expected, absolute=1e-6):
+    """Compare with float64 to half of the last place, and a little for the arithmetic in float32."""
+    places = torch.finfo(found.dtype).eps / 2 * 1.01 + 1e-6
+    torch.testing.assert_close(found.double(), expected, rtol=places, atol=absolute)
+
+
+@pytest.mark.parametrize(("size", "dtype", "is_wide"), combinations(SIZES, NARROW, [False, True]))
+def test_rows_are_normalised_alike_alone_and_among_others(size, dtype, is_wide):
+    weight = normal(size, dtype=torch.float32 if is_wide else dtype)
+    norm = select_rms_norm(weight, EPS, dtype)
+    for rows in ROWS:
+        # As of queries and keys: the rows are parts of wider ones.
+        heads = normal(rows, 3, size, dtype=dtype, spread=7)[:, 1:]
+        x = heads[:, 0].contiguous()
+        expected = F.rms_norm(heads.double(), (size,), weight.double(), EPS)
+        assert_rounded_once(norm(heads), expected)
+        assert torch.equal(norm(x), norm(heads)[:, 0])
+        assert torch.equal(norm(x), torch.cat([norm(row[None]) for row in x]))
+
+
+@pytest.mark.parametrize(("size", "dtype", "scale"), combinations(SIZES, NARROW, [1.0, 0.22]))
+def test_what_is_added_before_a_norm_stays_added_and_is_rounded_once(size, dtype, scale):
+    norm = select_rms_norm(normal(size, dtype=dtype), EPS, dtype)
+    for rows in ROWS:
+        stream, added = normal(rows, size, dtype=dtype), normal(rows + 1, size, dtype=dtype)[1:]
+        expected = stream.double() + added.double() * scale
+        pairs = [(stream[i : i + 1].clone(), added[i : i + 1]) for i in range(rows)]
+        found = norm.after_adding(stream, added, scale)
+        assert_rounded_once(stream, expected)
+        assert_rounded_once(found, F.rms_norm(stream.double(), (size,), norm._weight.double(), EPS))
+        assert torch.equal(found, torch.cat([norm.after_adding(*pair, scale) for pair in pairs]))
+
+
+ACTIVATE = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize(("size", "dtype", "activation"), combinations(SIZES, NARROW, ACTIVATE))
+def test_gates_are_rounded_once(size, dtype, activation):
+    halves = select_gate(CUDA, dtype, size, activation)
+    pair = select_pair_gate(CUDA, dtype, size, activation)
+    for rows in ROWS:
+        both = normal(rows, 2 * size, dtype=dtype, spread=8)
+        gate, other = both.chunk(2, dim=-1)
+        expected = ACTIVATE[activation](gate.double()) * other.double()
+        assert_rounded_once(halves(both), expected, float(torch.finfo(dtype).smallest_normal))
+        assert torch.equal(pair(gate, other), halves(both))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"), combinations([1, 5, 36, 80], [64, 96, 128, 256], NARROW)
+)
+def test_heads_are_turned_and_rounded_once(heads, head_dim, dtype):
+    rotation = select_rotation(CUDA, dtype, heads, head_dim)
+    for rows in ROWS:
+        x = normal(rows, heads + 2, head_dim, dtype=dtype)[:, :heads]
+        angles = normal(rows, 2, 1, head_dim, dtype=dtype)
+        cos, sin = angles.double().unbind(1)
+        expected = x.double() * cos + x.double().roll(head_dim // 2, -1) * sin
+        assert_rounded_once(rotation(x, angles), expected, 1e-5)

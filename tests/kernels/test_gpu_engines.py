@@ -13,6 +13,7 @@ from random_models import random_tokens, save_random
 
 from nbengine import LLM, SamplingParams
 from nbengine.worker.decode_graphs import CudaGraphs
+from tests.support.thorough import combinations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,3 +98,32 @@ def test_preempted_requests_and_steps_that_are_not_recorded_give_the_same(
     with LLM(str(tmp_path), enforce_eager=True, **ROOMY, **SETTINGS) as llm:
         assert answers(llm, prompts) == expected
     assert not recorded
+
+
+def log_probabilities(outputs: Any, tokens: list[int]) -> torch.Tensor:
+    """Return those of `tokens`, of each of which `outputs` has some candidates."""
+    return torch.tensor([each[token].logprob for each, token in zip(outputs, tokens, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "eager"), combinations(NAMES, ["bfloat16", "float16"], [False, True])
+)
+def test_log_probabilities_in_16_bits_are_near_those_of_float32(
+    name: str, dtype: str, eager: bool, tmp_path: Path
+) -> None:
+    save_random(CASES[name].kind, CASES[name].settings, tmp_path)
+    prompt = PROMPTS[0]
+    several = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    with LLM(str(tmp_path), enforce_eager=eager, **ROOMY, **SETTINGS | {"dtype": dtype}) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], several, use_tqdm=False)
+    (answer,) = output.outputs
+    tokens = [*prompt, *answer.token_ids]
+    found = log_probabilities([*output.prompt_logprobs[1:], *answer.logprobs], tokens[1:])
+    with LLM(str(tmp_path), **ROOMY, **SETTINGS) as llm:
+        one = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], one, use_tqdm=False)
+    expected = log_probabilities(output.prompt_logprobs[1:], tokens[1:])
+    # Weights and all that goes from layer to layer have 8 or 11 bits.
+    most = {"bfloat16": 0.3, "float16": 0.06}[dtype]
+    for part in (slice(len(prompt) - 1), slice(len(prompt) - 1, None)):
+        assert (found - expected)[part].abs().mean() < most

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbengine.kernels.cpu.row_functions import CpuDeltaGates, CpuGate, CpuPairGate, CpuRMSNorm, CpuRotation
-from nbengine.kernels.dispatch import select_gate, select_rms_norm, select_rotation
+from nbengine.kernels.row_kernels import select_gate, select_rms_norm, select_rotation
 from tests.support.thorough import amount
 
 EPS = 1e-5
@@ -102,10 +102,12 @@ def test_heads_are_turned_and_rounded_once(
 
 
 def test_other_devices_and_odd_sizes_are_left_to_torch() -> None:
-    assert select_rms_norm(torch.ones(64), EPS) is not None
-    assert select_rms_norm(torch.ones(64, dtype=torch.bfloat16, device="meta"), EPS) is None
-    assert select_rms_norm(torch.ones(72, dtype=torch.bfloat16), EPS) is None
-    assert select_rms_norm(torch.ones(64, dtype=torch.bfloat16), EPS) is not None
+    wide, narrow = torch.float32, torch.bfloat16
+    assert select_rms_norm(torch.ones(64), EPS, wide) is not None
+    assert select_rms_norm(torch.ones(64), EPS, narrow) is None
+    assert select_rms_norm(torch.ones(64, dtype=narrow, device="meta"), EPS, narrow) is None
+    assert select_rms_norm(torch.ones(72, dtype=narrow), EPS, narrow) is None
+    assert select_rms_norm(torch.ones(64, dtype=narrow), EPS, narrow) is not None
     cpu = torch.device("cpu")
     assert select_gate(torch.device("meta"), torch.bfloat16, 64, "silu") is None
     assert select_gate(cpu, torch.bfloat16, 72, "silu") is None

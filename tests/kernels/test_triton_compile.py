@@ -20,7 +20,9 @@ from nbengine.kernels.triton import delta_rule as delta_rule_triton
 from nbengine.kernels.triton import experts as experts_triton
 from nbengine.kernels.triton import latent_attention as latent
 from nbengine.kernels.triton import paged_attention as attention
+from nbengine.kernels.triton import row_functions as rows_triton
 from nbengine.kernels.triton import short_convolution as convolution_triton
+from nbengine.kernels.triton import splits as splits_triton
 from nbengine.kernels.triton import state_space as state_space_triton
 from nbengine.kernels.triton import write_kv as write_kv_triton
 from nbengine.kernels.triton.attention_rule import CHUNK, NO_SPAN, WINDOW
@@ -187,9 +189,9 @@ def test_latent_attention_fits_without_spilling(compile_for, arch, heads, case):
 def test_merge_and_write_of_latents_fit_without_spilling(compile_for, arch):
     merge = compile_for(
         arch,
-        attention.merge_kernel,
+        splits_triton.merge_kernel,
         {"output": "*bf16", "partial_sums": "*fp32", "partial_stats": "*fp32", "seq_lens": "*i32"},
-        {"HEAD_DIM": 512, "WIDTH": 512, "SPLITS": attention.MAX_SPLITS, "TOKENS": 32, "SPAN": NO_SPAN},
+        {"HEAD_DIM": 512, "WIDTH": 512, "SPLITS": splits_triton.MAX_SPLITS, "TOKENS": 32, "SPAN": NO_SPAN},
         num_warps=latent.MERGE_WARPS,
     )
     write = compile_for(
@@ -205,12 +207,12 @@ def test_merge_and_write_of_latents_fit_without_spilling(compile_for, arch):
 def test_merge_and_write_fit_without_spilling(compile_for, arch):
     merge = compile_for(
         arch,
-        attention.merge_kernel,
+        splits_triton.merge_kernel,
         {"output": "*bf16", "partial_sums": "*fp32", "partial_stats": "*fp32", "seq_lens": "*i32"},
         {
             "HEAD_DIM": 128,
             "WIDTH": 128,
-            "SPLITS": attention.MAX_SPLITS,
+            "SPLITS": splits_triton.MAX_SPLITS,
             "TOKENS": 64,
             "SPAN": WINDOW,
         },
@@ -223,6 +225,23 @@ def test_merge_and_write_fit_without_spilling(compile_for, arch):
         {"KV_HEADS": 3, "HEAD_DIM": 64, "BLOCK_SIZE": 16, "WIDTH": 256},
     )
     assert (merge.spilled, write.spilled) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", amount(SMALLER, thorough=ARCHITECTURES))
+def test_functions_of_rows_fit_without_spilling(compile_for, arch):
+    data = dict.fromkeys(("output", "x", "added", "gate", "other", "angles"), "*bf16")
+    norm = {**data, "weight": "*fp32", "scale": "fp32", "eps": "fp32"}
+    found = []
+    for size in (128, rows_triton.MAX_ROW):
+        constants, warps = rows_triton.norm_shape(size)
+        each = {**constants, "ADD": True}
+        found.append(compile_for(arch, rows_triton.rms_norm_kernel, norm, each, num_warps=warps))
+    for activation in rows_triton.ACTIVATIONS:
+        each = {"SIZE": 5632, "COLUMNS": 1024, "OFFSET": 5632, "ACTIVATION": activation}
+        found.append(compile_for(arch, rows_triton.gate_kernel, data, each))
+    heads = {"HEADS": 40, "HALF": 64, "WIDTH": 64, "ROWS": 8}
+    found.append(compile_for(arch, rows_triton.rotate_kernel, data, heads))
+    assert {each.spilled for each in found} == {0}
 
 
 @pytest.mark.parametrize(
@@ -358,18 +377,8 @@ def test_the_grid_of_experts_has_a_program_for_every_tile_however_the_tokens_fal
         assert tiles.sum() <= experts_triton.max_tiles(assignments, num_experts, rows) <= assignments
 
 
-@pytest.mark.parametrize("programs", [1, 3, 40, 1000])
-@pytest.mark.parametrize("max_seq_len", [1, 128, 129, 5000, 131_072])
-def test_splits_cover_the_context_and_none_is_empty(programs, max_seq_len):
-    splits, tokens = attention.choose_splits(programs, max_seq_len, processors=132)
-    assert 1 <= splits <= attention.MAX_SPLITS
-    assert (splits - 1) * tokens < max_seq_len <= splits * tokens
-    if programs >= 264:
-        assert splits == 1
-
-
 def test_what_is_kept_belongs_to_one_kernel_and_one_way_of_compiling_it(tmp_path):
-    kept, kernel = KeptResources(tmp_path / "kept"), attention.merge_kernel
+    kept, kernel = KeptResources(tmp_path / "kept"), splits_triton.merge_kernel
     first = kept.place(80, kernel, {"a": "*i32"}, {"B": 1}, {})
     others = [
         kept.place(90, kernel, {"a": "*i32"}, {"B": 1}, {}),

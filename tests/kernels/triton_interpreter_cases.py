@@ -10,6 +10,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
@@ -20,6 +21,7 @@ from nbengine.kernels.attention_options import AttentionOptions
 from nbengine.kernels.triton import experts as experts_triton
 from nbengine.kernels.triton import latent_attention as latent_attention_triton
 from nbengine.kernels.triton import paged_attention as paged_attention_triton
+from nbengine.kernels.triton import row_functions as rows_triton
 from nbengine.kernels.triton import write_kv as write_kv_triton
 from nbengine.kernels.triton.recurrent import TritonRecurrent
 from tests.kernels.latent_batches import LatentBatch
@@ -287,3 +289,102 @@ def test_the_state_space_equals_the_reference_and_touches_no_other_slot(requests
 @pytest.mark.parametrize("requests", STEPS)
 def test_the_state_space_of_bfloat16_equals_the_reference(requests):
     check_state_space(Step.of(TritonRecurrent(), STEPS[requests]), Space(1, 2, 16, 16), dtype=torch.bfloat16)
+
+
+CPU = torch.device("cpu")
+EPS = 1e-5
+ACTIVATE = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
+ROW_TYPES = [torch.float32, torch.float16]
+"""The interpreter cuts what is stored as bfloat16, where devices round."""
+PLACES = {torch.float32: 1e-6, torch.float16: 2.0**-11 * 1.01, torch.bfloat16: 2.0**-7}
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """New memory is NaN."""
+    monkeypatch.setattr(torch, "empty", functools.partial(torch.full, fill_value=torch.nan))
+
+
+def inside_nan(x):
+    """A view with the numbers of x [T, ..., n], of which each row of a token lies among numbers that are NaN."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 16), torch.nan, dtype=x.dtype)
+    wide[..., 8:-8] = x
+    return wide[..., 8:-8]
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weight_dtype"),
+    [
+        ((35, 16), torch.float32, torch.float32),
+        ((9, 3, 64), torch.float16, torch.float16),
+        ((2, 5, 72), torch.float16, torch.float32),
+        ((3, 1500), torch.bfloat16, torch.float32),
+    ],
+)
+def test_rows_are_normalised_where_they_lie_and_alike_alone(poisoned, shape, dtype, weight_dtype):
+    x, weight = inside_nan(normal(*shape, dtype=dtype)), normal(shape[-1], dtype=weight_dtype)
+    norm = rows_triton.TritonRMSNorm(weight, EPS, dtype)
+    found = norm(x)
+    assert (found.dtype, found.is_contiguous()) == (dtype, True)
+    expected = F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
+    torch.testing.assert_close(found.double(), expected, rtol=PLACES[dtype], atol=1e-6)
+    assert torch.equal(norm(x[1:2])[0], found[1])
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(ROW_TYPES[0], 1), (ROW_TYPES[1], 0.22)])
+def test_what_is_added_before_a_norm_stays_added(poisoned, dtype, scale):
+    stream, added = (inside_nan(normal(3, size, dtype=dtype)[:, :1100]) for size in (1100, 1101))
+    norm = rows_triton.TritonRMSNorm(normal(1100, dtype=dtype), EPS, dtype)
+    expected = (stream.float() + added.float() * scale).to(dtype)
+    found = norm.after_adding(stream, added, scale)
+    assert torch.equal(stream, expected)
+    assert torch.equal(found, norm(expected))
+
+
+def test_rows_with_zeros_and_infinities_are_those_of_torch():
+    x = torch.tensor([[0.0, -0.0] * 8, [torch.inf, 1.0] * 8, [-torch.inf] * 16, [torch.nan, 2.0] * 8])
+    norm = rows_triton.TritonRMSNorm(torch.ones(16), EPS, torch.float32)
+    with np.errstate(invalid="ignore"):
+        found = norm(x)
+        passed = {each: rows_triton.TritonPairGate(16, x.dtype, each, CPU)(x, x) for each in ACTIVATE}
+    expected = F.rms_norm(x, (16,), torch.ones(16), EPS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit()[0], expected.signbit()[0])
+    for each, activate in ACTIVATE.items():
+        torch.testing.assert_close(passed[each], activate(x) * x, equal_nan=True)
+
+
+@pytest.mark.parametrize(("activation", "dtype"), combinations(ACTIVATE, ROW_TYPES))
+def test_gates_of_halves_and_of_pairs_are_rounded_once(poisoned, activation, dtype):
+    size = 1100 if dtype is torch.float16 else 24
+    both = (normal(3, 2 * size) * 20).to(dtype)
+    gate, other = both.chunk(2, dim=-1)
+    expected = ACTIVATE[activation](gate.double()) * other.double()
+    halves = rows_triton.TritonGate(size, dtype, activation, CPU)(inside_nan(both))
+    pair = rows_triton.TritonPairGate(size, dtype, activation, CPU)(inside_nan(gate), inside_nan(other))
+    # Far below 0 the reference is the difference of numbers that are almost equal.
+    smallest = max(1e-12, float(torch.finfo(dtype).smallest_normal))
+    torch.testing.assert_close(halves.double(), expected, rtol=PLACES[dtype], atol=smallest)
+    assert torch.equal(pair, halves)
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [(5, 96, ROW_TYPES[0]), (37, 32, ROW_TYPES[1])])
+def test_heads_are_turned_where_they_lie(poisoned, heads, head_dim, dtype):
+    x = torch.cat([normal(3, heads, head_dim), torch.full((3, 2, head_dim), torch.nan)], dim=1).to(dtype)
+    angles = normal(3, 2, 1, head_dim, dtype=dtype)
+    cos, sin = angles.double().unbind(1)
+    turned = x[:, :heads].double()
+    expected = turned * cos + turned.roll(head_dim // 2, -1) * sin
+    rotation = rows_triton.TritonRotation(heads, head_dim, dtype, CPU)
+    found = rotation(x[:, :heads], angles)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), expected, rtol=PLACES[dtype], atol=1e-6)
+    assert torch.equal(rotation(x[1:2, :heads], angles[1:2])[0], found[1])

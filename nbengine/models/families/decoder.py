@@ -17,7 +17,7 @@ from nbengine.kv_cache.specs import make_groups
 from nbengine.models.configs.decoder_config import ACTIVATIONS, DecoderConfig
 from nbengine.models.layers.attention import warm_up_attention
 from nbengine.models.layers.decoder_attention import DecoderAttention
-from nbengine.models.layers.decoder_layer import DecoderLayer, FeedForward
+from nbengine.models.layers.decoder_layer import DecoderLayer, FeedForward, ResidualStream
 from nbengine.models.layers.gated_delta_net import RecurrentState
 from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.memory import WeightMemory
@@ -163,11 +163,12 @@ class DecoderForCausalLM:
             if prepared is not None:
                 return prepared
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        stream = ResidualStream(x, self.config.residual_scale)
         angles = [rotary.at(positions) for rotary in self.rotaries]
         for layer, kv_cache, own in zip(self.layers, kv_caches, self._metadata_of_layers(attn), strict=True):
-            x = layer(x, angles, kv_cache, own)
+            layer(stream, angles, kv_cache, own)
             self.on_layers(1)
-        return StepOutput(x if self.norm is None else self.norm(x))
+        return StepOutput(stream.read(self.norm))
 
     __call__ = forward
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nbengine.kernels.dispatch import select_rms_norm
 from nbengine.kernels.quantized import LANES
+from nbengine.kernels.row_kernels import select_rms_norm
 from nbengine.models.layers.weights import Place, Slots, Weight, WeightSlot
 
 
@@ -119,8 +119,9 @@ class RMSNorm:
         self.eps = eps
         self._added = float(adds_one)
         self._is_wide = self.weight.dtype is not place.hidden_dtype
-        is_compiled = not (place.is_exact or self._is_wide)
-        self._compiled = select_rms_norm(self.weight, eps) if is_compiled else None
+        self._compiled = None
+        if not place.is_exact:
+            self._compiled = select_rms_norm(self.weight, eps, place.hidden_dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._compiled is not None:
@@ -128,6 +129,12 @@ class RMSNorm:
         if self._is_wide:
             return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, added: Tensor, scale: float) -> Tensor:
+        """Add `added` [T, size] times `scale` to x [T, size] in place, and return x normalised."""
+        if self._compiled is not None:
+            return self._compiled.after_adding(x, added, scale)
+        return self(x.add_(added, alpha=scale))
 
     def slots(self, prefix: str) -> Slots:
         """Yield the weight under the checkpoint's name."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
 from nbengine.kernels.attention_options import AttentionOptions
-from nbengine.kernels.dispatch import select_pair_gate
+from nbengine.kernels.row_kernels import select_pair_gate
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerConfig
 from nbengine.models.layers.attention import Attention
 from nbengine.models.layers.basic import RMSNorm

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerConfig
+from nbengine.models.layers.basic import RMSNorm
 from nbengine.models.layers.decoder_attention import DecoderAttention
 from nbengine.models.layers.latent_attention import LatentAttention
 from nbengine.models.layers.norms import Norm, make_norm
@@ -26,6 +27,35 @@ class FeedForward(Protocol):
 
     def slots(self, prefix: str) -> Slots:
         """Yield the weights under the checkpoint's names."""
+
+
+class ResidualStream:
+    """The hidden states [T, hidden], in place, to which blocks add their outputs times `scale`.
+
+    An output is added when the stream is read next, which a norm may do together with its own work.
+    """
+
+    __slots__ = ("_added", "_hidden", "_scale")
+
+    def __init__(self, hidden: Tensor, scale: float) -> None:
+        self._hidden = hidden
+        self._scale = scale
+        self._added: Tensor | None = None
+
+    def add(self, out: Tensor) -> None:
+        """Add a block's output [T, hidden]; the stream has been read since the last one."""
+        assert self._added is None
+        self._added = out
+
+    def read(self, norm: Norm | None) -> Tensor:
+        """Return the stream as a norm makes it; None: the stream itself, to be used before it is read again."""
+        hidden, added = self._hidden, self._added
+        self._added = None
+        if added is not None:
+            if isinstance(norm, RMSNorm):
+                return norm.after_adding(hidden, added, self._scale)
+            hidden.add_(added, alpha=self._scale)
+        return hidden if norm is None else norm(hidden)
 
 
 class DecoderLayer:
@@ -62,7 +92,6 @@ class DecoderLayer:
         self.before_mlp = norm(names.before_mlp)
         self.mlp = mlp
         self.after_mlp = norm(names.after_mlp)
-        self.residual_scale = config.residual_scale
 
     @property
     def self_attn(self) -> DecoderAttention:
@@ -76,23 +105,17 @@ class DecoderLayer:
         assert isinstance(self.mixer, LatentAttention)
         return self.mixer
 
-    def __call__(self, x: Tensor, angles: list[Tensor], cache: Any, metadata: Any) -> Tensor:
-        """Update the residual stream x [T, hidden] in place and return it.
+    def __call__(self, stream: ResidualStream, angles: list[Tensor], cache: Any, metadata: Any) -> None:
+        """Update the residual stream.
 
         `cache` is the layer's keys and values and `metadata` its group's `AttentionMetadata`; a recurrent layer has a
         `RecurrentState` and `RecurrentMetadata`.
         """
-        taken = x if self.before_attention is None else self.before_attention(x)
-        out = self.mixer(taken, angles, cache, metadata)
-        if self.after_attention is not None:
-            out = self.after_attention(out)
-        x.add_(out, alpha=self.residual_scale)
-        if self.mlp is None:
-            return x
-        out = self.mlp(x if self.before_mlp is None else self.before_mlp(x))
-        if self.after_mlp is not None:
-            out = self.after_mlp(out)
-        return x.add_(out, alpha=self.residual_scale)
+        out = self.mixer(stream.read(self.before_attention), angles, cache, metadata)
+        stream.add(out if self.after_attention is None else self.after_attention(out))
+        if self.mlp is not None:
+            out = self.mlp(stream.read(self.before_mlp))
+            stream.add(out if self.after_mlp is None else self.after_mlp(out))
 
     def slots(self, prefix: str) -> Slots:
         """Yield the weights under the checkpoint's names."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
-from nbengine.kernels.dispatch import select_delta_gates, select_pair_gate, select_rms_norm
+from nbengine.kernels.row_kernels import select_delta_gates, select_pair_gate, select_rms_norm
 from nbengine.models.configs.decoder_config import DecoderConfig, DeltaRuleConfig
 from nbengine.models.layers.basic import MergedLinear, Rows
 from nbengine.models.layers.parallel_layers import row_parallel_linear
@@ -58,7 +58,7 @@ class GatedDeltaNet:
         if not place.is_exact and self._hidden_dtype is torch.float32:
             inner = self.heads * rule.value_dim
             self._gates = select_delta_gates(place.device, self._hidden_dtype, self.heads)
-            self._norm = select_rms_norm(self.norm_weight, self.eps)
+            self._norm = select_rms_norm(self.norm_weight, self.eps, self._hidden_dtype)
             self._gate = select_pair_gate(place.device, self._hidden_dtype, inner, "silu")
         self.out_proj = row_parallel_linear(
             rule.value_heads * rule.value_dim,

@@ -96,6 +96,7 @@ class LatentAttention:
 
     def warm_up(self, kernels: Kernels, block_size: int) -> None:
         """Compile what a step needs."""
+        self.rotary.warm_up(self.num_heads + 1)
         kernels.warm_up_latent(self.num_heads, self.latent.width, block_size, self.options)
 
     def slots(self, prefix: str) -> Slots:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nbengine.distributed.communicator import ParallelState
-from nbengine.kernels.dispatch import select_gate
+from nbengine.kernels.row_kernels import select_gate
 from nbengine.models.layers.parallel_layers import MergedColumnParallelLinear, row_parallel_linear
 from nbengine.models.layers.weights import Place, Slots
 

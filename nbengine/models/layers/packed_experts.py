@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nbengine.kernels.dispatch import select_combine, select_gate
+from nbengine.kernels.dispatch import select_combine
 from nbengine.kernels.quantized import Format
+from nbengine.kernels.row_kernels import select_gate
 from nbengine.kernels.torch.experts import dense_product, silu_and_mul, sum_of_experts, weighted_sums
 from nbengine.models.configs.moe_config import ClampedGate, MoEConfig
 from nbengine.models.layers.basic import MergedLinear, Rows
@@ -39,7 +40,9 @@ class PackedExperts:
         self._compiled = None
         if moe.clamped is None:
             self._compiled = select_gate(place.device, place.hidden_dtype, self.inner, "silu")
-        self._combine = select_combine(place.device, hidden_size)
+        self._combine = None
+        if place.hidden_dtype is torch.float32:
+            self._combine = select_combine(place.device, hidden_size)
         self._gate_up: list[MergedLinear] = []
         self._down: list[Weight] = []
         self._down_bias: list[Tensor | None] = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nbengine.errors import ModelLoadError
-from nbengine.kernels.dispatch import select_rotation
+from nbengine.kernels.row_kernels import select_rotation
 from nbengine.models.configs.rope_config import Rope, RopeScaling
 
 _MAX_TABLE_BYTES = 1 << 30

@@ -113,6 +113,17 @@ def test_classification_heads_give_the_labels_of_transformers(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_experts_with_biases_are_summed_in_16_bits_too(
+    dtype: torch.dtype, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
+) -> None:
+    expected = expected_of(saved(CASES["gpt-oss"], tmp_path, random_model), tokens_of(LENGTH))
+    runner = make_runner(loaded(CASES["gpt-oss"], tmp_path, load, dtype=dtype))
+    found = runner.step({"a": tokens_of(LENGTH)})["a"].float()
+    # Logits spread by about 1.
+    assert (found - expected).abs().mean() < 0.1
+
+
 def test_gpt_oss_does_not_classify(tmp_path: Path, load: Any, random_model: Any) -> None:
     saved(CASES["gpt-oss"], tmp_path, random_model)
     with pytest.raises(ModelLoadError, match="classification head is not supported; GptOssForCausalLM runs"):

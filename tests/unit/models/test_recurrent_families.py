@@ -18,6 +18,7 @@ from nbengine.kernels.kv_cache import cache_shape
 from nbengine.kernels.recurrent_metadata import Checkpoints, build_recurrent_metadata
 from nbengine.kernels.torch.recurrent import TorchRecurrent
 from nbengine.models.families.decoder import DecoderForCausalLM
+from nbengine.models.layers.decoder_layer import ResidualStream
 from tests.support.recurrent_cases import CASES, QWEN, QWEN_EXPERTS, saved
 from tests.support.thorough import amount, combinations
 from tests.unit.models.conftest import BLOCK_SIZE, Runner
@@ -63,11 +64,11 @@ class Hybrid:
         )
         x = self.model.embed(ids) if received is None else received
         angles = [rotary.at(positions) for rotary in self.model.rotaries]
-        states = iter(self.states)
+        stream, states = ResidualStream(x, self.config.residual_scale), iter(self.states)
         for layer, cache in zip(self.model.layers, caches, strict=True):
             own = (next(states), metadata) if layer.is_recurrent else (cache, batch)
-            x = layer(x, angles, *own)
-        return x if self.model.norm is None else self.model.norm(x)
+            layer(stream, angles, *own)
+        return stream.read(self.model.norm)
 
 
 class HybridRunner(Runner):
