@@ -148,6 +148,7 @@ PLANTED = (
         (),
         100,
         ("waiting for an answer",),
+        first=200,
     ),
     Planted(
         "cores-that-remove-nothing",
