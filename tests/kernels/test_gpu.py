@@ -166,7 +166,7 @@ def gelu_tanh(x):
 
 
 NOTHING = 1e-34
-"""What a gate makes of numbers whose exponential float32 holds as 0."""
+"""A gate may be that far off, where float32 holds an exponential as 0."""
 ACTIVATE = {"silu": F.silu, "gelu_tanh": gelu_tanh, "sigmoid": torch.sigmoid}
 
 
