@@ -87,22 +87,30 @@ class McpServer:
 
     def close(self) -> None:
         """End the program; another call does nothing."""
-        loop, task = self._begun.result()
-        with contextlib.suppress(RuntimeError):
-            # The loop has ended by itself.
-            loop.call_soon_threadsafe(task.cancel)
+        if self._begun.exception() is None:
+            loop, task = self._begun.result()
+            with contextlib.suppress(RuntimeError):
+                # The loop has ended by itself.
+                loop.call_soon_threadsafe(task.cancel)
         self._thread.join()
 
     def _run(self) -> None:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-            try:
-                asyncio.run(self._serve(log))
-            except BaseException as error:  # noqa: BLE001 (the one who waits gets it)
-                log.seek(0)
-                tail = log.read()[-_TAIL_CHARACTERS:].strip()
-                self._last_words = f"\nIts last words:\n{tail}" if tail else ""
-                if not self._ready.done():
-                    self._ready.set_exception(_first_of(error))
+        try:
+            with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+                self._run_with(log)
+        except BaseException as error:  # noqa: BLE001 (the one who waits gets it)
+            for awaited in (self._begun, self._ready):
+                if not awaited.done():
+                    awaited.set_exception(_first_of(error))
+
+    def _run_with(self, log: TextIO) -> None:
+        try:
+            asyncio.run(self._serve(log))
+        except BaseException:
+            log.seek(0)
+            tail = log.read()[-_TAIL_CHARACTERS:].strip()
+            self._last_words = f"\nIts last words:\n{tail}" if tail else ""
+            raise
 
     async def _serve(self, log: TextIO) -> None:
         task = asyncio.current_task()

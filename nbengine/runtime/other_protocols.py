@@ -32,7 +32,11 @@ def other_engine(path: Path) -> OtherEngine | None:
     try:
         read_connection(path)
     except ProtocolMismatchError as error:
-        label = read_label(path)
+        try:
+            label = read_label(path)
+        except FileNotFoundError:
+            # The engine has ended since, and has taken its file along.
+            return None
         # Only the beginning of a machine id is known to mean the same in every version.
         boot, _, _ = label.machine.partition(":")
         elsewhere = boot not in ("", machine_id().partition(":")[0])

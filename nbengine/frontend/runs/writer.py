@@ -98,6 +98,10 @@ class RunWriter:
         except NBEngineError as error:
             with self._changed:
                 self._note_loss(len(batch), str(error))
+        except Exception as error:
+            with self._changed:
+                self._note_loss(len(batch), f"{type(error).__name__}: {error}")
+            raise
         else:
             with self._changed:
                 self._num_lost, self._trouble, self._has_told = 0, "", False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,10 +83,23 @@ def test_what_is_no_server_says_why(servers: McpServers) -> None:
     with pytest.raises(NBEngineError, match="no MCP server") as raised:
         servers.tools([SHOP + " --broken"])
     assert "the shop is closed" in str(raised.value)
-    with pytest.raises(NBEngineError, match="no MCP server: /no/such/program"):
+    with pytest.raises(NBEngineError, match=r"no MCP server: /no/such/program"):
         servers.tools(["/no/such/program"])
     with pytest.raises(UsageError, match="No closing quotation"):
         servers.tools(["'open"])
     with pytest.raises(UsageError, match="needs the command that starts a server"):
         servers.tools([" "])
     assert shops() == []
+
+
+def test_a_server_that_finds_no_room_for_its_last_words_says_so_at_once(
+    servers: McpServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as context:
+        context.setattr(tempfile, "TemporaryFile", refuse)
+        with pytest.raises(NBEngineError, match=r"no MCP server: .*No space left on device"):
+            servers.tools([SHOP])
+    assert {tool.name for tool in servers.tools([SHOP])} >= {"price", "burn"}

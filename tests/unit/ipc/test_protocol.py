@@ -50,12 +50,14 @@ from nbengine.ipc.handshake import ControlDecoder, encode_control, refusal_for, 
 from nbengine.ipc.liveness import ProcessIdentity, machine_id, this_process
 from nbengine.ipc.messages import engine_identity
 from nbengine.ipc.protocol import PROTOCOL, UNNAMED
+from nbengine.runtime import other_protocols
 from nbengine.runtime.connection import (
     ConnectionInfo,
     connection_file,
     list_connections,
     log_dir,
     read_connection,
+    read_label,
     write_connection,
 )
 
@@ -297,6 +299,22 @@ def test_a_living_engine_of_another_protocol_is_listed_and_keeps_its_name_and_lo
     assert log.exists()
     assert reap().dead == []
     assert path.exists()
+
+
+def test_an_engine_of_another_protocol_that_ends_while_it_is_looked_at_is_not_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_file(host_pid=os.getpid())
+    assert other_protocols.other_engine(path) is not None
+
+    def read(path: Path) -> Any:
+        path.unlink()
+        return read_label(path)
+
+    monkeypatch.setattr(other_protocols, "read_label", read)
+    assert main(["ps"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert not path.exists()
 
 
 def test_a_dead_engine_of_another_protocol_is_in_nobodys_way(capsys: pytest.CaptureFixture[str]) -> None:
