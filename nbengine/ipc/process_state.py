@@ -35,6 +35,8 @@ def seconds_in_line(pid: int) -> float | None:
     had the processors; None where the system does not count them (Linux does, in schedstat)."""
     try:
         with open(f"/proc/{pid}/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
+            _, waited, turns = map(int, file.read().split())
+    except (OSError, ValueError):
         return None
+    # Every process has had a turn: a system that does not count writes zeros.
+    return waited / 1e9 if turns else None

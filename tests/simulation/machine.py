@@ -43,7 +43,7 @@ def proc_file(process: Process, name: str) -> bytes:
         return b"" if process.status is not None else "\0".join([*process.argv, ""]).encode()
     if name == "schedstat":
         # Nobody waits for a processor here.
-        return b"0 0 0\n"
+        return b"0 0 1\n"
     if name == "status":
         return f"Name:\tpython\nState:\t{letter}\nPid:\t{process.pid}\n".encode()
     family = f"{process.parent_pid} {process.group} {process.session}"

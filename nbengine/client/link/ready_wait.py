@@ -115,7 +115,7 @@ class ReadyWait:
         a processor, for `line` seconds in all."""
         now = seconds_in_line(self._info.host_pid)
         is_idle = line is not None and now is not None and now - line < _BUSY_SHARE * waited
-        return HOST_PATIENCE if is_idle else max(HOST_PATIENCE, BUSY_PATIENCE)
+        return HOST_PATIENCE if is_idle else BUSY_PATIENCE
 
     def _cannot_be_attached_to(self, why: str) -> EngineStalledError:
         return EngineStalledError(f"engine {self._info.name} cannot be attached to: {why}")

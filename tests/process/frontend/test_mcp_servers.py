@@ -83,7 +83,7 @@ def test_what_is_no_server_says_why(servers: McpServers) -> None:
     with pytest.raises(NBEngineError, match="no MCP server") as raised:
         servers.tools([SHOP + " --broken"])
     assert "the shop is closed" in str(raised.value)
-    with pytest.raises(NBEngineError, match=r"no MCP server: /no/such/program"):
+    with pytest.raises(NBEngineError, match="no MCP server: /no/such/program"):
         servers.tools(["/no/such/program"])
     with pytest.raises(UsageError, match="No closing quotation"):
         servers.tools(["'open"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from nbengine.ipc import process_state
 from nbengine.ipc.process_state import seconds_in_line
 
 SPIN = "import os; os.sched_setaffinity(0, {%d}); print(flush=True)\nwhile True: pass"
@@ -42,3 +44,13 @@ def test_a_process_that_is_gone_has_no_count() -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait()
     assert seconds_in_line(process.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [(b"7 1500000000 3\n", 1.5), (b"7 0 3\n", 0.0), (b"0 0 0\n", None), (b"", None)]
+)
+def test_zeros_of_a_system_that_does_not_count_are_no_count(
+    monkeypatch: pytest.MonkeyPatch, written: bytes, seconds: float | None
+) -> None:
+    monkeypatch.setattr(process_state, "open", lambda *_: io.BytesIO(written), raising=False)
+    assert seconds_in_line(17) == seconds
