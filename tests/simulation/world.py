@@ -20,6 +20,7 @@ from typing import Any
 
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.engine import __main__ as engine_main
+from nbengine.ipc import liveness
 from tests.simulation import state
 from tests.simulation.faults import KINDS, Fault, Faults, draw_faults
 from tests.simulation.hub import Hub, Violation, drop_idle_greenlets
@@ -303,9 +304,16 @@ def _on_unraisable(what: Any) -> None:
         state.hub().fail(f"an exception escaped {what.object!r}: {what.exc_value!r}", what.exc_value)
 
 
+def _ask_what_is_asked_once() -> None:
+    """Ask the system what a process asks it a single time: the first world would have calls that others lack."""
+    for ask in (liveness.machine_id, liveness.lasting_machine_id, liveness._proc_is_ours):
+        ask()
+
+
 @contextlib.contextmanager
 def simulation() -> Iterator[None]:
     """Simulate everything outside, for worlds within; log nothing, and let no collector run in the middle."""
+    _ask_what_is_asked_once()
     enabled = gc.isenabled()
     gc.disable()
     logger = logging.getLogger("nbengine")
