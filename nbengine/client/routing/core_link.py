@@ -215,7 +215,8 @@ class CoreLink:
             future.set_exception(NBEngineError(f"engine {self.info.name} was not scaled: {answer.error}"))
 
     def on_dead(self, error: NBEngineError) -> None:
-        """Fail the calls of `scale`: the engine has ended."""
+        """Take in what has come before, and fail the calls of `scale`: the engine has ended."""
+        self._take_what_has_come()
         scaled, self._scaled = self._scaled, []
         for future, _ in scaled:
             future.set_exception(error)
@@ -236,8 +237,7 @@ class CoreLink:
 
     def on_lost(self, lost: EngineLost) -> None:
         """Take note that a core has ended; outputs that it has sent before still count."""
-        while self._output.poll(0):
-            self._on_output(self._output.recv_multipart())
+        self._take_what_has_come()
         home = (lost.rank, lost.incarnation)
         self.router.table.on_lost(*home, restarting=lost.restarting)
         self.calls.lose(lost.rank, lost.cause)
@@ -277,6 +277,11 @@ class CoreLink:
             self._consumer.on_outputs(outputs)
         if outputs.returned:
             self._on_returned(outputs.returned, (outputs.engine_index, outputs.incarnation))
+
+    def _take_what_has_come(self) -> None:
+        """Take in outputs that wait to be read: the host's news of an end, on another socket, may overtake them."""
+        while not self._output.closed and self._output.poll(0):
+            self._on_output(self._output.recv_multipart())
 
     def _on_farewell(self, rank: int, incarnation: int) -> None:
         self._listener.on_farewell(rank, incarnation)

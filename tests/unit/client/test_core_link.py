@@ -13,6 +13,7 @@ import pytest
 from nbengine.client.routing import core_link
 from nbengine.client.routing.core_link import CoreLink
 from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
+from nbengine.errors import EngineDeadError
 from nbengine.ipc.control_messages import EngineLost, EngineReady, RanksChanged, Scaled
 from nbengine.ipc.messages import (
     ENGINE_CORE_DEAD,
@@ -365,6 +366,26 @@ def test_no_request_is_lost_or_repeated_whatever_the_order_of_news(
         finally:
             world.link.close()
     assert num_waits > NUM_SCHEDULES
+
+
+def test_outputs_that_the_news_of_the_engines_end_has_overtaken_still_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, random.Random(0))
+    world.settle()
+    world.lengths["r"] = 9
+    world.tokens["r"], world.ends["r"] = [], []
+    world.link.add(EngineCoreRequest("r", [1], SamplingParams(max_tokens=9)))
+    world.carry()
+    (core,) = [core for core in world.cores if core.inbox]
+    core.read_one()
+    while len(core.to_client) < 3:
+        core.step(world.chance)
+    world.output.incoming.extend(core.to_client)
+    world.link.on_dead(EngineDeadError("it was killed"))
+    assert world.tokens["r"] == [0, 1, 2]
+    world.link.close()
+    world.link.on_dead(EngineDeadError("nobody reads any more"))
 
 
 @pytest.mark.parametrize("identity", [engine_identity(0), engine_identity(0, b"a guess"), b""])
