@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+
+import regex
 
 from nbengine.errors import InvalidArgumentError
 from nbengine.magics.generation.markdown import unfenced
@@ -20,6 +21,8 @@ Matcher = Callable[[str], bool]
 _AROUND = "\"'“”‘’«»`*_ "
 """Quotation marks and emphasis, which do not matter around a normalised text."""
 _BEHIND = ".,;:!?… "
+_SEARCH_SECONDS = 2.0
+"""Seconds after which a search is given up: some patterns take longer than anybody lives."""
 _MISSING = ("NAType", "NaTType")
 """The types of what stands in tables of pandas where there is no value, besides None and NaN."""
 
@@ -75,12 +78,21 @@ def _normalised(expected: object) -> Matcher:
 
 def _regex(expected: object) -> Matcher:
     try:
-        pattern = re.compile(str(expected))
-    except (re.error, OverflowError, RecursionError) as error:
+        pattern = regex.compile(str(expected))
+    except (regex.error, OverflowError, RecursionError) as error:
         raise InvalidArgumentError(
             "the expected value", expected, f"a regular expression ({error})"
         ) from None
-    return lambda text: pattern.search(text) is not None
+
+    def is_in(text: str) -> bool:
+        try:
+            # The interpreter is free meanwhile: answers go on streaming.
+            return pattern.search(text, timeout=_SEARCH_SECONDS, concurrent=True) is not None
+        except TimeoutError:
+            wanted = f"a regular expression that is looked for within {_SEARCH_SECONDS:g} s"
+            raise InvalidArgumentError("the expected value", expected, wanted) from None
+
+    return is_in
 
 
 def _json(expected: object) -> Matcher:

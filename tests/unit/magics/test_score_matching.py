@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbengine.errors import InvalidArgumentError
+from nbengine.magics.scores import matching
 from nbengine.magics.scores.matching import contains, matcher_of, normalised
 
 JSON = st.recursive(
@@ -83,3 +84,13 @@ def test_json_has_its_own_fields_and_keeps_them_with_others_added(value: Any, ot
     if isinstance(value, dict):
         assert contains({**value, "another": other}, value)
         assert not contains(value, {**value, "another": other})
+
+
+def test_a_pattern_that_takes_longer_than_anybody_waits_is_the_error_of_its_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matching, "_SEARCH_SECONDS", 0.01)
+    matches = matcher_of("regex", "(a|aa)+$")
+    assert matches("caa")
+    with pytest.raises(InvalidArgumentError, match=r"a regular expression that is looked for within 0.01 s"):
+        matches("a" * 60 + "b")
