@@ -103,6 +103,25 @@ class FileScheduling(LoadFileScheduling):
         self.workqueue.move_to_end(max(self.workqueue, key=recorded_seconds), last=False)
         super()._assign_work_unit(node)
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test that has ended a process, if one has, and give the others that it was to run to the rest.
+
+        The library's own method has that test run again, which ends one process after the other.
+        """
+        units = self.assigned_work.pop(node)
+        left = [
+            (scope, test) for scope, unit in units.items() for test, is_done in unit.items() if not is_done
+        ]
+        if not left:
+            return None
+        scope, crashed = left[0]
+        units[scope][crashed] = True
+        # Of a unit without tests no process would ever report the end.
+        self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:

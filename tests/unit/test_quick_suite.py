@@ -120,6 +120,25 @@ def test_a_process_gets_of_all_files_and_folders_the_one_that_takes_longest(
     ]
 
 
+def test_a_test_that_ends_its_process_is_not_run_again_and_the_rest_of_its_file_is() -> None:
+    class Process:
+        shutting_down = True
+
+    crashed, other = Process(), Process()
+    scheduling = object.__new__(FileScheduling)
+    scheduling.workqueue = OrderedDict()
+    scheduling.assigned_work = {
+        crashed: {"a.py": {"a.py::1": True}, "b.py": {"b.py::1": True, "b.py::2": False, "b.py::3": False}},
+        other: {"c.py": {"c.py::1": True}},
+    }
+    assert scheduling.remove_node(crashed) == "b.py::2"
+    assert scheduling.workqueue == {"b.py": {"b.py::1": True, "b.py::2": True, "b.py::3": False}}
+    assert scheduling.remove_node(other) is None
+    scheduling.assigned_work = {crashed: {"d.py": {"d.py::1": False}}}
+    assert scheduling.remove_node(crashed) == "d.py::1"
+    assert "d.py" not in scheduling.workqueue
+
+
 def test_a_test_that_goes_to_a_process_on_its_own_counts_as_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durations, "_record", lambda: {"tests/simulation/test_worlds.py": 100.0})
     assert durations.recorded_seconds("tests/simulation/test_worlds.py::test_it[0]") == 100.0
