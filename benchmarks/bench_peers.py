@@ -1,6 +1,6 @@
 """Measure nbengine beside other engines, on the same file, with the same threads and token ids, in turn.
 
-    python benchmarks/bench_peers.py [--model FILE.gguf] [--peers llama_cpp openvino transformers] [--rounds 3]
+    python benchmarks/bench_peers.py [--model FILE.gguf] [--peers llama_cpp openvino mistralrs] [--rounds 3]
         [--threads N] [--quick] [--only WORD] [--out PATH] [--python llama_cpp=/venv/bin/python] [--alone]
     python benchmarks/bench_peers.py --shape 8b --folder DIR [--types Q4_K_M] [--layers N]
 
@@ -85,7 +85,10 @@ class Comparison:
         """Measure a case in as many rounds, after one that does not count."""
         self._measure_rates()
         figures = Figures(case)
-        alive = list(self._engines)
+        figures.unable = {
+            engine for engine in self._engines if engine in PEERS and not PEERS[engine].takes(case.streams)
+        }
+        alive = [engine for engine in self._engines if engine not in figures.unable]
         for number in range(rounds + 1):
             for engine in list(alive):
                 try:

@@ -11,7 +11,9 @@ from peers.protocol import Answer, Job
 
 START_PROMPT = 16
 LONG = 1024
-"""Tokens of all prompts together."""
+"""Tokens of all prompts together, from which on a run needs no repetition."""
+VERY_LONG = 4096
+"""Tokens of a prompt, from which on a run warms up by itself."""
 FIRST_ID, LAST_ID = 100, 40000
 """Token ids are drawn from here, unless the vocabulary is smaller."""
 
@@ -49,7 +51,8 @@ class Case:
         once = self.kind in ("start", "memory")
         # A short run needs several for its median; a long one is long enough.
         repeats = 1 if once or self.streams * self.prompt >= LONG else 3
-        return Job(model, threads, prompts, self.new_tokens, 0 if once else 1, repeats, kv_tokens)
+        warmups = 0 if once or self.prompt >= VERY_LONG else 1
+        return Job(model, threads, prompts, self.new_tokens, warmups, repeats, kv_tokens)
 
     def figure(self, answer: Answer, spawned_at: float) -> float:
         """Make the figure of what an engine's process has answered; it was started at `spawned_at`."""
@@ -84,6 +87,7 @@ def cases(quick: bool) -> list[Case]:
     return [
         Case("decode, context 64", "decode", 1, 64, 2 * new),
         Case("decode, context 2,000", "decode", 1, 2000, new),
+        *([] if quick else [Case("decode, context 8,000", "decode", 1, 8000, new)]),
         Case("prefill, 512 tokens", "prefill", 1, 512, 1),
         Case("prefill, 2,000 tokens", "prefill", 1, 2000, 1),
         *(

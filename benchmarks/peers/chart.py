@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from nbengine.widgets.svg import LINE, STANDALONE_SHEET, Drawing, Rect
 from peers.table import Figures, number
 
-COLORS = {"nbengine": "#3b82f6", "llama_cpp": "#d9822b", "openvino": "#2f9e6e", "transformers": "#9b6dd6"}
+COLORS = {
+    "nbengine": "#3b82f6",
+    "llama_cpp": "#d9822b",
+    "openvino": "#2f9e6e",
+    "mistralrs": "#c2476d",
+    "transformers": "#9b6dd6",
+}
 _NAMES, _BARS, _FIGURES, _GAP = 260.0, 420.0, 260.0, 10.0
 _WIDTH = _NAMES + _BARS + _FIGURES + 2 * _GAP
 

@@ -29,6 +29,12 @@ class Peer:
     """The distribution that has to be installed, as `requirements.txt` names it."""
     tries_threads: bool = False
     """It is measured with several numbers of threads, of which the best counts."""
+    most_streams: int | None = None
+    """The most requests that its interface takes at once; None: any number."""
+
+    def takes(self, streams: int) -> bool:
+        """Tell whether it can be measured with that number of streams."""
+        return self.most_streams is None or streams <= self.most_streams
 
 
 PEERS = {
@@ -36,6 +42,8 @@ PEERS = {
     for peer in (
         Peer("llama_cpp", "llama-cpp-python", tries_threads=True),
         Peer("openvino", "openvino-genai"),
+        # Its Python package refuses a request while it has one.
+        Peer("mistralrs", "mistralrs", most_streams=1),
         Peer("transformers", "accelerate"),
     )
 }

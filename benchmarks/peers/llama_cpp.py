@@ -7,6 +7,7 @@ tools give them, and the largest logit of each sequence is taken with numpy.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import llama_cpp as lib
@@ -28,6 +29,13 @@ def _quiet(level: int, text: bytes, data: Any) -> None:
     """Take a line of the library's log."""
 
 
+def _has_amx() -> bool:
+    try:
+        return " amx_tile" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 class LlamaCpp:
     """A model and a context with the defaults of llama.cpp, but for sizes and threads."""
 
@@ -36,6 +44,8 @@ class LlamaCpp:
         lib.llama_backend_init()
         settings = lib.llama_model_default_params()
         settings.n_gpu_layers = 0
+        # With them, version 0.3.36 ends with an illegal instruction where the processor has AMX.
+        settings.use_extra_bufts = not _has_amx()
         self._model = lib.llama_model_load_from_file(job.model.encode(), settings)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {job.model}")

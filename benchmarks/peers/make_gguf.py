@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama."""
+    """The sizes of a Llama, or of a Qwen 3 with norms of heads."""
 
     layers: int
     hidden: int
@@ -37,11 +37,20 @@ class Shape:
     vocabulary: int
     tied: bool
     """The embeddings are the output layer, too."""
+    architecture: str = "llama"
+    head_dim: int = 0
+    """Numbers in a head; 0: the heads divide `hidden`."""
+
+    @property
+    def head(self) -> int:
+        """Return the numbers in a head."""
+        return self.head_dim or self.hidden // self.heads
 
 
 SHAPES = {
     "tiny": Shape(4, 256, 512, 4, 2, 2048, True),
     "135m": Shape(30, 576, 1536, 9, 3, 49152, True),
+    "0.6b": Shape(28, 1024, 3072, 16, 8, 151936, True, "qwen3", 128),
     "8b": Shape(32, 4096, 14336, 32, 8, 128256, False),
 }
 SMALL_BLOCKS = {Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0}
@@ -110,13 +119,12 @@ def _six_bit_scales(count: int, rng: np.random.Generator) -> Bytes:
 
 def matrices(shape: Shape) -> Iterator[tuple[str, int, int]]:
     """Give name, rows and columns of every matrix."""
-    head = shape.hidden // shape.heads
     yield "token_embd.weight", shape.vocabulary, shape.hidden
     for layer in range(shape.layers):
-        yield f"blk.{layer}.attn_q.weight", shape.hidden, shape.hidden
-        yield f"blk.{layer}.attn_k.weight", shape.kv_heads * head, shape.hidden
-        yield f"blk.{layer}.attn_v.weight", shape.kv_heads * head, shape.hidden
-        yield f"blk.{layer}.attn_output.weight", shape.hidden, shape.hidden
+        yield f"blk.{layer}.attn_q.weight", shape.heads * shape.head, shape.hidden
+        yield f"blk.{layer}.attn_k.weight", shape.kv_heads * shape.head, shape.hidden
+        yield f"blk.{layer}.attn_v.weight", shape.kv_heads * shape.head, shape.hidden
+        yield f"blk.{layer}.attn_output.weight", shape.hidden, shape.heads * shape.head
         yield f"blk.{layer}.ffn_gate.weight", shape.inner, shape.hidden
         yield f"blk.{layer}.ffn_up.weight", shape.inner, shape.hidden
         yield f"blk.{layer}.ffn_down.weight", shape.hidden, shape.inner
@@ -124,18 +132,21 @@ def matrices(shape: Shape) -> Iterator[tuple[str, int, int]]:
         yield "output.weight", shape.vocabulary, shape.hidden
 
 
-def norms(shape: Shape) -> Iterator[str]:
-    """Give the names of the vectors of `hidden` numbers."""
+def norms(shape: Shape) -> Iterator[tuple[str, int]]:
+    """Give name and length of every vector."""
     for layer in range(shape.layers):
-        yield f"blk.{layer}.attn_norm.weight"
-        yield f"blk.{layer}.ffn_norm.weight"
-    yield "output_norm.weight"
+        yield f"blk.{layer}.attn_norm.weight", shape.hidden
+        yield f"blk.{layer}.ffn_norm.weight", shape.hidden
+        if shape.architecture == "qwen3":
+            yield f"blk.{layer}.attn_q_norm.weight", shape.head
+            yield f"blk.{layer}.attn_k_norm.weight", shape.head
+    yield "output_norm.weight", shape.hidden
 
 
 def write(path: Path, shape: Shape, types: str, seed: int = 0) -> Path:
     """Write a file; `types` is the name of a block type, or Q4_K_M."""
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), shape.architecture)
     _write_settings(writer, shape)
     _write_vocabulary(writer, shape.vocabulary)
     planned = [
@@ -145,8 +156,8 @@ def write(path: Path, shape: Shape, types: str, seed: int = 0) -> Path:
         length, size = gguf.GGML_QUANT_SIZES[kind]
         row_bytes = columns // length * size
         writer.add_tensor_info(name, (rows, row_bytes), np.dtype(np.uint8), rows * row_bytes, kind)
-    for name in norms(shape):
-        writer.add_tensor_info(name, (shape.hidden,), np.dtype(np.float32), shape.hidden * 4)
+    for name, length in norms(shape):
+        writer.add_tensor_info(name, (length,), np.dtype(np.float32), length * 4)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -159,8 +170,8 @@ def write(path: Path, shape: Shape, types: str, seed: int = 0) -> Path:
             part = data[begin : begin + CHUNK_ROWS]
             part[:] = random_blocks(kind, len(part) * row_blocks, columns**-0.5, rng).reshape(part.shape)
         writer.write_tensor_data(data)
-    for _ in norms(shape):
-        writer.write_tensor_data(np.ones(shape.hidden, np.float32))
+    for _, length in norms(shape):
+        writer.write_tensor_data(np.ones(length, np.float32))
     writer.close()
     return path
 
@@ -172,9 +183,9 @@ def _write_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.hidden // shape.heads)
-    writer.add_value_length(shape.hidden // shape.heads)
-    writer.add_rope_dimension_count(shape.hidden // shape.heads)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_rope_dimension_count(shape.head)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(500000.0)
     writer.add_vocab_size(shape.vocabulary)

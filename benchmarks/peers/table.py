@@ -22,6 +22,8 @@ class Figures:
     engines: dict[str, list[float]] = field(default_factory=dict)
     threads: dict[str, int] = field(default_factory=dict)
     """The best number of threads of each engine that was tried with several."""
+    unable: set[str] = field(default_factory=set)
+    """The engines that have no way to take as many streams."""
 
     def median(self, engine: str) -> float:
         """Return the median of an engine's rounds."""
@@ -45,22 +47,27 @@ class Figures:
 def row(figures: Figures, engines: Sequence[str], missing: Mapping[str, str]) -> dict[str, Any]:
     """Make the row of a case: a cell for each engine, with its share of the floor, then the ratios.
 
-    An engine that is missing, or whose runs of this case failed, says so in its cell.
+    An engine that is missing, that cannot take as many streams, or whose runs of this case failed, says so in its
+    cell. The last ratio is that to the best of all others.
     """
     case = figures.case
     cells: dict[str, Any] = {"what": case.name, "unit": case.unit, "floor": figures.floor}
     for engine in engines:
         if engine in missing:
             cells[engine] = "missing"
+        elif engine in figures.unable:
+            cells[engine] = "cannot"
         elif engine not in figures.engines:
             cells[engine] = "failed"
         else:
             share = f"{figures.share_of_floor(engine):.0%}"
             cells[engine] = f"{number(figures.median(engine))} ({share})"
-    for engine in engines:
-        if engine != OURS:
-            measured = engine in figures.engines and OURS in figures.engines
-            cells[f"{OURS} / {engine}"] = f"{figures.advantage(engine):.2f} ×" if measured else ""
+    others = [engine for engine in engines if engine != OURS]
+    measured = [engine for engine in others if {engine, OURS} <= figures.engines.keys()]
+    for engine in others:
+        cells[f"{OURS} / {engine}"] = f"{figures.advantage(engine):.2f} ×" if engine in measured else ""
+    if len(others) > 1:
+        cells[f"{OURS} / best"] = f"{min(map(figures.advantage, measured)):.2f} ×" if measured else ""
     return cells
 
 

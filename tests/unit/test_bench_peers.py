@@ -21,6 +21,9 @@ from peers.protocol import Answer, Job, Timing
 from peers.quality import divergence
 from peers.table import Figures, memory_rows, row
 
+from nbengine.models.checkpoints.gguf import read_header
+from nbengine.models.checkpoints.gguf_config import hf_config
+
 DECODE = Case("decode", "decode", 1, 64, 11)
 COSTS = ModelCosts(
     layer_bytes=600,
@@ -91,19 +94,26 @@ def test_of_seconds_and_bytes_less_is_better() -> None:
 
 
 def test_a_row_names_engines_that_are_missing_or_failed() -> None:
-    found = figures(DECODE, 400.0, nbengine=[200.0], llama_cpp=[100.0])
-    cells = row(found, ["nbengine", "llama_cpp", "openvino", "transformers"], {"openvino": "how to get it"})
+    found = figures(DECODE, 400.0, nbengine=[200.0], llama_cpp=[100.0], other=[50.0])
+    found.unable = {"mistralrs"}
+    engines = ["nbengine", "llama_cpp", "other", "openvino", "mistralrs", "transformers"]
+    cells = row(found, engines, {"openvino": "how to get it"})
     assert cells == {
         "what": "decode",
         "unit": "tok/s",
         "floor": 400.0,
         "nbengine": "200 (50%)",
         "llama_cpp": "100 (25%)",
+        "other": "50 (12%)",
         "openvino": "missing",
+        "mistralrs": "cannot",
         "transformers": "failed",
         "nbengine / llama_cpp": "2.00 ×",
+        "nbengine / other": "4.00 ×",
         "nbengine / openvino": "",
+        "nbengine / mistralrs": "",
         "nbengine / transformers": "",
+        "nbengine / best": "2.00 ×",
     }
 
 
@@ -210,6 +220,24 @@ def test_an_8b_file_has_the_mixture_of_types_of_q4_k_m() -> None:
     assert len(more) == 16
     # The file of Llama 3 8B as Q4_K_M has 4.92 GB.
     assert make_gguf.expected_bytes(shape, "Q4_K_M") == pytest.approx(4.92e9, rel=0.01)
+
+
+def test_a_file_of_a_qwen_3_has_heads_of_their_own_size_with_norms(tmp_path: Path) -> None:
+    shape = make_gguf.SHAPES["0.6b"]
+    # The file of Qwen3 0.6B as Q4_K_M has 397 MB.
+    assert make_gguf.expected_bytes(shape, "Q4_K_M") == pytest.approx(397e6, rel=0.03)
+    small = replace(shape, layers=2, hidden=256, inner=512, vocabulary=512)
+    costs = read_costs(make_gguf.write(tmp_path / "small.gguf", small, "Q4_K_M"))
+    assert costs.query_values == 2 * 16 * 128
+    assert costs.layer_bytes + costs.output_bytes == make_gguf.expected_bytes(small, "Q4_K_M")
+    found = hf_config(read_header(tmp_path / "small.gguf"))
+    assert (found["model_type"], found["head_dim"]) == ("qwen3", 128)
+
+
+def test_an_engine_with_one_request_at_a_time_is_not_asked_for_more() -> None:
+    assert engines.PEERS["mistralrs"].takes(1)
+    assert not engines.PEERS["mistralrs"].takes(8)
+    assert engines.PEERS["llama_cpp"].takes(32)
 
 
 def test_the_divergence_of_equal_logits_is_nought_and_of_others_their_kullback_leibler_sum() -> None:
