@@ -58,6 +58,9 @@ class StartProgress:
             self._refresher.join()
         with self._lock:
             self._print(self._stages.end("done" if kind is None else "failed"))
+            if kind is not None and not self._stages.lines():
+                # It was refused before anything began, and no stage says so.
+                self._title += ": not started"
         if self._live is not None:
             self._draw()
         elif self.conclusion:

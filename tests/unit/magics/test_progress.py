@@ -42,6 +42,15 @@ def test_a_terminal_gets_a_line_a_stage(shell: InteractiveShell, capsys: pytest.
     assert lines == ["starting", "  ✓ fetch       3.0 s  98 MB", "  ✗ load        0.0 s"]
 
 
+def test_what_is_refused_before_its_first_stage_is_not_left_starting(kernel_shell: InteractiveShell) -> None:
+    publisher = kernel_shell.display_pub
+    assert isinstance(publisher, RecordingPublisher)
+    with pytest.raises(ZeroDivisionError), StartProgress(kernel_shell, "starting m", ParallelConfig()):
+        raise ZeroDivisionError
+    (output,) = publisher.outputs()
+    assert output["text/plain"] == "starting m: not started"
+
+
 def test_detail_of_a_stage_is_dead_html(kernel_shell: InteractiveShell) -> None:
     publisher = kernel_shell.display_pub
     assert isinstance(publisher, RecordingPublisher)
