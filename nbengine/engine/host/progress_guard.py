@@ -58,10 +58,13 @@ class ProgressGuard:
         return self._watch.reported(now)
 
     def on_pulse(self, life: RankLife, pulse: Pulse, now: float) -> list[Action]:
-        """Take in the pulse of a core, and tell the clients if it moves again."""
-        if pulse.incarnation != life.incarnation or not self._watch.take(life.rank, pulse, now):
+        """Take in the pulse of a core, and tell the clients if it moves again, or more is known of why it stands."""
+        if pulse.incarnation != life.incarnation:
             return []
-        return [*self._tell(Recovered(life.rank)), self._record(now)]
+        if self._watch.take(life.rank, pulse, now):
+            return [*self._tell(Recovered(life.rank)), self._record(now)]
+        learned = self._watch.learned(life.rank, now)
+        return [] if learned is None else self._tell(learned)
 
     def judge(self, now: float) -> list[Action]:
         """Report the cores that have stood for a while, and begin to end those that have for too long."""

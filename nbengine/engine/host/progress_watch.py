@@ -45,6 +45,8 @@ class _Watched:
     """The state at the last look, which is taken only when a deadline has passed."""
     is_reported: bool = False
     is_overdue: bool = False
+    said: str = ""
+    """What its last report said of what it does, and why it stands."""
 
     @property
     def kind(self) -> str:
@@ -81,7 +83,8 @@ class ProgressWatch:
     """A watch over the cores that have a process. Times are those of one monotonic clock.
 
     A core is *reported* when it has stood for a while, and *overdue* when it has stood longer than its
-    activity allows. Each is said once; a core can be reported again after it has moved.
+    activity allows. Each is said once; a core can be reported again after it has moved, or when more is known of
+    why it stands.
     """
 
     def __init__(self, deadlines: ProgressDeadlines) -> None:
@@ -142,8 +145,17 @@ class ProgressWatch:
                 found.overdue.append(self._stalled(rank, now))
             else:
                 watched.is_reported = True
-                found.stalled.append(self._stalled(rank, now))
+                found.stalled.append(self._report(rank, now))
         return found
+
+    def learned(self, rank: int, now: float) -> Stalled | None:
+        """Return the report of a core that still stands if its last pulse says something new of it, else None."""
+        watched = self._watched.get(rank)
+        if watched is None or not watched.is_reported or watched.is_overdue:
+            return None
+        said = watched.said
+        report = self._report(rank, now)
+        return None if report.doing == said else report
 
     def reported(self, now: float) -> list[Stalled]:
         """Return the cores that have been reported and still stand."""
@@ -168,6 +180,11 @@ class ProgressWatch:
 
     def _patience(self, watched: _Watched) -> float:
         return self._deadlines.to_report(watched.kind)
+
+    def _report(self, rank: int, now: float) -> Stalled:
+        report = self._stalled(rank, now)
+        self._watched[rank].said = report.doing
+        return report
 
     def _stalled(self, rank: int, now: float) -> Stalled:
         watched = self._watched[rank]

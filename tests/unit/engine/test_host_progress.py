@@ -25,6 +25,7 @@ from nbengine.ipc.control_messages import (
     Stalled,
     WorkerPulse,
 )
+from nbengine.ipc.liveness import ProcessState
 from tests.unit.engine.host_rig import LOCK_STEP, Host, attach, come_up, kill, only, ready, started, told
 
 TIMEOUT = 20.0
@@ -55,6 +56,18 @@ def test_a_core_that_stands_is_told_to_all_clients_and_to_those_that_come_and_so
     actions = pulse(host, 0, 2)
     assert told(actions) == told(actions, b"b") == [Recovered(0)]
     assert only(actions, RecordStalled) == [RecordStalled([])]
+
+
+def test_a_report_is_said_again_when_more_is_known_of_why_a_core_stands() -> None:
+    host = engine(1)
+    assert told(host.at(REPORTED)) == [Stalled(0, REPORTED, "in step")]
+    assert told(pulse(host, 0, 1)) == []
+    stopped = Pulse(0, 1, "step", "in step", [WorkerPulse(0, 1, state=ProcessState.STOPPED)])
+    known = Stalled(0, REPORTED, "in step; worker 0 is stopped (SIGSTOP?)")
+    assert told(host.core(stopped, 0)) == [known]
+    assert told(host.core(stopped, 0)) == []
+    assert known in told(host.client(attach("b"), b"b"), b"b")
+    assert told(pulse(host, 0, 2)) == [Recovered(0)]
 
 
 def test_an_independent_core_that_stands_for_too_long_is_asked_for_its_stacks_killed_and_started_again() -> (
