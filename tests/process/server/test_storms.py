@@ -23,8 +23,6 @@ from nbengine.server.launch import stop_server
 
 Serve = Callable[..., Any]
 MEGABYTE = 1 << 20
-VOCAB_SIZE = 260
-"""Of random-tiny, as the fixtures start it."""
 
 
 def body(first: str, max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -59,9 +57,9 @@ async def test_a_third_of_200_streams_leaves_and_every_other_answer_is_that_of_l
     draw = random.Random(7)
     prompts = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 60))) for _ in range(200)]
     leaving = [draw.randint(1, 20) if number % 3 == 0 else None for number in range(200)]
-    real = {"distributed_executor_backend": "uni", "dtype": "float32", "max_num_seqs": 64}
+    real = {"distributed_executor_backend": "uni", "hf_overrides": {}, "dtype": "float32"}
     # There are too few blocks for so many, so that some are preempted.
-    served = serve(settings={"max_concurrent_requests": 150}, **real, num_gpu_blocks_override=160)
+    served = serve(settings={"max_concurrent_requests": 150}, num_gpu_blocks_override=160, **real)
     limits = httpx2.Limits(max_connections=300, max_keepalive_connections=0)
     await asyncio.to_thread(whole, served, "a", 5)
     served.close_clients()
@@ -84,16 +82,14 @@ async def test_a_third_of_200_streams_leaves_and_every_other_answer_is_that_of_l
 def answers_of_llm(prompts: list[str], max_tokens: int) -> list[str]:
     """The greedy answers of the same model in this process."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    # As the server's engine has it.
-    model = {"hf_overrides": {"vocab_size": VOCAB_SIZE}, "dtype": "float32"}
-    with LLM("random-tiny", multiprocess=False, num_gpu_blocks_override=1024, **model) as llm:
+    with LLM("random-tiny", multiprocess=False, dtype="float32", num_gpu_blocks_override=1024) as llm:
         return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def log_of(served: Any) -> str:
     """What a server has written to its log."""
-    (path,) = log_dir().glob(f"{served.llm.name}.server-*.log")
-    return path.read_text()
+    # Names of engines come again; a log's own has the time.
+    return max(log_dir().glob(f"{served.llm.name}.server-*.log")).read_text()
 
 
 def send_and_read_nothing(served: Any, path: str, content: dict[str, Any]) -> socket.socket:
@@ -297,7 +293,7 @@ async def test_thousands_of_bad_requests_disturb_nobody_and_take_no_memory(serve
     await storm.rage(1000, 4)
     descriptors, resident = served.process.num_fds(), served.process.memory_info().rss
     await storm.rage(4000, 8)
-    assert served.process.memory_info().rss - resident < 64 * MEGABYTE
+    assert served.process.memory_info().rss - resident < 16 * MEGABYTE
     assert set(storm.texts) == {expected}
     assert {400, 403, 404, 405, 413, 415} <= storm.statuses <= {0, 400, 403, 404, 405, 413, 415, 431}
     served.idle()
