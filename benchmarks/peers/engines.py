@@ -34,7 +34,7 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("llama_cpp", "llama-cpp-python", tries_threads=True),
+        Peer("llama_cpp", "llama-cpp-python[server]", tries_threads=True),
         Peer("openvino", "openvino-genai"),
         Peer("transformers", "accelerate"),
     )
