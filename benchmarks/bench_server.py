@@ -1,7 +1,7 @@
 """Measure the HTTP server: its processor time a streamed token, the way to the first token, and chats a second.
 
     python benchmarks/bench_server.py [--json PATH] [--streams 32] [--tokens 200] [--rounds 5]
-        [--python PATH | --alone] [--model smollm2-135m] [--clients 32] [--chats 64] [--threads N]
+        [--python PATH] [--model smollm2-135m] [--clients 32] [--chats 64] [--threads N]
 
 In place of a model stands an executor that ends a step every 20 ms and writes the same token. Chats are streamed by
 readers that count on plain sockets in this process; what is measured is the server's process. In turn with it
@@ -9,9 +9,9 @@ readers that count on plain sockets in this process; what is measured is the ser
 up. First tokens are those of one chat at a time.
 
 Then the server of llama-cpp-python and ours answer short chats in turn, from the same file, with each other's threads;
-both run all the time. The peer gets the number of threads that is best in a first round, which does not count. It may
-have an environment of its own (--python); without the peer there is an error, unless --alone is given. A peer's figure
-is the same with more chats, since it answers one at a time.
+both run all the time. The peer gets the number of threads that is best in a first round, which does not count. --python
+is the interpreter that has it (`make bench-peers` installs it); without one, ours answers alone. The peer's figure
+does not depend on the number of clients, since it answers one at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -258,25 +257,21 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--streams", type=int, default=32)
     arguments.add_argument("--tokens", type=int, default=200)
-    arguments.add_argument(
-        "--python", default=sys.executable, help="the interpreter that has llama-cpp-python"
-    )
-    arguments.add_argument("--alone", action="store_true", help="without the server of llama-cpp-python")
+    arguments.add_argument("--python", help="the interpreter that has llama-cpp-python and its server")
     arguments.add_argument("--model", default="smollm2-135m", help="a .gguf file, or an alias")
     arguments.add_argument("--clients", type=int, default=32)
     arguments.add_argument("--chats", type=int, default=64, help="short chats a round")
     arguments.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = arguments.parse_args()
-    python, peer = None, "none"
-    if not options.alone:
+    peer = "none"
+    if options.python is not None:
         try:
             peer = llama_server.version(options.python)
         except MissingPeerError as error:
-            arguments.error(f"{error} (or --alone)")
-        python = options.python
+            arguments.error(str(error))
     rows = streaming(options.streams, options.tokens, options.rounds)
     chats = ShortChats(options.model, options.clients, options.chats)
-    rows += beside_llama_cpp(python, options.model, options.threads, chats, options.rounds)
+    rows += beside_llama_cpp(options.python, options.model, options.threads, chats, options.rounds)
     rows += parsing(options.rounds)
     report("server", rows, options.json, llama_cpp_python=peer)
 

@@ -133,9 +133,7 @@ class Gate:
             raise _too_large(most)
         return await self._read(receive, most, room)
 
-    async def _read(
-        self, receive: Receive, most: int, room: _BodyRoom, *, discarding: bool = False
-    ) -> bytes:
+    async def _read(self, receive: Receive, most: int, room: _BodyRoom, *, discarding: bool = False) -> bytes:
         parts: list[bytes] = []
         total = 0
         more = True
