@@ -95,6 +95,7 @@ bench: $(VENV)/.installed-dev
 bench-peers: $(VENV)/.installed-peers
 	$(BIN)/python benchmarks/bench_peers.py $(if $(MODEL),--model $(MODEL)) --out docs/benchmarks/peers.json
 	$(BIN)/python benchmarks/bench_quality.py $(if $(MODEL),--model $(MODEL)) --out docs/benchmarks/quality.json
+	$(BIN)/python benchmarks/bench_server.py $(if $(MODEL),--model $(MODEL)) --python $(BIN)/python --json docs/benchmarks/server.json
 
 # Material would tell everybody who builds a site that MkDocs 2 is another program; pyproject.toml excludes it.
 docs: $(VENV)/.installed-docs

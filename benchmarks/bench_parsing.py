@@ -35,8 +35,9 @@ TOOL: dict[str, Any] = {
 }
 
 
-def answers(text: str) -> dict[str, tuple[AnswerFormat, str]]:
-    """Write the same answer as each family does: a third of the text is thought, a third said, a third saved."""
+def answers() -> dict[str, tuple[AnswerFormat, str]]:
+    """Write the same answer as each family does: a third of a text is thought, a third said, a third saved."""
+    text = TEXT.read_text()
     size = len(text) // 3
     thought, said, saved = text[:size], text[size : 2 * size], text[2 * size :]
     arguments = {"path": "a.md", "text": saved}
@@ -83,24 +84,34 @@ def answers(text: str) -> dict[str, tuple[AnswerFormat, str]]:
     }
 
 
+def cost_of(family: str, chosen: AnswerFormat, text: str, rounds: int) -> float:
+    """Return the median of the microseconds of processor time that a token of the answer takes."""
+    reading = AnswerReading(chosen, [TOOL], special_tokens=SPECIAL_TOKENS)
+    pieces = pieces_of(text)
+    times = []
+    for _ in range(rounds):
+        begin = time.process_time()
+        own = reading.parser()
+        deltas = [delta for piece in pieces for delta in own.feed(piece)] + own.finish()
+        times.append((time.process_time() - begin) / len(pieces) * 1e6)
+    if len(ParsedAnswer(deltas).tool_calls) != (chosen.tools is not None):
+        raise SystemExit(f"the call of {family} was not found")
+    return statistics.median(times)
+
+
+def pieces_of(text: str) -> list[str]:
+    """Cut a text into tokens."""
+    return [text[place : place + TOKEN] for place in range(0, len(text), TOKEN)]
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.set_defaults(rounds=20)
     options = arguments.parse_args()
     rows = []
-    for family, (chosen, text) in answers(TEXT.read_text()).items():
-        reading = AnswerReading(chosen, [TOOL], special_tokens=SPECIAL_TOKENS)
-        pieces = [text[place : place + TOKEN] for place in range(0, len(text), TOKEN)]
-        times = []
-        for _ in range(options.rounds):
-            begin = time.process_time()
-            own = reading.parser()
-            deltas = [delta for piece in pieces for delta in own.feed(piece)] + own.finish()
-            times.append((time.process_time() - begin) / len(pieces) * 1e6)
-        found = ParsedAnswer(deltas)
-        if len(found.tool_calls) != (chosen.tools is not None):
-            raise SystemExit(f"the call of {family} was not found")
-        rows.append({"family": family, "tokens": len(pieces), "median_us": statistics.median(times)})
+    for family, (chosen, text) in answers().items():
+        median = cost_of(family, chosen, text, options.rounds)
+        rows.append({"family": family, "tokens": len(pieces_of(text)), "median_us": median})
     report("parsing", rows, options.json)
 
 

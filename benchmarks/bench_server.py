@@ -1,28 +1,42 @@
-"""Measure what the HTTP server costs: processor time a streamed token, and the way to the first token.
+"""Measure the HTTP server: its processor time a streamed token, the way to the first token, and chats a second.
 
     python benchmarks/bench_server.py [--json PATH] [--streams 32] [--tokens 200] [--rounds 5]
+        [--python PATH] [--model smollm2-135m] [--clients 32] [--chats 64] [--threads N]
 
 In place of a model stands an executor that ends a step every 20 ms and writes the same token. Chats are streamed by
 readers that count on plain sockets in this process; what is measured is the server's process. In turn with it
 `AsyncLLM` in this process streams the same chats: the ratio of the two times says whether the server holds the engine
 up. First tokens are those of one chat at a time.
+
+Then the server of llama-cpp-python and ours answer short chats in turn, from the same file, with each other's threads;
+both run all the time. The peer gets the number of threads that is best in a first round, which does not count. --python
+is the interpreter that has it (`make bench-peers` installs it); without one, ours answers alone. The peer's figure
+does not depend on the number of clients, since it answers one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from bench_parsing import answers as parsed_answers
+from bench_parsing import cost_of
 from common import median_ratio, parser, report
+from peers import llama_server, short_chats
+from peers.engines import MissingPeerError, thread_choices
 
 from nbengine import AsyncLLM, RequestOutputKind, SamplingParams
+from nbengine.config import ModelConfig
+from nbengine.models.checkpoints.files import resolve_model
 from nbengine.server.launch import start_server, stop_server
 from nbengine.server.records import ServerRecord
 from nbengine.server.settings import ServerSettings
@@ -34,7 +48,10 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MESSAGES = [
     {"role": "user", "content": "How does a kettle work, and why does it sing before the water boils?"}
 ]
-CPU_LIMIT_US, FIRST_LIMIT_MS = 60, 3
+CPU_LIMIT_US, FIRST_LIMIT_MS, CHATS_LIMIT, PARSING_LIMIT_US = 60, 3, 8, 10
+ANSWER_TOKENS = 16
+"""The most tokens of the answer to a short chat."""
+CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +160,8 @@ async def measure(
     ]
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--streams", type=int, default=32)
-    arguments.add_argument("--tokens", type=int, default=200)
-    options = arguments.parse_args()
+def streaming(streams: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Return the rows of streamed chats, over an executor without a model."""
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     os.environ["NBENGINE_BENCH_STEP_SECONDS"] = STEP_SECONDS
@@ -155,15 +169,111 @@ def main() -> None:
     llm = AsyncLLM(
         "random-tiny", distributed_executor_backend=executor, chat_template=TEMPLATE, max_model_len=1024
     )
+    with served(llm) as record:
+        return asyncio.run(measure(llm, record, streams, tokens, rounds))
+
+
+@contextlib.contextmanager
+def served(llm: AsyncLLM) -> Iterator[ServerRecord]:
+    """Start a server for an engine; end both behind the block."""
     try:
         record = start_server(llm.connection, ServerSettings(port=0))
         try:
-            rows = asyncio.run(measure(llm, record, options.streams, options.tokens, options.rounds))
+            yield record
         finally:
             stop_server(record, drain_timeout=0)
     finally:
         llm.shutdown()
-    report("server", rows, options.json)
+
+
+class ShortChats:
+    """Two servers, or ours alone, that answer short chats; no question comes twice."""
+
+    def __init__(self, model: str, clients: int, chats: int) -> None:
+        self._model = model
+        self._clients = clients
+        self._chats = chats
+        self._asked = 0
+
+    def a_second(self, *urls: str) -> tuple[list[float], list[float]]:
+        """Return the chats that each server has answered a second, one after the other, and the tokens a chat."""
+        found = [
+            asyncio.run(
+                short_chats.run(url, self._model, self._clients, self._chats, ANSWER_TOKENS, self._asked)
+            )
+            for url in urls
+        ]
+        self._asked += self._chats
+        return [self._chats / one.seconds for one in found], [one.tokens / self._chats for one in found]
+
+
+def beside_llama_cpp(
+    python: str | None, model: str, threads: int, chats: ShortChats, rounds: int
+) -> list[dict[str, Any]]:
+    """Return the row of short chats; without `python` it is ours alone."""
+    file = Path(resolve_model(ModelConfig(model)).weights[0]).resolve()
+    figures: list[list[float]] = []
+    tokens: list[list[float]] = []
+    with contextlib.ExitStack() as stack:
+        record = stack.enter_context(served(AsyncLLM(model, max_model_len=CONTEXT)))
+        urls = [record.url]
+        if python is not None:
+            best = max(thread_choices(threads), key=lambda n: _warm(python, file, n, chats))
+            urls.append(stack.enter_context(llama_server.running(python, file, best, CONTEXT)))
+        for number in range(rounds + 1):
+            rates, counts = chats.a_second(*urls)
+            if number:
+                figures.append(rates)
+                tokens.append(counts)
+    ours, *peers = zip(*figures, strict=True)
+    row = {"what": "short chats a second", "median": statistics.median(ours)}
+    row["tokens a chat"] = " / ".join(f"{statistics.mean(side):.1f}" for side in zip(*tokens, strict=True))
+    if peers:
+        row |= {
+            "llama.cpp": statistics.median(peers[0]),
+            "threads": best,
+            "ratio": median_ratio(ours, peers[0]),
+            "limit": CHATS_LIMIT,
+        }
+    return [row]
+
+
+def _warm(python: str, file: Path, threads: int, chats: ShortChats) -> float:
+    with llama_server.running(python, file, threads, CONTEXT) as url:
+        return chats.a_second(url)[0][0]
+
+
+def parsing(rounds: int) -> list[dict[str, Any]]:
+    """Return the row of the family whose answers cost the most to read."""
+    costs = {
+        family: cost_of(family, chosen, text, rounds) for family, (chosen, text) in parsed_answers().items()
+    }
+    family = max(costs, key=lambda name: costs[name])
+    what = f"CPU of the parsers a token, the dearest family ({family}), µs"
+    return [{"what": what, "median": costs[family], "limit": PARSING_LIMIT_US}]
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--streams", type=int, default=32)
+    arguments.add_argument("--tokens", type=int, default=200)
+    arguments.add_argument("--python", help="the interpreter that has llama-cpp-python and its server")
+    arguments.add_argument("--model", default="smollm2-135m", help="a .gguf file, or an alias")
+    arguments.add_argument("--clients", type=int, default=32)
+    arguments.add_argument("--chats", type=int, default=64, help="short chats a round")
+    arguments.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = arguments.parse_args()
+    peer = "none"
+    if options.python is not None:
+        try:
+            peer = llama_server.version(options.python)
+        except MissingPeerError as error:
+            arguments.error(str(error))
+    rows = streaming(options.streams, options.tokens, options.rounds)
+    chats = ShortChats(options.model, options.clients, options.chats)
+    rows += beside_llama_cpp(options.python, options.model, options.threads, chats, options.rounds)
+    rows += parsing(options.rounds)
+    report("server", rows, options.json, llama_cpp_python=peer)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BESIDE_PEERS = {"peers", "quality"}
+BESIDE_PEERS = {"peers", "quality", "server"}
 RESULTS = HERE.parent / "docs" / "benchmarks"
 
 

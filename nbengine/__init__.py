@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
         ToolCall,
+        UnreadableCall,
     )
     from nbengine.pooling_outputs import (
         ClassificationOutput,
@@ -103,6 +104,7 @@ _HOMES = {
         "RequestMetrics",
         "RequestOutput",
         "ToolCall",
+        "UnreadableCall",
     ),
     "nbengine.pooling_outputs": (
         "ClassificationOutput",
@@ -172,6 +174,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "ToolCall",
+    "UnreadableCall",
     "UtilityError",
     "fit",
     "load_ipython_extension",

@@ -106,13 +106,21 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     arguments: str
 
 
+class UnreadableCall(msgspec.Struct, frozen=True, gc=False):
+    """A call of a tool that a model has begun, and that is none: its text with all markers, and the reason, a part of a
+    sentence such as "its arguments cannot be read: …"."""
+
+    text: str
+    reason: str
+
+
 class CompletionOutput(msgspec.Struct, gc=False):
     """One completion of a request.
 
     `text` is all that the model has written. Where its format is known (`LLM.chat`), `reasoning` and
     `content` are the parts of it, without markers, and `tool_calls` the calls that are complete; in a delta
     they are what is new. `reasoning` and `content` are None if nobody looks for them. A call that cannot be
-    read is a part of the content.
+    read is a part of the content, and `unreadable_calls` says why.
 
     `finish_reason` is None while the request runs, then "stop", "length" or "abort"; `stop_reason` is the
     stop string or stop token id that ended it, None for the end-of-sequence token. `token_ids` end with the
@@ -131,6 +139,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
     reasoning: str | None = None
     content: str | None = None
     tool_calls: list[ToolCall] = []
+    unreadable_calls: list[UnreadableCall] = []
 
     @property
     def finished(self) -> bool:
@@ -205,4 +214,5 @@ def _joined_completion(parts: list[CompletionOutput]) -> CompletionOutput:
             whole.reasoning = "".join([part.reasoning or "" for part in parts])
         whole.content = "".join([part.content or "" for part in parts])
         whole.tool_calls = [call for part in parts for call in part.tool_calls]
+        whole.unreadable_calls = [call for part in parts for call in part.unreadable_calls]
     return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("llama_cpp", "llama-cpp-python", tries_threads=True),
+        Peer("llama_cpp", "llama-cpp-python[server]", tries_threads=True),
         Peer("openvino", "openvino-genai"),
         # Its Python package refuses a request while it has one.
         Peer("mistralrs", "mistralrs", most_streams=1),
@@ -61,7 +62,7 @@ def install_command(peer: Peer, python: str) -> str:
     """Return the command that installs the pinned version."""
     lines = REQUIREMENTS.read_text().splitlines()
     (pinned,) = (line for line in lines if line.partition("==")[0] == peer.package)
-    return f"{python} -m pip install {pinned}"
+    return f"{python} -m pip install {shlex.quote(pinned)}"
 
 
 def thread_choices(threads: int) -> list[int]:

@@ -20,6 +20,7 @@ from nbengine.magics.interrupts import Interrupted, interruptible
 from nbengine.magics.tools.cards import CallCard, written
 from nbengine.magics.tools.toolbox import NotebookTool, Toolbox
 from nbengine.outputs import ToolCall
+from nbengine.widgets.words import print_quietly
 
 DEFAULT_MAX_CALLS = 10
 INTERRUPTED = "the user has interrupted this call"
@@ -66,6 +67,8 @@ class ToolRounds:
         Raises:
             Interrupted: the user has interrupted a call. All calls have results then.
         """
+        for unreadable in result.outputs[0].unreadable_calls if result.outputs else ():
+            print_quietly(f"a call could not be read, and stays in the answer: {unreadable.reason}")
         calls: Sequence[ToolCall] = result.outputs[0].tool_calls if result.outputs else ()
         if not calls:
             return False

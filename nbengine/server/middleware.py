@@ -52,22 +52,19 @@ class Gate:
         outgoing = _Outgoing(send, request_id, self._load(headers))
         service = self._service
         service.begin()
-        num_bytes = 0
+        room = _BodyRoom(service, self._settings.max_total_body_bytes)
         trace_headers.set(_trace_headers(headers))
         try:
             self._check_caller(scope, headers)
             if scope["method"] in _WITH_BODY:
-                body = await self._body(headers, receive)
-                num_bytes = len(body)
-                service.num_body_bytes += num_bytes
-                receive = _replayed(body, receive)
+                receive = _replayed(await self._body(headers, receive, room), receive)
             await self._app(scope, receive, outgoing)
         except ApiError as error:
             if not outgoing.status:
                 await error_reply(error, scope["path"])(scope, receive, outgoing)
         finally:
             service.end()
-            service.num_body_bytes -= num_bytes
+            room.give_back()
 
     def _load(self, headers: dict[bytes, bytes]) -> bytes | None:
         try:
@@ -122,8 +119,8 @@ class Gate:
         host = value.rpartition(":")[0] if re.search(r":\d+$", value) else value
         return is_loopback(host.lower()) or {host.lower(), value.lower()} & self._hosts != frozenset()
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """Read a body.
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive, room: _BodyRoom) -> bytes:
+        """Read a body into `room`.
 
         Raises:
             ApiError: it is too large (413), comes too slowly (408), ends early (400), or there are too many (503).
@@ -132,11 +129,11 @@ class Gate:
         declared = _length(headers)
         if declared is not None and declared > most:
             if declared <= MOST_DISCARDED:
-                await self._read(receive, most=0, discarding=True)
+                await self._read(receive, 0, room, discarding=True)
             raise _too_large(most)
-        return await self._read(receive, most)
+        return await self._read(receive, most, room)
 
-    async def _read(self, receive: Receive, most: int, *, discarding: bool = False) -> bytes:
+    async def _read(self, receive: Receive, most: int, room: _BodyRoom, *, discarding: bool = False) -> bytes:
         parts: list[bytes] = []
         total = 0
         more = True
@@ -155,13 +152,38 @@ class Gate:
                 if total > MOST_DISCARDED:
                     break
                 parts.clear()
+                room.give_back()
                 continue
-            if self._service.num_body_bytes + total > self._settings.max_total_body_bytes:
-                raise unavailable("the server has too many bodies in memory", "too_many_bodies")
+            room.take(len(part))
             parts.append(part)
         if not discarding and total > most:
             raise _too_large(most)
         return b"".join(parts)
+
+
+class _BodyRoom:
+    """The part of a request's body, from its first byte on, in what all bodies may have together."""
+
+    def __init__(self, service: EngineService, most: int) -> None:
+        self._service = service
+        self._most = most
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Take note of bytes that have come.
+
+        Raises:
+            ApiError: all bodies together have too many (503).
+        """
+        if self._service.num_body_bytes + num_bytes > self._most:
+            raise unavailable("the server has too many bodies in memory", "too_many_bodies")
+        self._service.num_body_bytes += num_bytes
+        self._num_bytes += num_bytes
+
+    def give_back(self) -> None:
+        """Take note that the body is gone."""
+        self._service.num_body_bytes -= self._num_bytes
+        self._num_bytes = 0
 
 
 class _Outgoing:

@@ -143,7 +143,7 @@ class EngineService:
         """Set while there are none."""
         self.idle.set()
         self.num_body_bytes = 0
-        """Bytes of the bodies of these requests."""
+        """Bytes of the bodies of these requests, as far as they have come."""
         self.death: NBEngineError | None = None
         self.is_draining = False
         self._engine: Engine | None = None

@@ -26,7 +26,8 @@ class ServerSettings:
         allowed_hosts: further values of the header `Host` that a server without keys answers to. A page of
             another site could otherwise use it through its visitor's browser.
         max_body_bytes: the most bytes of a body.
-        max_total_body_bytes: the most bytes of all bodies whose requests are not answered yet.
+        max_total_body_bytes: the most bytes of all bodies whose requests are not answered yet, those that are
+            still coming included.
         max_concurrent_requests: the most completions that this server has in the engine at a time.
         max_queued_requests: the most requests that wait for their turn; others get 429.
         max_connections: the most connections; further ones are closed at once.

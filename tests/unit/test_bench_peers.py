@@ -177,7 +177,7 @@ def test_an_engine_that_cannot_be_imported_is_missing_with_a_command(tmp_path: P
     with pytest.raises(engines.MissingPeerError, match="No module named 'llama_cpp'"):
         processes.version("llama_cpp")
     command = engines.install_command(engines.PEERS["llama_cpp"], processes.python("llama_cpp"))
-    assert command.startswith(f"{python} -m pip install llama-cpp-python==")
+    assert command.startswith(f"{python} -m pip install 'llama-cpp-python[server]==")
     assert all(engines.install_command(peer, "python") for peer in engines.PEERS.values())
 
 

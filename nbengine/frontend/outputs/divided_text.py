@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbengine.frontend.parsing.answer_parser import AnswerReading, ParsedAnswer
-from nbengine.outputs import CompletionOutput
+from nbengine.outputs import CompletionOutput, UnreadableCall
 
 
 class DividedText:
@@ -24,6 +24,8 @@ class DividedText:
             new.add(self._parser.finish())
         completion.content = new.content
         completion.tool_calls = new.tool_calls
+        if new.malformed:
+            completion.unreadable_calls = [UnreadableCall(call.text, call.reason) for call in new.malformed]
         if self._has_reasoning:
             completion.reasoning = new.reasoning
         new.clear()

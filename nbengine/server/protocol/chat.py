@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from nbengine.outputs import UnreadableCall
 from nbengine.server.protocol.fields import SamplingFields
 
 
@@ -66,6 +67,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
+    unreadable_tool_calls: list[UnreadableCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct):

@@ -15,6 +15,7 @@ from nbengine.frontend.parsing.deltas import (
     ToolCallEnded,
     ToolCallStarted,
 )
+from nbengine.outputs import UnreadableCall
 from nbengine.server.protocol.chat import (
     Chunk,
     ChunkChoice,
@@ -97,15 +98,20 @@ class ChatChunks:
 def delta_of(deltas: Iterable[AnswerDelta], *, reasoning: bool = True) -> Delta | None:
     """Return what a chunk has of parts of an answer; None if there is nothing.
 
-    A call that turns out malformed comes as content; what was streamed of its arguments cannot be taken back.
+    A call that turns out malformed comes as content, and with the reason; what was streamed of its arguments cannot be
+    taken back.
     """
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCallDelta] = []
+    unreadable: list[UnreadableCall] = []
     for delta in deltas:
         match delta:
-            case ContentDelta(text=text) | MalformedCall(text=text):
+            case ContentDelta(text=text):
                 content.append(text)
+            case MalformedCall(text=text, reason=reason):
+                content.append(text)
+                unreadable.append(UnreadableCall(text, reason))
             case ReasoningDelta(text=text):
                 thoughts.append(text)
             case ToolCallStarted(index=index, id=call_id, name=name):
@@ -122,6 +128,7 @@ def delta_of(deltas: Iterable[AnswerDelta], *, reasoning: bool = True) -> Delta 
         content="".join(content) if content else None,
         reasoning_content="".join(thoughts) if thoughts else None,
         tool_calls=calls or None,
+        unreadable_tool_calls=unreadable or None,
     )
 
 
@@ -132,6 +139,7 @@ class _Message:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: dict[int, dict[str, Any]] = {}
+        self.unreadable: list[dict[str, str]] = []
         self.logprobs: list[dict[str, Any]] = []
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -141,8 +149,9 @@ class _Message:
         match delta:
             case ContentDelta(text=text):
                 self.content.append(text)
-            case MalformedCall(text=text, index=index):
+            case MalformedCall(text=text, reason=reason, index=index):
                 self.content.append(text)
+                self.unreadable.append({"text": text, "reason": reason})
                 if index is not None:
                     self.calls.pop(index, None)
             case ReasoningDelta(text=text):
@@ -199,6 +208,8 @@ class ChatCompletion:
             body["reasoning_content"] = "".join(message.reasoning)
         if message.calls:
             body["tool_calls"] = [message.calls[number] for number in sorted(message.calls)]
+        if message.unreadable:
+            body["unreadable_tool_calls"] = message.unreadable
         choice: dict[str, Any] = {
             "index": index,
             "message": body,

@@ -95,12 +95,9 @@ def serving() -> Iterator[Serve]:
             "num_gpu_blocks_override": 4096,
             "chat_template": TEMPLATE,
             "lease": 10.0,
+            "hf_overrides": {"vocab_size": VOCAB_SIZE, **(knobs or {})},
         }
-        llm = AsyncLLM(
-            "random-tiny",
-            hf_overrides={"vocab_size": VOCAB_SIZE, **(knobs or {})},
-            **{**defaults, **options},
-        )
+        llm = AsyncLLM("random-tiny", **{**defaults, **options})
         chosen = ServerSettings(**{"port": 0, **(settings or {})})
         try:
             record = start_server(llm.connection, chosen)

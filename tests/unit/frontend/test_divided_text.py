@@ -97,6 +97,20 @@ def test_deltas_bring_what_is_new(byte_level: Tokenizer) -> None:
     assert "".join(delta.text for delta in deltas) == TEXT
 
 
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL_ONLY])
+def test_a_call_that_cannot_be_read_is_content_and_has_a_reason(
+    byte_level: Tokenizer, kind: RequestOutputKind
+) -> None:
+    bad = '<tool_call>\n{"name": oops\n</tool_call>'
+    outputs = outputs_of(byte_level, f"I look. {bad}<|end|>", READING, output_kind=kind)
+    completions = [output.outputs[0] for output in outputs]
+    seen = completions if kind is DELTA else completions[-1:]
+    [unreadable] = [call for completion in seen for call in completion.unreadable_calls]
+    assert (unreadable.text, unreadable.reason) == (bad, "the text ended within the call")
+    assert "".join(completion.content or "" for completion in seen) == f"I look. {bad}"
+    assert not any(completion.tool_calls for completion in seen)
+
+
 def test_each_of_several_completions_is_divided(byte_level: Tokenizer) -> None:
     outputs = outputs_of(byte_level, TEXT + "<|end|>", READING, n=2, temperature=1.0)
     assert [parts(completion) for completion in outputs[-1].outputs] == [WHOLE, WHOLE]

@@ -144,6 +144,21 @@ def test_an_error_is_for_the_model_to_read(
     assert prompts(engine)[-1].endswith(f"<tool>{done.result}")
 
 
+def test_a_call_that_cannot_be_read_stays_in_the_answer_and_a_line_says_why(
+    shell: InteractiveShell, engine: FakeClient, said: list[Any], capsys: Capture
+) -> None:
+    written = '<tool_call>\n{"name": oops</tool_call>'
+    engine.turns = [[written]]
+    run(shell, "%chat --tools later -o talk hi")
+    (turn,) = shell.user_ns["talk"].turns
+    assert turn.text == written
+    assert not turn.rounds
+    assert (
+        "a call could not be read, and stays in the answer: the text ended within the call"
+        in capsys.readouterr().out
+    )
+
+
 def test_there_are_no_more_calls_than_allowed(
     shell: InteractiveShell, engine: FakeClient, said: list[Any], capsys: Capture
 ) -> None:

@@ -118,6 +118,34 @@ async def test_bodies_together_have_a_limit() -> None:
     assert "retry-after" in reply.headers
 
 
+async def test_bodies_that_are_still_coming_count_among_all() -> None:
+    fake = await server(max_total_body_bytes=2000)
+    more = asyncio.Event()
+
+    async def half_a_body() -> dict[str, Any]:
+        if not sent:
+            sent.append(True)
+            return {"type": "http.request", "body": b'{"prompt": "' + b"x" * 1500, "more_body": True}
+        await more.wait()
+        return {"type": "http.disconnect"}
+
+    async def ignore(message: dict[str, Any]) -> None:
+        """Take what is sent to one who has left."""
+
+    sent: list[bool] = []
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    coming = asyncio.create_task(fake.app(scope, half_a_body, ignore))
+    while not fake.service.num_body_bytes:
+        await asyncio.sleep(0)
+    reply = await call(fake.app, "/v1/completions", {"prompt": "x" * 600})
+    assert (reply.status, reply.error["code"]) == (503, "too_many_bodies")
+    more.set()
+    await coming
+    assert fake.service.num_body_bytes == 0
+    assert (await call(fake.app, "/v1/completions", {"prompt": "x" * 600})).status == 200
+
+
 @pytest.mark.parametrize(
     "body",
     [

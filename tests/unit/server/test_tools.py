@@ -81,6 +81,14 @@ async def test_a_call_that_cannot_be_read_is_content() -> None:
     assert "oops" in choice["message"]["content"]
     assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "stop"
+    [unreadable] = choice["message"]["unreadable_tool_calls"]
+    assert "oops" in unreadable["text"]
+    assert unreadable["reason"]
+    streamed = await call(fake.app, PATH, {"messages": HELLO, "tools": [WEATHER], "stream": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed.events()[:-1]]
+    assert [each for delta in deltas for each in delta.get("unreadable_tool_calls", ())] == [unreadable]
+    good = await call((await server(engine_of(ANSWER))).app, PATH, {"messages": HELLO, "tools": [WEATHER]})
+    assert "unreadable_tool_calls" not in good.json()["choices"][0]["message"]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
