@@ -9,31 +9,10 @@ from typing import TYPE_CHECKING
 
 from nbengine.errors import quoted
 from nbengine.models.checkpoints.gguf import GGUFHeader
+from nbengine.models.checkpoints.gguf_patterns import BEGUN, PATTERNS, WHOLE_WORDS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""Pre-tokenizers that are GPT-2's, with each digit by itself."""
-_LIKE_GPT_2 = (
-    "gpt-2",
-    "gigachat",
-    "granite-docling",
-    "jais",
-    "jina-de",
-    "jina-es",
-    "jina-v1-en",
-    "jina-v2-code",
-    "jina-v2-de",
-    "jina-v2-es",
-    "mpt",
-    "olmo",
-    "phi-2",
-    "roberta-bpe",
-    "trillion",
-)
-_LIKE_LLAMA_3 = ("chatglm-bpe", "glm4")
-"""Pre-tokenizers that are Llama 3's, and that transformers does not know."""
 
 
 def divide_as_stated(backend: Tokenizer, header: GGUFHeader) -> list[str]:
@@ -45,23 +24,36 @@ def divide_as_stated(backend: Tokenizer, header: GGUFHeader) -> list[str]:
     return _put_space(backend, header) if kind == "llama" else []
 
 
+def begins_text(header: GGUFHeader) -> bool:
+    """Return whether a byte-level tokenizer puts the beginning-of-text token before a text, though its file does not
+    say so: llama.cpp's tokenizers with some names do."""
+    stated = header.metadata
+    return (
+        stated.get("tokenizer.ggml.model") == "gpt2"
+        and stated.get("tokenizer.ggml.pre") in BEGUN
+        and "tokenizer.ggml.add_bos_token" not in stated
+        and "tokenizer.ggml.bos_token_id" in stated
+    )
+
+
 def _divide_bytes(backend: Tokenizer, pre: object) -> list[str]:
-    from tokenizers import pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from tokenizers import Regex, pre_tokenizers
+    from tokenizers.models import BPE
 
-    if pre in _DIGITS_APART:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif pre in _LIKE_LLAMA_3:
-        from tokenizers import Regex
-
-        split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]), "isolated")
-        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
-    elif pre is not None and pre not in _LIKE_GPT_2 and pre not in GGUF_PRE_TOKENIZER_SPLITS:
+    if pre is None:
+        # Files of early converters say nothing; transformers takes GPT-2's way.
+        return []
+    patterns = PATTERNS.get(pre) if isinstance(pre, str) else None
+    if patterns is None:
         return [f"tokenizer.ggml.pre={quoted(pre)}"]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    if isinstance(backend.model, BPE):
+        backend.model.ignore_merges = pre in WHOLE_WORDS
     return []
 
 

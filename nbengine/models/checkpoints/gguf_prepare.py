@@ -20,7 +20,7 @@ from nbengine.models.checkpoints.storage import cache_dir, new_directory
 from nbengine.models.configs.hf_config import read_json_object
 from nbengine.runtime.progress import Reporter
 
-_FORMAT = 3
+_FORMAT = 4
 """A part of the cache key, to be raised whenever the content of a prepared directory changes."""
 REFUSED = 3
 """The exit status of the child when it has printed a message for the user instead of a traceback."""

@@ -14,7 +14,7 @@ from typing import Any
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader, read_header
 from nbengine.models.checkpoints.gguf_config import generation_config, hf_config, num_tokens
-from nbengine.models.checkpoints.gguf_pieces import divide_as_stated
+from nbengine.models.checkpoints.gguf_pieces import begins_text, divide_as_stated
 from nbengine.models.checkpoints.gguf_prepare import REFUSED
 from nbengine.models.checkpoints.tokenizer_prepare import NOT_APPLIED
 from nbengine.models.configs.hf_config import read_json_object
@@ -45,6 +45,8 @@ def _write_tokenizer(gguf: Path, directory: Path, header: GGUFHeader) -> None:
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     unmet = divide_as_stated(tokenizer.backend_tokenizer, header)
+    if begins_text(header):
+        tokenizer.add_bos_token = True
     tokenizer.save_pretrained(str(directory))
     path = directory / "tokenizer_config.json"
     content = {key: value for key, value in read_json_object(path).items() if key not in _LOADER_LEFTOVERS}
