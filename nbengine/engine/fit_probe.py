@@ -202,7 +202,7 @@ class Prober:
 
     def _asked_len(self, config: EngineConfig) -> int:
         asked = config.model.max_model_len
-        return longest_model_len(self._hf) if asked is None else asked
+        return advised_model_len(config.model.directory, self._hf) if asked is None else asked
 
     def _model_info(self, config: EngineConfig) -> Mapping[str, Any]:
         return {

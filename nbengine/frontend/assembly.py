@@ -20,7 +20,7 @@ from nbengine.frontend.text.tokenizer_statements import warn_of_unmet_statements
 from nbengine.ipc.control_messages import EngineReady, Progress
 from nbengine.models.configs.description import ModelDescription, described_model
 from nbengine.models.configs.hf_config import load_hf_config
-from nbengine.models.configs.stated_lengths import warn_of_shorter_lengths
+from nbengine.models.configs.stated_lengths import warn_of_changed_angles, warn_of_shorter_lengths
 from nbengine.models.division import check_parallel
 from nbengine.models.registry import is_registered
 from nbengine.runtime.capacity import Capacity
@@ -101,6 +101,7 @@ def assemble(client: EngineCoreClient, progress: ProgressCallback | None) -> Fro
 def _assemble(config: EngineConfig, tokenizer: PreTrainedTokenizerFast, ready: EngineReady) -> FrontendParts:
     warn_of_unmet_statements(config.model, tokenizer)
     warn_of_shorter_lengths(config.model, ready.max_model_len)
+    warn_of_changed_angles(config.model, ready.max_model_len)
     return FrontendParts(
         ready,
         tokenizer,

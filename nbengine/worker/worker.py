@@ -382,7 +382,8 @@ class Worker:
 
     def _max_model_len(self) -> int:
         configured = self.config.model.max_model_len
-        return longest_model_len(self.hf_config) if configured is None else configured
+        advised = advised_model_len(self.config.model.directory, self.hf_config)
+        return advised if configured is None else configured
 
 
 def _board(layout: RankLayout, files: ExecutorFiles | None) -> WorkerBoard:

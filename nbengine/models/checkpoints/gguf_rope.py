@@ -56,7 +56,11 @@ def rope_parameters(header: GGUFHeader) -> dict[str, Any]:
     if LONG_FACTORS in header.tensors or kind == "longrope":
         return {**parameters, **_longrope(header, scaling)}
     if kind == "linear":
-        return {**parameters, "rope_type": "linear", "factor": header.number(f"{scaling}.factor")}
+        linear = {"rope_type": "linear", "factor": header.number(f"{scaling}.factor")}
+        original = f"{scaling}.original_context_length"
+        if original in header.metadata:
+            linear["original_max_position_embeddings"] = header.integer(original)
+        return {**parameters, **linear}
     return {**parameters, **_yarn(header, scaling)} if kind == "yarn" else parameters
 
 

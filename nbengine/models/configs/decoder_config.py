@@ -203,3 +203,13 @@ class DecoderConfig:
     def ropes(self) -> tuple[Rope, ...]:
         """Return the rotary embeddings, by their numbers."""
         return Rope(self.rope_theta, self.rope_scaling), *self.other_ropes
+
+    @property
+    def usual_positions(self) -> int:
+        """The longest sequence unless somebody asks for another: dynamic scaling begins beyond it."""
+        dynamic = [
+            rope.scaling.original_max_position_embeddings
+            for rope in self.ropes
+            if rope.scaling is not None and rope.scaling.kind == "dynamic"
+        ]
+        return min([self.max_position_embeddings, *dynamic])

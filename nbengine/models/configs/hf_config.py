@@ -14,6 +14,10 @@ from nbengine.models.checkpoints.regular_files import check_regular
 from nbengine.models.configs.usual_names import with_usual_names
 
 _ORIGINAL = "original_max_position_embeddings"
+_LENGTHENING = ("linear", "dynamic", "yarn")
+"""The kinds of rotary scaling by which `max_position_embeddings` is to be multiplied."""
+_SCALED_ALREADY = "gemma3"
+"""The beginning of the types of models whose `max_position_embeddings` is the longer context."""
 FAMILIES_KEY = "nbengine_families"
 """The entry with the families that were registered for some architectures (`ModelConfig.families`)."""
 MODEL_IMPL_KEY = "nbengine_model_impl"
@@ -59,12 +63,43 @@ def load_generation_config(directory: str) -> dict[str, Any]:
 
 
 def max_model_len_of(hf: Mapping[str, Any]) -> int:
-    """Return the longest sequence, in tokens, for which the model was made: YaRN that somebody has added to its
-    configuration lengthens it."""
-    length, rope = positive(hf, "max_position_embeddings"), stated_rope(hf)
-    if rope.get("rope_type", rope.get("type")) != "yarn" or not {"factor", _ORIGINAL} <= rope.keys():
-        return length
-    return max(length, int(number(rope, "factor") * positive(rope, _ORIGINAL)))
+    """Return the longest sequence, in tokens, that a model can take: `max_position_embeddings`, which scaling of the
+    rotary embedding lengthens (linear, dynamic, YaRN; other kinds are counted in it already)."""
+    return max([positive(hf, "max_position_embeddings"), *_scaled_lengths(hf)])
+
+
+def usual_model_len_of(hf: Mapping[str, Any]) -> int:
+    """Return the longest sequence, in tokens, of a model unless somebody asks for more: with dynamic scaling all angles
+    change beyond `max_position_embeddings`, so that longer sequences cost the shorter ones something."""
+    length = positive(hf, "max_position_embeddings")
+    kinds = [kind for kind, _ in _scalings(hf)]
+    return length if "dynamic" in kinds else max([length, *_scaled_lengths(hf)])
+
+
+def scaled_length_of(hf: Mapping[str, Any]) -> int | None:
+    """Return the length, in tokens, that the scaling of the rotary embedding gives; None where it gives none."""
+    return max(_scaled_lengths(hf), default=None)
+
+
+def _scaled_lengths(hf: Mapping[str, Any]) -> list[int]:
+    length = positive(hf, "max_position_embeddings")
+    # YaRN without an original context stretches one that is not stated, so that nothing follows from it.
+    return [
+        int(number(rope, "factor") * positive(rope, _ORIGINAL, length))
+        for kind, rope in _scalings(hf)
+        if kind != "yarn" or rope.get(_ORIGINAL) is not None
+    ]
+
+
+def _scalings(hf: Mapping[str, Any]) -> list[tuple[object, Mapping[str, Any]]]:
+    """Return the kinds of scaling that lengthen a context, with what is said of each."""
+    if str(hf.get("model_type", "")).startswith(_SCALED_ALREADY):
+        return []
+    stated = stated_rope(hf)
+    # There may be one for each type of layer.
+    ropes = [stated, *(each for each in stated.values() if isinstance(each, Mapping))]
+    found = [(rope.get("rope_type", rope.get("type")), rope) for rope in ropes]
+    return [(kind, rope) for kind, rope in found if kind in _LENGTHENING and rope.get("factor") is not None]
 
 
 def stated_rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from nbengine.models.configs.hf_config import (
     positive,
     read_json_object,
     read_json_objects,
+    usual_model_len_of,
 )
 from nbengine.models.registry import decoder_config
 
@@ -55,7 +56,7 @@ def supported_tasks(hf: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def longest_model_len(hf: Mapping[str, Any]) -> int:
-    """Return the longest sequence, in tokens, for which a model was made."""
+    """Return the longest sequence, in tokens, that a model can take."""
     if is_encoder(hf):
         return any_encoder_config(hf).max_model_len
     # A family may know what a configuration leaves out.
@@ -64,8 +65,10 @@ def longest_model_len(hf: Mapping[str, Any]) -> int:
 
 
 def advised_model_len(directory: str, hf: Mapping[str, Any]) -> int:
-    """Return the longest sequence, in tokens, that a model's authors advise."""
-    longest = longest_model_len(hf)
+    """Return the longest sequence, in tokens, unless somebody asks for a longer one: what the authors advise, and what
+    costs shorter sequences nothing."""
+    is_stated = not is_encoder(hf) and hf.get("max_position_embeddings") is not None
+    longest = usual_model_len_of(hf) if is_stated else longest_model_len(hf)
     advised = load_pooling_defaults(directory, hf).max_seq_length
     return longest if advised is None else min(longest, advised)
 

@@ -27,8 +27,9 @@ class RopeScaling:
     `frequency_factors` divides each by its own number (llama.cpp); `yarn` divides those that turn less than
     `low_freq_factor` times in the original context and keeps those that turn more than `high_freq_factor` times
     (Peng et al., 2023); `longrope` divides each by its own number, by `frequency_factors` in models for up to
-    `original_max_position_embeddings` tokens and by `long_factors` in others (Ding et al., 2024). The cosines and
-    sines are multiplied by `attention_factor`. `truncate`: the bounds of YaRN are whole numbers.
+    `original_max_position_embeddings` tokens and by `long_factors` in others (Ding et al., 2024); `dynamic` raises
+    their base in models for more than `original_max_position_embeddings` tokens. The cosines and sines are multiplied
+    by `attention_factor`. `truncate`: the bounds of YaRN are whole numbers.
     """
 
     kind: str
@@ -64,9 +65,12 @@ def rope_of(hf: Mapping[str, Any], stated: Mapping[str, Any], theta: float = DEF
     if kind == "default" and factors is not None:
         return Rope(base, RopeScaling("frequency_factors", frequency_factors=tuple(factors)))
     match kind:
-        # Dynamic scaling begins beyond the longest context, which is where a request ends here.
-        case "default" | "dynamic":
+        case "default":
             return Rope(base)
+        case "dynamic":
+            length = positive(hf, "max_position_embeddings")
+            factor = number(stated, "factor", 1.0)
+            return Rope(base, RopeScaling("dynamic", factor, original_max_position_embeddings=length))
         case "linear":
             return Rope(base, RopeScaling("linear", factor=number(stated, "factor")))
         case "llama3":

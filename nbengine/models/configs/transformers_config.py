@@ -15,7 +15,7 @@ from typing import Any
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerConfig
-from nbengine.models.configs.hf_config import CLASSIFIER, num_labels_of, positive
+from nbengine.models.configs.hf_config import CLASSIFIER, max_model_len_of, num_labels_of, positive
 
 GENERATORS = ("ForCausalLM", "LMHeadModel")
 """The endings of the names of transformers' classes that generate text."""
@@ -89,7 +89,7 @@ def transformers_config(hf: Mapping[str, Any]) -> TransformersConfig:
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         rope_scaling=None,
-        max_position_embeddings=positive(hf, "max_position_embeddings"),
+        max_position_embeddings=max_model_len_of(hf),
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         layers=_layers(hf, num_layers),
         num_labels=num_labels_of(hf),

@@ -83,7 +83,7 @@ class DecoderForCausalLM:
         groups = make_groups(config.cache_rules())
         self.layer_groups = [groups.layer_groups[index] for index in self.shard.layers]
         """The cache group of each layer."""
-        positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
+        positions = min(max_positions or config.usual_positions, config.max_position_embeddings)
         self._packed = packed
         place = Place(dtype, device, packed, memory=memory)
         self.hidden_dtype = place.hidden_dtype

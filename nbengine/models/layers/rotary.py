@@ -125,6 +125,8 @@ def inverse_frequencies(rope: Rope, size: int, num_positions: int, device: torch
             return _llama3(plain, scaling)
         case "yarn":
             return _yarn(plain, scaling, size, rope.theta)
+        case "dynamic":
+            return 1.0 / (_dynamic_base(rope.theta, scaling, size, num_positions) ** exponents)
         case "longrope" if num_positions > scaling.original_max_position_embeddings:
             given = scaling.long_factors
         case _:
@@ -133,6 +135,12 @@ def inverse_frequencies(rope: Rope, size: int, num_positions: int, device: torch
     if factors.shape != plain.shape:
         raise ModelLoadError(f"{factors.numel()} RoPE frequency factors for {plain.numel()} frequencies")
     return 1.0 / (factors * rope.theta**exponents)
+
+
+def _dynamic_base(theta: float, scaling: RopeScaling, size: int, num_positions: int) -> float:
+    """Return the base for sequences of up to `num_positions` tokens ("NTK-aware" scaling)."""
+    times = max(num_positions / scaling.original_max_position_embeddings, 1.0)
+    return float(theta * (scaling.factor * times - (scaling.factor - 1)) ** (size / (size - 2)))
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, size: int, theta: float) -> Tensor:

@@ -139,3 +139,18 @@ def test_overrides_of_the_configuration_reach_the_model(
     tokens = random_tokens(16)
     logits = make_runner(load(tmp_path, hf_overrides={"rms_norm_eps": 0.5})).step({"a": tokens})["a"]
     torch.testing.assert_close(logits, logits_of(oracle, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("length", "longest"), [(90, 90), (64, 64), (40, None)])
+def test_dynamic_scaling_gives_the_logits_of_transformers_for_the_longest_sequence(
+    length: int, longest: int | None, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
+) -> None:
+    """Transformers takes the angles of each call's own length; here they are those of `max_model_len`, which are the
+    same for a request of that length, and for all requests up to the context of 64 tokens."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    oracle = random_model("Llama", rope_parameters=rope, max_position_embeddings=64)
+    oracle.save_pretrained(tmp_path)
+    runner = make_runner(load(tmp_path, **({} if longest is None else {"max_model_len": longest})))
+    tokens = random_tokens(length)
+    logits = runner.step({"request": tokens})["request"]
+    torch.testing.assert_close(logits, logits_of(oracle, tokens), rtol=0, atol=1e-4)

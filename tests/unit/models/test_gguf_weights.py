@@ -22,6 +22,7 @@ from nbengine.models.checkpoints.gguf import read_header
 from nbengine.models.checkpoints.gguf_config import generation_config, hf_config
 from nbengine.models.checkpoints.gguf_dequant import dequantize
 from nbengine.models.checkpoints.loader import load_decoder
+from nbengine.models.configs.pooling_config import longest_model_len
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.registry import decoder_config
 from nbengine.runtime.progress import Reporter
@@ -209,7 +210,15 @@ def test_linear_rope_scaling_gives_the_logits_of_transformers(
     oracle = random_model("Llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
     metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     variant = gguf_variant(arch="llama", permute=True, metadata=metadata)
-    assert_same_logits(write_gguf(tmp_path / "model.gguf", oracle, variant), oracle, make_runner)
+    path = write_gguf(tmp_path / "model.gguf", oracle, variant)
+    assert_same_logits(path, oracle, make_runner)
+    context = oracle.config.max_position_embeddings
+    assert longest_model_len(hf_config(read_header(path))) == 4 * context
+    stated = {**metadata, "llama.rope.scaling.original_context_length": context // 4}
+    path = write_gguf(
+        tmp_path / "stated.gguf", oracle, gguf_variant(arch="llama", permute=True, metadata=stated)
+    )
+    assert longest_model_len(hf_config(read_header(path))) == context
 
 
 @pytest.mark.parametrize("kind", list(_type_traits), ids=lambda kind: kind.name)

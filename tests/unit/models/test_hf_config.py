@@ -17,6 +17,7 @@ from nbengine.models.configs.hf_config import (
     load_generation_config,
     load_hf_config,
     max_model_len_of,
+    usual_model_len_of,
     vocab_size,
 )
 from nbengine.models.configs.rope_config import RopeScaling
@@ -58,13 +59,63 @@ def test_a_configuration_that_is_no_json_object_is_refused_with_its_path(
         ({"sliding_window": 1024}, 4096),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 4096),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 4096),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": None,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            4096,
+        ),
+        # Vicuna 16k, LongChat: the context of the model that was stretched.
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1.5, "rope_theta": 1e5}}, 6144),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
+        # The longer context is counted already.
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}, "model_type": "gemma3_text"}, 4096),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}},
+            4096,
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 8.0, "original_max_position_embeddings": 512}},
+            4096,
+        ),
+        ({"rope_parameters": {"rope_type": "default", "factor": 8.0}}, 4096),
+        # One for each type of layer.
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "factor": 8.0,
+                        "original_max_position_embeddings": 1024,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            8192,
+        ),
     ],
 )
-def test_the_longest_sequence_is_the_context_which_yarn_lengthens(
+def test_the_longest_sequence_is_the_context_which_scaled_rotary_embeddings_lengthen(
     entries: dict[str, Any], expected: int
 ) -> None:
-    assert max_model_len_of({"max_position_embeddings": 4096, **entries}) == expected
+    """As vLLM derives it, but that a stated context is never shortened."""
+    hf = {"max_position_embeddings": 4096, **entries}
+    assert max_model_len_of(hf) == expected
+    is_dynamic = "dynamic" in str(entries)
+    assert usual_model_len_of(hf) == (4096 if is_dynamic else expected)
+
+
+@pytest.mark.parametrize("factor", [0, -1, "4", True])
+def test_a_factor_that_is_no_positive_number_is_refused(factor: Any) -> None:
+    hf = {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": factor}}
+    with pytest.raises(ModelLoadError, match="factor must be a positive number"):
+        max_model_len_of(hf)
 
 
 def test_sizes_that_are_missing_are_named() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from nbengine.config import ModelConfig
 from nbengine.models.configs.hf_config import load_hf_config
-from nbengine.models.configs.pooling_config import longest_model_len
-from nbengine.models.configs.stated_lengths import warn_of_shorter_lengths
+from nbengine.models.configs.pooling_config import advised_model_len, longest_model_len
+from nbengine.models.configs.stated_lengths import warn_of_changed_angles, warn_of_shorter_lengths
 from nbengine.models.configs.usual_names import OTHER_NAMES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}
@@ -47,6 +47,10 @@ def test_a_length_under_any_of_its_names_limits_requests(name: str, tmp_path: Pa
         ({"config": {"n_positions": 512}}, "n_positions (config.json) 512"),
         ({"tokenizer_config": {"model_max_length": 512}}, "model_max_length (tokenizer_config.json) 512"),
         ({"generation_config": {"max_length": 512}}, "max_length (generation_config.json) 512"),
+        (
+            {"config": {"rope_scaling": {**YARN, "original_max_position_embeddings": 128}}},
+            "the scaled rotary embedding (config.json) 512",
+        ),
     ],
 )
 def test_a_shorter_length_is_named_with_its_file_and_the_remedy(
@@ -74,6 +78,23 @@ def test_lengths_that_say_nothing_and_those_that_are_long_enough_are_not_named(
     files: dict[str, Any], warnings_of: Any, tmp_path: Path
 ) -> None:
     assert warnings_of(model(tmp_path, **{"config": {"max_position_embeddings": 1000}, **files})) == []
+
+
+DYNAMIC = {"max_position_embeddings": 1000, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+
+
+def test_a_length_beyond_which_all_angles_change_is_named(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    found = model(tmp_path, config=DYNAMIC)
+    hf = load_hf_config(found)
+    assert (longest_model_len(hf), advised_model_len(str(tmp_path), hf)) == (2000, 1000)
+    with caplog.at_level(logging.WARNING, "nbengine"):
+        warn_of_changed_angles(found, 1000)
+        assert caplog.messages == []
+        warn_of_changed_angles(found, 1500)
+    [message] = caplog.messages
+    assert "begins beyond 1000 tokens; all requests are computed with the angles for 1500 tokens" in message
 
 
 def test_a_generation_config_that_is_left_out_is_not_named(warnings_of: Any, tmp_path: Path) -> None:
