@@ -9,7 +9,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, NamedTuple, Self, TypeVar
 
-from nbengine.checks import checked_json_object, one_of, require, require_line, require_number
+from nbengine.checks import (
+    checked_json_object,
+    one_of,
+    require,
+    require_bool,
+    require_line,
+    require_number,
+)
 from nbengine.config.argument import argument
 from nbengine.config.cache import CacheConfig
 from nbengine.config.chat_template import template_text
@@ -326,7 +333,7 @@ class EngineArgs:
             cache=_part(CacheConfig, values),
             scheduler=_part(SchedulerConfig, values),
             parallel=_part(ParallelConfig, values),
-            bound=bound,
+            bound=require_bool("bound", bound),
             **{
                 f.name: values[f.name] for f in fields(EngineConfig) if f.name in values and f.name != "model"
             },

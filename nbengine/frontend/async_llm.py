@@ -16,6 +16,7 @@ from nbengine.checks import (
     check_session,
     checked_texts,
     checked_token_ids,
+    require_bool,
     require_callback,
     require_headers,
     require_method,
@@ -96,7 +97,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         multiprocess: bool = True,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if not multiprocess:
+        if not require_bool("multiprocess", multiprocess):
             raise InvalidArgumentError("multiprocess", multiprocess, "True (LLM has engines in this process)")
         own = ("name", "bound", "session", "progress", "multiprocess")
         engine_args = EngineArgs.from_kwargs({"model": model, **options}, "AsyncLLM", own)
@@ -144,6 +145,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
             InvalidArgumentError: it has no such engine core.
         """
         check_session(session)
+        require_callback("progress", progress)
         info, loop_thread = find_engine(name_or_file), LoopThread.shared()
         client: AsyncMPClient
         if data_parallel_rank is None:
@@ -158,6 +160,7 @@ class AsyncLLM(Prompting, AsyncPooling, AsyncControl, Inspection, Transcripts):
         self, config: EngineConfig, name: str | None, session: str | None, progress: ProgressCallback | None
     ) -> None:
         check_session(session)
+        require_callback("progress", progress)
         client = make_async_mp_client(
             resolve_files(config, progress), LoopThread.shared(), name=name, session=session
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from nbengine.checks import require_callback, require_method
+from nbengine.checks import require_bool, require_callback, require_method
 from nbengine.client.base import BlockingClient, EngineCoreClient
 from nbengine.client.link.ownership import Owned, finalize
 from nbengine.client.making import make_client
@@ -50,8 +50,10 @@ class LLMEngine(Prompting, Control, Inspection):
         name: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
+        is_apart = require_bool("multiprocess", multiprocess)
+        require_callback("progress", progress)
         self.engine_core = make_client(
-            resolve_files(config, progress), multiprocess=multiprocess, name=name, progress=progress
+            resolve_files(config, progress), multiprocess=is_apart, name=name, progress=progress
         )
         # Ends the engine when nobody refers to this object any more, and at the interpreter's exit.
         self._finalizer = finalize(self, self.engine_core.release)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from nbengine.checks import require_bool
 from nbengine.errors import NBEngineError
 from nbengine.frontend.outputs.output_collector import PromptCallback
 from nbengine.outputs import RequestOutput
@@ -42,6 +43,8 @@ class Offline:
     ) -> list[T]:
         """Return the outputs of all prompts, in their order; an error, or an interrupt, leaves no request
         running."""
+        if not callable(use_tqdm):
+            use_tqdm = require_bool("use_tqdm", use_tqdm, "True, False, or what makes a progress bar")
         total = sum(own.n if isinstance(own, SamplingParams) else 1 for own in params)
         with self._busy:
             try:

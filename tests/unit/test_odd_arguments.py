@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 import tempfile
@@ -195,6 +196,31 @@ def test_every_odd_argument_of_an_engine_is_refused_by_name(
                 path = [str(value)[:50]] if isinstance(value, str) and value else []
                 error = refused(call, argument, *path)
                 if argument not in ("model", "tokenizer"):
+                    assert isinstance(error, InvalidArgumentError | NotSupportedError)
+
+
+OWN = {
+    "bound": [0, "x", None, math.nan, [], LARGE, SURROGATE],
+    "progress": [5, "x", [], {}, math.nan, SURROGATE],
+    "multiprocess": [0, "x", None, math.nan, [], LARGE, SURROGATE],
+}
+"""Arguments of the frontends themselves."""
+
+
+def test_every_argument_of_a_frontend_is_tried() -> None:
+    for door in (LLM, AsyncLLM):
+        arguments = inspect.signature(door).parameters.keys() - EngineOptions.__annotations__.keys()
+        assert arguments <= {*OWN, "name", "session", "model"}, door
+
+
+def test_every_odd_argument_of_a_frontend_is_refused_by_name(place: Path, model: ModelConfig) -> None:
+    for argument, values in OWN.items():
+        for value in values:
+            for door in (LLM, AsyncLLM):
+                if argument in inspect.signature(door).parameters:
+                    error = refused(
+                        functools.partial(door, **{"model": model.directory, argument: value}), argument
+                    )
                     assert isinstance(error, InvalidArgumentError | NotSupportedError)
 
 

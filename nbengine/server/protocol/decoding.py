@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from typing import Generic, TypeVar
 
 import msgspec
 
+from nbengine.checks import require_utf8, require_utf8_within
 from nbengine.errors import shown
 from nbengine.server.protocol.errors import ApiError, bad_request
 
@@ -37,6 +39,7 @@ class BodyDecoder(Generic[T]):
 
         Raises:
             ApiError: the body is no JSON, or a field has the wrong type; the error names it.
+            InvalidArgumentError: a text has half of a surrogate pair.
         """
         try:
             decoded = self._decoder.decode(body)
@@ -44,6 +47,7 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             raise wrong_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _check_surrogates(body)
             raise bad_request(f"the body is not JSON in UTF-8: {error}", None, "invalid_json") from None
         except RecursionError:
             raise bad_request("the body is nested too deeply", None, "invalid_json") from None
@@ -59,6 +63,20 @@ class BodyDecoder(Generic[T]):
         self._noted.update(name for name in new if len(name) <= _LONGEST_NAME)
         names = ", ".join(shown(name, _LONGEST_NAME) for name in new[:20])
         logger.warning("%s: unknown fields are ignored: %s", self._route, names)
+
+
+def _check_surrogates(body: bytes) -> None:
+    r"""Name the text of a refused body that has half of a surrogate pair: JSON can write that ("\ud83d"), and those who
+    cut texts in the middle of an emoji send it."""
+    if b"\\u" not in body:
+        return
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        require_utf8("a name of the body", name)
+        require_utf8_within(name, value)
 
 
 def wrong_field(error: msgspec.ValidationError) -> ApiError:

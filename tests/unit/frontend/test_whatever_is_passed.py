@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,16 +13,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbengine import LLM, NBEngineError, PoolingParams, SamplingParams
+from nbengine.errors import UtilityError
 from nbengine.sampling_params import StructuredOutputsParams
 from tests.support.odd_values import ANYTHING, LARGE, SURROGATE, short_line
 from tests.support.thorough import amount
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 QUIET = {"use_tqdm": False}
+POOLED: dict[str, Any] = {"truncate_prompt_tokens": None, "pooling_params": None, **QUIET}
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 CALLS: dict[str, dict[str, Any]] = {
-    "generate": {"prompts": "x", "sampling_params": ONE, "priority": None, "on_prompt_progress": None},
+    "generate": {
+        "prompts": "x",
+        "sampling_params": ONE,
+        "priority": None,
+        "on_prompt_progress": None,
+        **QUIET,
+    },
     "chat": {
         "messages": MESSAGES,
         "sampling_params": ONE,
@@ -33,21 +43,24 @@ CALLS: dict[str, dict[str, Any]] = {
         "reasoning_parser": "auto",
         "tool_parser": "auto",
         "on_prompt_progress": None,
+        **QUIET,
     },
-    "embed": {"prompts": "x", "truncate_prompt_tokens": None, "pooling_params": None},
-    "encode": {
-        "prompts": "x",
-        "truncate_prompt_tokens": None,
-        "pooling_task": "encode",
-        "pooling_params": None,
-    },
-    "score": {"text_1": "x", "text_2": "y", "truncate_prompt_tokens": None, "pooling_params": None},
+    "embed": {"prompts": "x", **POOLED},
+    "classify": {"prompts": "x", **POOLED},
+    "encode": {"prompts": "x", "pooling_task": "encode", **POOLED},
+    "score": {"text_1": "x", "text_2": "y", **POOLED},
+    "call_utility": {"method": "is_sleeping", "timeout": None},
+    "metrics": {"last": "1h", "rank": None, "timeout": 60.0},
+    "start_profile": {"directory": None, "max_steps": 1},
     "check_health": {"timeout": 60.0},
     "reset_prefix_cache": {"reset_running_requests": False},
     "pause_generation": {"mode": "keep", "clear_cache": False},
-    "sleep": {"level": 1, "mode": "abort"},
+    "pause": {"mode": "keep", "clear_cache": False},
+    "sleep": {"level": 1, "mode": "abort", "hold": False},
     "wake_up": {"tags": None},
 }
+ELSEWHERE = {"dashboard", "scale", "shutdown"}
+"""The methods that need an engine of processes, which those of `AsyncLLM` do, too, and the end."""
 ARGUMENTS = [(method, argument) for method, arguments in CALLS.items() for argument in arguments]
 WORDS = {
     "prompts": ["prompt"],
@@ -60,6 +73,21 @@ WORDS = {
 """The words for one of several values, of which an error speaks."""
 
 
+NOT_HERE = {"classify": ["task"], "metrics": ["multiprocess"], "start_profile": ["profile_dir"]}
+"""Words of the errors about methods that this engine cannot carry out, whatever it is passed."""
+
+
+def test_every_argument_of_every_public_method_is_tried() -> None:
+    public = {
+        name: {*inspect.signature(method).parameters} - {"self", "args"}
+        for name, method in inspect.getmembers(LLM, callable)
+        if not name.startswith("_") and name not in ELSEWHERE
+    }
+    assert {name: names for name, names in public.items() if names} == {
+        name: {*arguments} for name, arguments in CALLS.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM("random-tiny", multiprocess=False, num_gpu_blocks_override=64, max_num_seqs=4) as llm:
@@ -69,16 +97,19 @@ def llm() -> Iterator[LLM]:
 def passed(llm: LLM, method: str, argument: str, value: Any) -> None:
     """Pass a value to a method; whatever comes of it, the engine answers afterwards."""
     arguments = {**CALLS[method], argument: value}
-    if method in ("generate", "chat", "embed", "encode", "score"):
-        arguments |= QUIET
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             getattr(llm, method)(**arguments)
     except NBEngineError as error:
         message = short_line(error)
-        assert any(word in message for word in [argument, *WORDS.get(argument, [])]), message
+        words = [argument, *WORDS.get(argument, []), *NOT_HERE.get(method, [])]
+        assert any(word in message for word in words), message
     finally:
+        if method == "start_profile":
+            with contextlib.suppress(UtilityError):
+                # Most values are refused before anything is recorded.
+                llm.stop_profile()
         llm.resume_generation()
         llm.wake_up()
     assert llm.llm_engine.get_num_unfinished_requests() == 0
@@ -119,6 +150,7 @@ def test_messages_of_any_shape_are_answered_or_refused(llm: LLM, messages: list[
 
 
 KINDS = {
+    SamplingParams: [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")],
     PoolingParams: [name for name in PoolingParams.__struct_fields__ if not name.startswith("_")],
     StructuredOutputsParams: [
         name for name in StructuredOutputsParams.__struct_fields__ if not name.startswith("_")
@@ -127,7 +159,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_parameters_of_pooling_and_of_structure_are_taken_or_refused_by_name(kind: type) -> None:
+def test_parameters_of_requests_are_taken_or_refused_by_name(kind: type) -> None:
     @given(st.dictionaries(st.sampled_from(KINDS[kind]), ANYTHING, max_size=2))
     @settings(max_examples=amount(200, thorough=5000), deadline=None)
     def make(given_: dict[str, Any]) -> None:

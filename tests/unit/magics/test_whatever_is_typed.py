@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,15 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbengine.config import EngineArgs
 from nbengine.errors import NBEngineError
+from nbengine.magics.arguments import MagicParser
+from nbengine.magics.conversations.arguments import chat_parser
+from nbengine.magics.dashboard import DashboardMagics
+from nbengine.magics.dashboard_arguments import dashboard_parser
 from nbengine.magics.generation.arguments import generate_parser
+from nbengine.magics.kept_runs.arguments import PARSERS, runs_parser
+from nbengine.magics.kept_runs.repeating import rerun_parser
 from nbengine.magics.scores.matching import MATCHERS
 from tests.support.odd_values import ANYTHING, SURROGATE
 from tests.support.thorough import amount
@@ -29,13 +37,22 @@ VALUES = (
 BODIES = st.text(max_size=30) | st.sampled_from(
     ["{", "}", "{x}", "{missing}", "{1/0}", "{{x}}", "\0", SURROGATE]
 )
-FLAGS = [flag for flag in generate_parser().flags if flag not in ("-h", "--help")]
+HELP = ("-h", "--help")
+FLAGS = [
+    (magic, flag)
+    for magic, parser in (("generate", generate_parser()), ("chat", chat_parser()))
+    for flag in parser.flags
+    if flag not in HELP
+]
 
 
-def typed(shell: InteractiveShell, magic: str, line: str, body: str) -> None:
-    """Run a cell; an error is one that a person can read, and nothing stays under way."""
+def typed(shell: InteractiveShell, magic: str, line: str, body: str | None = None) -> None:
+    """Run a cell, or a line; an error is one that a person can read, and nothing stays under way."""
     try:
-        shell.run_cell_magic(magic, line, body)
+        if body is None:
+            shell.run_line_magic(magic, line)
+        else:
+            shell.run_cell_magic(magic, line, body)
     except (UsageError, NBEngineError) as error:
         message = str(error)
         assert message
@@ -43,9 +60,9 @@ def typed(shell: InteractiveShell, magic: str, line: str, body: str) -> None:
         assert message.count("\n") <= 1, message
 
 
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize(("magic", "flag"), FLAGS)
 def test_any_value_behind_a_flag_is_taken_or_explained(
-    shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str], flag: str
+    shell: InteractiveShell, engine: FakeClient, capsys: pytest.CaptureFixture[str], magic: str, flag: str
 ) -> None:
     shell.user_ns["x"] = "a value"
 
@@ -54,10 +71,79 @@ def test_any_value_behind_a_flag_is_taken_or_explained(
     @example("nan", "x")
     @settings(max_examples=amount(12, thorough=1000), deadline=None)
     def run(value: str, body: str) -> None:
-        typed(shell, "generate", f"{flag} {shlex.quote(value)}", body)
+        typed(shell, magic, f"{flag} {shlex.quote(value)}", body)
         capsys.readouterr()
 
     run()
+    shell.run_cell("%%generate -o answer\nhi").raise_error()
+    assert shell.user_ns["answer"].text == "Hello world"
+
+
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands check what they are given, and start nothing and wait for nothing."""
+
+    def fit(**arguments: Any) -> Any:
+        arguments.pop("progress", None)
+        EngineArgs.from_kwargs(arguments).create_engine_config(bound=True)
+        return SimpleNamespace(tables=lambda: ("", ""))
+
+    monkeypatch.setattr("nbengine.frontend.fit.fit", fit)
+    monkeypatch.setattr(
+        "nbengine.magics.engines.serving.start_server", lambda *_: SimpleNamespace(process=None, url="here")
+    )
+    monkeypatch.setattr("nbengine.magics.engines.serving.stop_server", lambda *_, **__: None)
+    monkeypatch.setattr("nbengine.magics.engines.serving.is_alive", lambda _: False)
+    monkeypatch.setattr("nbengine.magics.engines.logs.follow_log", lambda *_: iter(()))
+    monkeypatch.setattr(DashboardMagics, "_watch", lambda *_: None)
+    monkeypatch.setattr("builtins.input", lambda _: "no")
+
+
+def parsers_of_lines(shell: InteractiveShell) -> dict[tuple[str, str], MagicParser]:
+    """The parsers of all line magics, by magic and command."""
+    registry = shell.magics_manager.registry
+    engine = registry["EngineMagics"]
+    found = {("engine", name): engine.parser_of(name) for name in engine.command_names}
+    found |= {("runs", name): make() for name, make in PARSERS.items()}
+    found |= {
+        ("runs", "rerun"): rerun_parser(),
+        ("runs", ""): runs_parser(),
+        ("dashboard", ""): dashboard_parser(),
+    }
+    return {line: parser for line, parser in found.items() if parser is not None}
+
+
+def test_any_value_behind_a_flag_of_a_line_is_taken_or_explained(
+    shell: InteractiveShell,
+    engine: FakeClient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of every command of `%engine`, `%runs` and `%dashboard`; the parsers say which flags there are."""
+    shell.user_ns["x"] = "a value"
+    without_processes(monkeypatch)
+    parsers = parsers_of_lines(shell)
+    assert {magic for magic, _ in parsers} == {"engine", "runs", "dashboard"}
+    assert {command for magic, command in parsers if magic == "engine"} == {
+        *shell.magics_manager.registry["EngineMagics"].command_names
+    } - {"help"}
+    assert {command for magic, command in parsers if magic == "runs"} == {
+        "",
+        *shell.magics_manager.registry["RunsMagics"]._commands,
+    }
+    flags = [
+        (*line, flag) for line, parser in parsers.items() for flag in ("", *parser.flags) if flag not in HELP
+    ]
+
+    @given(st.sampled_from(flags), VALUES)
+    @settings(max_examples=amount(60, thorough=20_000), deadline=None)
+    def run(line: tuple[str, str, str], value: str) -> None:
+        magic, command, flag = line
+        typed(shell, magic, f"{command} {flag} {shlex.quote(value)}")
+        typed(shell, magic, f"{command} {flag}")
+        capsys.readouterr()
+
+    run()
+    shell.run_cell("%engine start random-tiny\n")
     shell.run_cell("%%generate -o answer\nhi").raise_error()
     assert shell.user_ns["answer"].text == "Hello world"
 

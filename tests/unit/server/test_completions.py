@@ -44,6 +44,19 @@ async def test_a_stream_says_how_far_each_prompt_is_read_to_those_who_ask() -> N
     assert done == "[DONE]"
 
 
+async def test_half_a_surrogate_pair_is_named_with_its_place() -> None:
+    r"""JSON can write it, as "\ud83d"; a text that was cut inside an emoji has it."""
+    fake = await server()
+    error = (await call(fake.app, PATH, b'{"prompt": ["ab", "c\\ud83d"]}')).error
+    assert error["param"] == "prompt"
+    assert "prompt[1]" in error["message"]
+    assert "'\\ud83d' at position 1 is half of a surrogate pair" in error["message"]
+    whole = (await call(fake.app, PATH, b'{"prompt": "\\ud83d\\ude00"}')).json()
+    assert whole["usage"]["prompt_tokens"] == 1
+    broken = (await call(fake.app, PATH, b'{"prompt": "\\ud83d"')).error
+    assert broken["code"] == "invalid_json"
+
+
 async def test_the_tokens_around_a_text_can_be_left_out() -> None:
     fake = await server()
     asked: list[bool] = []
