@@ -78,12 +78,13 @@ def assert_same(found: Tensor, oracle: Any) -> None:
 @KINDS
 @pytest.mark.parametrize("name", CASES)
 def test_a_gguf_file_gives_the_logits_of_what_was_converted(
-    name: str, kind: Kind, tmp_path: Path, random_model: Any
+    name: str, kind: Kind, tmp_path: Path, random_model: Any, compared: Any
 ) -> None:
     oracle, path = made(name, kind, tmp_path, random_model)
     assert read_header(path).architecture == CASES[name].arch
     model = loaded(path, longest=CASES[name].max_model_len)
     assert_same(runner_of(name, model).step({"a": TOKENS})["a"], oracle)
+    compared(oracle, "gguf")
 
 
 @pytest.mark.parametrize("name", ["phi4-mini", "olmo3", "qwen3.5 moe", "granite 4", "lfm2"])

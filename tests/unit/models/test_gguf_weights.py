@@ -71,10 +71,12 @@ def test_each_architecture_gives_the_logits_of_transformers(
     write_gguf: Any,
     gguf_variant: Any,
     make_runner: Any,
+    compared: Any,
 ) -> None:
     oracle = random_model(kind, **settings)
     path = write_gguf(tmp_path / "model.gguf", oracle, gguf_variant(**variant))
     assert_same_logits(path, oracle, make_runner)
+    compared(oracle, "gguf")
 
 
 def expert_metadata(arch: str, num_experts: int, per_token: int, **sizes: int) -> dict[str, int]:
@@ -108,6 +110,7 @@ def test_mixtures_of_experts_give_the_logits_of_transformers(
     write_gguf: Any,
     gguf_variant: Any,
     make_runner: Any,
+    compared: Any,
 ) -> None:
     kind, settings, metadata = MIXTURES[arch]
     oracle = random_model(kind, **settings)
@@ -116,6 +119,7 @@ def test_mixtures_of_experts_give_the_logits_of_transformers(
     assert hf_config(read_header(path))["architectures"] == [type(oracle).__name__]
     if weight_type is Kind.F32:
         assert_same_logits(path, oracle, make_runner)
+        compared(oracle, "gguf")
         return
     for weight in oracle.state_dict().values():
         if weight.dim() == 3:

@@ -26,9 +26,6 @@ from tests.support.recurrent_cases import CASES as RECURRENT
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 KINDS = {case.kind for case in CASES.values()} | {kind for kind, _ in RECURRENT.values()}
 COMPARED = {f"{kind}ForCausalLM" for kind in KINDS} | {
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM",
     "Gemma3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
