@@ -12,7 +12,7 @@ from typing import Any
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader
-from nbengine.models.checkpoints.gguf_hybrids import granite, lfm2, qwen3next, qwen35
+from nbengine.models.checkpoints.gguf_hybrids import granite, lfm2, lfm2moe, mamba2, qwen3next, qwen35
 from nbengine.models.checkpoints.gguf_latent import latent_entries
 from nbengine.models.checkpoints.gguf_rope import (
     DEFAULT_THETA,
@@ -45,6 +45,10 @@ class Architecture:
     more: Callable[[GGUFHeader], Entries] = no_more
     permuted: bool = False
     may_have_experts: bool = False
+    has_attention: bool = True
+    """False if no layer has heads of keys and values, whatever the file says of them."""
+    reads: tuple[str, ...] = ()
+    """Keys of experts that `more` reads, and that others' files have with values that change nothing."""
 
 
 def _llama(header: GGUFHeader) -> Entries:
@@ -142,6 +146,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "granitemoehybrid", "GraniteMoeHybridForCausalLM", granite, permuted=True, may_have_experts=True
     ),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", lfm2),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        lfm2moe,
+        may_have_experts=True,
+        reads=("expert_gating_func", "leading_dense_block_count"),
+    ),
+    "mamba2": Architecture("mamba2", "Mamba2ForCausalLM", mamba2, has_attention=False),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True),
     "chatglm": Architecture("glm", "GlmForCausalLM"),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4),
