@@ -127,8 +127,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted=True, may_have_experts=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", may_have_experts=True),
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", may_have_experts=True),
+    "qwen3vlmoe": Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", may_have_experts=True),
     "qwen3next": Architecture("qwen3_next", "Qwen3NextForCausalLM", qwen3next, may_have_experts=True),
     "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", qwen35),
     "qwen35moe": Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen35, may_have_experts=True),
@@ -160,4 +163,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture("deepseek_v2", "DeepseekV2ForCausalLM", latent_entries, may_have_experts=True),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, may_have_experts=True),
 }
-"""By llama.cpp's names; Mistral files say llama, and so do Mixtral's; OLMo 3 files say olmo2."""
+"""By llama.cpp's names; Mistral files say llama, and so do Mixtral's; OLMo 3 files say olmo2. Of models with images
+llama.cpp has the text in one file, and what is for images in another."""

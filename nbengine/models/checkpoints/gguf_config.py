@@ -14,7 +14,13 @@ from nbengine.models.checkpoints.gguf_architectures import ARCHITECTURES
 from nbengine.models.checkpoints.gguf_rope import head_dim_of, rope_entries, window_of
 
 _MIXTRAL = ("mixtral", "MixtralForCausalLM")
-_RENORMALIZED = {"qwen2moe": False, "qwen3moe": True, "qwen3next": True, "qwen35moe": True}
+_RENORMALIZED = {
+    "qwen2moe": False,
+    "qwen3moe": True,
+    "qwen3vlmoe": True,
+    "qwen3next": True,
+    "qwen35moe": True,
+}
 """For each architecture, whether llama.cpp divides the weights of a token's experts by their sum where the
 file does not say."""
 
