@@ -5,6 +5,7 @@
 # make bench  every benchmark, one after another       make lock       write constraints.txt again
 # make bench-peers  beside llama.cpp, OpenVINO and transformers, which it installs
 # make soak-tests  what kills and waits, TIMES=3 beside LOAD=6 busy processes (TESTS=tests/unit: others)
+# make models  how each family was compared with transformers, into docs/models.md
 # make durations  how long the suites take, into CONTRIBUTING.md
 # make docs   the documentation as a site, into site/; a warning is an error
 # make wheels DIR=folder   what a machine without a package index installs from: make install WHEELS=folder
@@ -31,7 +32,7 @@ unexport VIRTUAL_ENV
 # The oldest ipykernel that is supported, and one between: the tests run notebooks in these, too.
 BESIDE := --beside ipykernel==6.31.0 --beside ipykernel==7.3.0
 
-.PHONY: demo test test-unit test-process test-notebook thorough quick soak-tests durations lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
+.PHONY: demo test test-unit test-process test-notebook thorough quick soak-tests durations models lint check gpu-check bench bench-peers docs lock install install-dev wheels clean
 
 install: $(VENV)/.installed
 
@@ -77,6 +78,9 @@ durations: $(VENV)/.installed-dev
 		$(PYTEST) -n $$workers --dist loadfile $$suite --junitxml=$$report; \
 		set -- "$$@" "$$suite=$$(($$(date +%s) - begin)):$$report"; \
 	done; $(BIN)/python -m tests.tools.durations "$$@"
+
+models: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.tools.compared_models
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

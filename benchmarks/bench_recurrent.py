@@ -1,7 +1,7 @@
 """Measure the gated delta rule and its short convolution on the CPU: the compiled kernels against transformers' torch
 code, alternating in one run.
 
-    python benchmarks/bench_recurrent.py [--json PATH]
+    python benchmarks/bench_recurrent.py [--json PATH] [--cpu-time]
 
 The sizes are those of Qwen3.5-0.8B: 16 heads of 128 by 128 channels, a kernel of 4 tokens, 18 recurrent layers. The
 opponent is what transformers runs for a layer where no other package is installed: `causal_conv1d_fn` and

@@ -17,6 +17,7 @@ from nbengine.kernels.recurrent_metadata import RecurrentMetadata, build_recurre
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,17 @@ class Case:
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-def _milliseconds(step: Step) -> float:
-    start = time.perf_counter()
+def _milliseconds(step: Step, clock: Clock) -> float:
+    start = clock()
     step()
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start) * 1e3
 
 
-def _measure(case: Case, sides: tuple[Step, Step], rounds: int) -> dict[str, Any]:
+def _measure(case: Case, sides: tuple[Step, Step], rounds: int, clock: Clock) -> dict[str, Any]:
     ours, theirs = sides
-    our_times, their_times = alternate(rounds, lambda: _milliseconds(ours), lambda: _milliseconds(theirs))
+    our_times, their_times = alternate(
+        rounds, lambda: _milliseconds(ours, clock), lambda: _milliseconds(theirs, clock)
+    )
     return {
         "case": case.name,
         "nbengine ms": statistics.median(our_times),
@@ -65,8 +68,19 @@ def run(
     sides: Callable[[AnyCase], tuple[Step, Step]],
 ) -> None:
     """Measure one row for each case, alternating the two sides after one step of each, and report them; `sides` makes
-    inputs for a case, and our step and the opponent's on them."""
-    arguments = parser(description).parse_args()
+    inputs for a case, and our step and the opponent's on them.
+
+    With `--cpu-time` the times are the processor's, of all threads of the process, with one thread for torch: what
+    else the machine does changes them least.
+    """
+    options = parser(description)
+    options.add_argument("--cpu-time", action="store_true", help="processor time on one thread")
+    arguments = options.parse_args()
+    clock = time.perf_counter
+    if arguments.cpu_time:
+        clock = time.process_time
+        torch.set_num_threads(1)
     with torch.inference_mode():
-        rows = [_measure(case, sides(case), arguments.rounds) for case in cases]
-    report(title, rows, arguments.json, threads=torch.get_num_threads())
+        rows = [_measure(case, sides(case), arguments.rounds, clock) for case in cases]
+    measured = "processor time" if arguments.cpu_time else "elapsed time"
+    report(title, rows, arguments.json, threads=torch.get_num_threads(), measured=measured)

@@ -56,7 +56,9 @@ def check(name: str, directory: Path, *, multiprocess: bool, **options: Any) -> 
                 assert_greedy(model, prompt, output.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 moe", "qwen3-next", "granite 4 moe", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3.5", "qwen3.5 moe", "qwen3-next", "granite 4 moe", "lfm2 moe", "mamba-2"]
+)
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, multiprocess=False, max_num_batched_tokens=64)
 

@@ -149,3 +149,15 @@ def test_preemptions_and_aborts_change_no_token_and_lose_nothing(start: Start, o
     assert llm.reset_prefix_cache()
     assert llm.stats().engines[0].num_checkpoints == 0
     check_idle(llm)
+
+
+@pytest.mark.parametrize("oracle", amount(["qwen3.5"], thorough=NAMES), indirect=True)
+def test_a_sleep_takes_states_and_checkpoints_and_changes_no_token(start: Start, oracle: Any) -> None:
+    llm = start(**few(oracle), max_num_batched_tokens=64, max_num_seqs=4)
+    prompts, chooser = [random_tokens(length, 3) for length in (70, 33, 64)], random.Random(1)
+    for level in (1, 2):
+        assert run(llm, oracle, prompts, chooser) == 0
+        assert run(llm, oracle, prompts[:1], chooser) > 0
+        llm.sleep(level=level)
+        assert llm.stats().engines[0].num_checkpoints == 0
+        llm.wake_up()

@@ -30,7 +30,6 @@ class FamilyCase:
     settings: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
     """The longest sequence, where the model is told one."""
-    is_moe: bool = False
 
 
 LATENT = {
@@ -47,6 +46,7 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 """Latent attention; of three layers the first has no experts."""
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPS = {"n_group": 4, "topk_group": 2}
 MSCALE = {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 4.0}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 40, **WINDOWS}
@@ -71,6 +71,13 @@ CASES: dict[str, FamilyCase] = {
                 "truncate": False,
             }
         },
+    ),
+    "mixtral": FamilyCase("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2 moe": FamilyCase(
+        "Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}
+    ),
+    "qwen3 moe": FamilyCase(
+        "Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}
     ),
     "gemma": FamilyCase("Gemma", {"head_dim": 16}),
     "gemma2": FamilyCase("Gemma2", {**GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
@@ -151,7 +158,6 @@ CASES: dict[str, FamilyCase] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
         },
-        is_moe=True,
     ),
     "smollm3": FamilyCase("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "smollm3 window": FamilyCase(
@@ -172,7 +178,7 @@ CASES: dict[str, FamilyCase] = {
     ),
     "glm": FamilyCase("Glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": FamilyCase("Glm4", {"head_dim": 16, "pad_token_id": 0}),
-    "deepseek v2": FamilyCase("DeepseekV2", {**LATENT, "rope_parameters": MSCALE}, is_moe=True),
+    "deepseek v2": FamilyCase("DeepseekV2", {**LATENT, "rope_parameters": MSCALE}),
     "deepseek v2 groups": FamilyCase(
         "DeepseekV2",
         {
@@ -183,10 +189,9 @@ CASES: dict[str, FamilyCase] = {
             "routed_scaling_factor": 3.0,
             "attention_bias": True,
         },
-        is_moe=True,
     ),
     "deepseek v3": FamilyCase(
-        "DeepseekV3", {**LATENT, **GROUPS, "q_lora_rank": 20, "rope_parameters": MSCALE}, is_moe=True
+        "DeepseekV3", {**LATENT, **GROUPS, "q_lora_rank": 20, "rope_parameters": MSCALE}
     ),
     "deepseek v3 halves": FamilyCase(
         "DeepseekV3",
@@ -199,11 +204,9 @@ CASES: dict[str, FamilyCase] = {
             "attention_bias": True,
             "n_shared_experts": 1,
         },
-        is_moe=True,
     ),
     "glm4 moe lite": FamilyCase(
         "Glm4MoeLite",
         {**LATENT, "q_lora_rank": 20, "mlp_layer_types": ["sparse", "dense", "sparse"], "pad_token_id": 0},
-        is_moe=True,
     ),
 }

@@ -7,7 +7,15 @@ from typing import Any
 
 from tests.support.family_cases import CASES as FAMILIES
 from tests.support.family_cases import LONGROPE
-from tests.support.recurrent_cases import GRANITE, GRANITE_EXPERTS, LFM2, QWEN, QWEN_EXPERTS
+from tests.support.recurrent_cases import (
+    GRANITE,
+    GRANITE_EXPERTS,
+    LFM2,
+    LFM2_EXPERTS,
+    MAMBA2,
+    QWEN,
+    QWEN_EXPERTS,
+)
 
 
 @dataclass(frozen=True)
@@ -117,9 +125,11 @@ CASES: dict[str, GGUFCase] = {
         {**_GRANITE, **GRANITE_EXPERTS, **_ALL_ATTENTION},
     ),
     "lfm2": GGUFCase("lfm2", "Lfm2", LFM2),
+    "lfm2 moe": GGUFCase("lfm2moe", "Lfm2Moe", {**LFM2_EXPERTS, "tie_word_embeddings": True}),
+    "mamba-2": GGUFCase("mamba2", "Mamba2", MAMBA2),
 }
 RECURRENT = [
     name
     for name, case in CASES.items()
-    if case.arch in ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "lfm2")
+    if case.arch in ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "lfm2", "lfm2moe", "mamba2")
 ]

@@ -40,6 +40,8 @@ ARCHS = {
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
+    "Mamba2ForCausalLM": "mamba2",
     "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
@@ -68,7 +70,7 @@ class Converter:
     @property
     def rope(self) -> dict[str, Any]:
         """The rotary embedding of layers that see everything."""
-        stated: dict[str, Any] = self.config["rope_parameters"]
+        stated: dict[str, Any] = self.config.get("rope_parameters", {})
         full: dict[str, Any] = stated.get("full_attention", stated)
         return full
 
@@ -111,6 +113,9 @@ class Converter:
     def metadata(self) -> Iterator[tuple[str, Any]]:
         """The metadata of TextModel.set_gguf_parameters, and of the classes that add to it or replace it."""
         config, arch = self.config, self.arch
+        if arch == "mamba2":
+            yield from self._mamba2()
+            return
         yield "{arch}.block_count", config["num_hidden_layers"]
         yield "{arch}.context_length", config["max_position_embeddings"]
         yield "{arch}.embedding_length", config["hidden_size"]
@@ -136,6 +141,22 @@ class Converter:
         yield from self._experts()
         yield from self._scales()
         yield from self._recurrent()
+
+    def _mamba2(self) -> Iterator[tuple[str, Any]]:
+        """What its class writes in place of everything else."""
+        config = self.config
+        inner = config["expand"] * config["hidden_size"]
+        yield "mamba2.context_length", 2**20
+        yield "mamba2.embedding_length", config["hidden_size"]
+        yield "mamba2.feed_forward_length", 0
+        yield "mamba2.attention.head_count", 0
+        yield "mamba2.block_count", config["num_hidden_layers"]
+        yield "mamba2.ssm.conv_kernel", config["conv_kernel"]
+        yield "mamba2.ssm.inner_size", inner
+        yield "mamba2.ssm.state_size", config["state_size"]
+        yield "mamba2.ssm.time_step_rank", inner // config["head_dim"]
+        yield "mamba2.ssm.group_count", config["n_groups"]
+        yield "mamba2.attention.layer_norm_rms_epsilon", config["layer_norm_epsilon"]
 
     def _rotary(self) -> Iterator[tuple[str, Any]]:
         config, rope, arch = self.config, self.rope, self.arch
@@ -226,10 +247,14 @@ class Converter:
             yield "{arch}.rope.scaling.finetuned", True
             heads = [config["num_key_value_heads"]] * config["num_hidden_layers"]
             yield "{arch}.attention.head_count_kv", heads
-        if self.arch == "lfm2":
+        if self.arch in ("lfm2", "lfm2moe"):
             heads = [0 if each == "conv" else config["num_key_value_heads"] for each in config["layer_types"]]
-            yield "lfm2.attention.head_count_kv", heads
-            yield "lfm2.shortconv.l_cache", config["conv_L_cache"]
+            yield "{arch}.attention.head_count_kv", heads
+            yield "{arch}.shortconv.l_cache", config["conv_L_cache"]
+        if self.arch == "lfm2moe":
+            yield "lfm2moe.leading_dense_block_count", config["num_dense_layers"]
+            yield "lfm2moe.expert_gating_func", 2
+        if self.arch == "lfm2":
             inner = next(name for name in self.tensors if name.endswith("feed_forward.w1.weight"))
             yield "lfm2.feed_forward_length", self.tensors[inner].shape[0]
 
@@ -241,6 +266,7 @@ class Converter:
             yield "rope_factors_short.weight", torch.tensor(self.rope["short_factor"])
         experts: dict[str, dict[int, Tensor]] = {}
         for name, tensor in self.tensors.items():
+            name = name.replace(".feed_forward.experts.", ".mlp.experts.")
             if name == "lm_head.weight" and self.config["tie_word_embeddings"]:
                 continue
             before, is_expert, rest = name.partition(".mlp.experts.")
@@ -250,6 +276,8 @@ class Converter:
             else:
                 yield from self.changed(name, tensor)
         for name, stacked in experts.items():
+            for theirs, usual in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+                name = name.replace(f".{theirs}.", f".{usual}.")
             yield self.named(name), torch.stack([stacked[number] for number in sorted(stacked)])
 
     def named(self, name: str) -> str:
@@ -283,11 +311,13 @@ class Converter:
         if ".linear_attn." in name:
             yield from self._linear(name, tensor, layer)
             return
-        if ".mamba." in name:
+        if ".mamba." in name or ".mixer." in name:
             yield from self._mamba(name, tensor)
             return
         if "conv.conv.weight" in name:
             tensor = tensor.squeeze(1)
+        if name.endswith(".expert_bias"):
+            name = f"{name}.bias"
         if name.endswith("shared_expert_gate.weight"):
             tensor = tensor.squeeze(0)
         yield self.named(name), tensor
@@ -335,7 +365,7 @@ class Converter:
         elif name.endswith((".A_log", ".D")):
             tensor = tensor.reshape(-1, 1)
         elif name.endswith(".norm.weight"):
-            tensor = tensor.reshape(self.config["mamba_n_groups"], -1)
+            tensor = tensor.reshape(self.config.get("mamba_n_groups", self.config.get("n_groups")), -1)
         if name.endswith(".A_log"):
             tensor = -tensor.exp()
         yield self.named(name.replace(".dt_bias", ".dt_proj.bias")), tensor

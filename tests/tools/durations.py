@@ -66,11 +66,11 @@ def table(suites: dict[str, tuple[float, int]], files: dict[str, float]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(page: str, rows: str) -> str:
+def with_table(page: str, rows: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with the table in the place that is marked for it."""
-    head, rest = page.split(BEGIN)
-    _, tail = rest.split(END)
-    return head + BEGIN + rows + END + tail
+    head, rest = page.split(begin)
+    _, tail = rest.split(end)
+    return head + begin + rows + end + tail
 
 
 def main(arguments: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader
-from nbengine.models.checkpoints.gguf_hybrids import granite, lfm2, qwen3next, qwen35
+from nbengine.models.checkpoints.gguf_hybrids import granite, lfm2, lfm2moe, mamba2, qwen3next, qwen35
 from nbengine.models.checkpoints.gguf_latent import latent_entries
 from nbengine.models.checkpoints.gguf_rope import (
     DEFAULT_THETA,
@@ -45,6 +45,10 @@ class Architecture:
     more: Callable[[GGUFHeader], Entries] = no_more
     permuted: bool = False
     may_have_experts: bool = False
+    has_attention: bool = True
+    """False if no layer has heads of keys and values, whatever the file says of them."""
+    reads: tuple[str, ...] = ()
+    """Keys of experts that `more` reads, and that others' files have with values that change nothing."""
 
 
 def _llama(header: GGUFHeader) -> Entries:
@@ -123,8 +127,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, permuted=True, may_have_experts=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", may_have_experts=True),
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", may_have_experts=True),
+    "qwen3vlmoe": Architecture("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", may_have_experts=True),
     "qwen3next": Architecture("qwen3_next", "Qwen3NextForCausalLM", qwen3next, may_have_experts=True),
     "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", qwen35),
     "qwen35moe": Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen35, may_have_experts=True),
@@ -142,10 +149,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "granitemoehybrid", "GraniteMoeHybridForCausalLM", granite, permuted=True, may_have_experts=True
     ),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", lfm2),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        lfm2moe,
+        may_have_experts=True,
+        reads=("expert_gating_func", "leading_dense_block_count"),
+    ),
+    "mamba2": Architecture("mamba2", "Mamba2ForCausalLM", mamba2, has_attention=False),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True),
     "chatglm": Architecture("glm", "GlmForCausalLM"),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4),
     "deepseek2": Architecture("deepseek_v2", "DeepseekV2ForCausalLM", latent_entries, may_have_experts=True),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, may_have_experts=True),
 }
-"""By llama.cpp's names; Mistral files say llama, and so do Mixtral's; OLMo 3 files say olmo2."""
+"""By llama.cpp's names; Mistral files say llama, and so do Mixtral's; OLMo 3 files say olmo2. Of models with images
+llama.cpp has the text in one file, and what is for images in another."""

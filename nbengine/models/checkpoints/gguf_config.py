@@ -14,7 +14,13 @@ from nbengine.models.checkpoints.gguf_architectures import ARCHITECTURES
 from nbengine.models.checkpoints.gguf_rope import head_dim_of, rope_entries, window_of
 
 _MIXTRAL = ("mixtral", "MixtralForCausalLM")
-_RENORMALIZED = {"qwen2moe": False, "qwen3moe": True, "qwen3next": True, "qwen35moe": True}
+_RENORMALIZED = {
+    "qwen2moe": False,
+    "qwen3moe": True,
+    "qwen3vlmoe": True,
+    "qwen3next": True,
+    "qwen35moe": True,
+}
 """For each architecture, whether llama.cpp divides the weights of a token's experts by their sum where the
 file does not say."""
 
@@ -66,33 +72,42 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
     known = ARCHITECTURES[arch]
     is_mixtral = has_experts and arch == "llama"
     model_type, architecture = _MIXTRAL if is_mixtral else (known.model_type, known.name)
-    num_heads = header.largest(f"{arch}.attention.head_count")
-    head_dim = head_dim_of(header)
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
         "hidden_size": header.integer(f"{arch}.embedding_length"),
-        "intermediate_size": _intermediate_size(header),
         "num_hidden_layers": header.num_layers,
-        "num_attention_heads": num_heads,
-        # Models without attention have none.
-        "num_key_value_heads": _kv_heads(header, num_heads) or num_heads,
-        "head_dim": head_dim,
         "vocab_size": _vocab_size(header),
         "max_position_embeddings": header.integer(f"{arch}.context_length"),
-        "rms_norm_eps": _eps(header),
         "hidden_act": "silu",
-        **rope_entries(header),
-        "attention_bias": header.has_tensor("attn_q.bias") or header.has_tensor("attn_qkv.bias"),
-        "mlp_bias": header.has_tensor("ffn_gate.bias"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **_token_ids(header),
     }
+    if known.has_attention:
+        config |= _attention(header)
     if has_experts:
         config |= _experts(header)
+    return {**config, **known.more(header)}
+
+
+def _attention(header: GGUFHeader) -> dict[str, Any]:
+    """Return the entries for attention, and for the feed-forward blocks beside it."""
+    arch = header.architecture
+    num_heads = header.largest(f"{arch}.attention.head_count")
+    config: dict[str, Any] = {
+        "intermediate_size": _intermediate_size(header),
+        "num_attention_heads": num_heads,
+        # A file may say that no layer has any.
+        "num_key_value_heads": _kv_heads(header, num_heads) or num_heads,
+        "head_dim": head_dim_of(header),
+        "rms_norm_eps": _eps(header),
+        **rope_entries(header),
+        "attention_bias": header.has_tensor("attn_q.bias") or header.has_tensor("attn_qkv.bias"),
+        "mlp_bias": header.has_tensor("ffn_gate.bias"),
+    }
     if window := window_of(header):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    return {**config, **known.more(header)}
+    return config
 
 
 def _kv_heads(header: GGUFHeader, num_heads: int) -> int:
@@ -163,6 +178,17 @@ def _refuse_unsupported(header: GGUFHeader) -> None:
         )
     if _num_experts(header) > 0 and not ARCHITECTURES[arch].may_have_experts:
         raise ModelLoadError(f"{header.path}: mixture-of-experts models of kind {arch!r} are not supported")
+    if ARCHITECTURES[arch].has_attention:
+        _refuse_unsupported_attention(header)
+    is_latent = f"{arch}.attention.kv_lora_rank" in header.metadata
+    for key, supported in ({} if is_latent else _ONLY).items():
+        found = None if key in ARCHITECTURES[arch].reads else header.metadata.get(f"{arch}.{key}")
+        if found is not None and found not in supported:
+            raise ModelLoadError(f"{header.path}: {arch}.{key} {found!r} is not supported")
+
+
+def _refuse_unsupported_attention(header: GGUFHeader) -> None:
+    arch = header.architecture
     key_length = header.metadata.get(f"{arch}.attention.key_length")
     is_latent = f"{arch}.attention.kv_lora_rank" in header.metadata
     if not is_latent and key_length != header.metadata.get(f"{arch}.attention.value_length", key_length):
@@ -177,10 +203,6 @@ def _refuse_unsupported(header: GGUFHeader) -> None:
         raise ModelLoadError(
             f"{header.path}: {arch}.attention.sliding_window is not supported; it is for {', '.join(_WITH_WINDOWS)}"
         )
-    for key, supported in ({} if is_latent else _ONLY).items():
-        found = header.metadata.get(f"{arch}.{key}")
-        if found is not None and found not in supported:
-            raise ModelLoadError(f"{header.path}: {arch}.{key} {found!r} is not supported")
 
 
 def num_tokens(header: GGUFHeader) -> int:

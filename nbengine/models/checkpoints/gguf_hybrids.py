@@ -9,6 +9,7 @@ from typing import Any
 
 from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader
+from nbengine.models.checkpoints.gguf_latent import SIGMOID
 from nbengine.models.families.qwen_hybrid import TILED_VALUES, WHOLE_PROJECTIONS
 
 Entries = dict[str, Any]
@@ -107,12 +108,45 @@ def _state_space(header: GGUFHeader) -> Entries:
 
 def lfm2(header: GGUFHeader) -> Entries:
     """Return the entries of LFM2."""
+    arch = header.architecture
     return {
         "layer_types": [_FULL if count else _CONV for count in _kv_heads(header)],
-        "conv_L_cache": header.integer("lfm2.shortconv.l_cache"),
+        "conv_L_cache": header.integer(f"{arch}.shortconv.l_cache"),
         "conv_bias": header.has_tensor("shortconv.in_proj.bias"),
         "block_auto_adjust_ff_dim": False,
-        "norm_eps": header.number("lfm2.attention.layer_norm_rms_epsilon"),
+        "norm_eps": header.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+    }
+
+
+def lfm2moe(header: GGUFHeader) -> Entries:
+    """Return the entries of LFM2 with experts, whose weights are always divided by their sum."""
+    arch = header.architecture
+    gating = header.integer(f"{arch}.expert_gating_func")
+    if gating != SIGMOID:
+        raise ModelLoadError(f"{header.path}: {arch}.expert_gating_func {gating} is not supported")
+    return {
+        **lfm2(header),
+        "moe_intermediate_size": header.integer(f"{arch}.expert_feed_forward_length"),
+        "num_dense_layers": header.integer_or(f"{arch}.leading_dense_block_count", 0),
+        "use_expert_bias": header.has_tensor("exp_probs_b.bias"),
+        "norm_topk_prob": True,
+    }
+
+
+def mamba2(header: GGUFHeader) -> Entries:
+    """Return the entries of Mamba-2."""
+    arch = header.architecture
+    heads, hidden = header.integer(f"{arch}.ssm.time_step_rank"), header.integer(f"{arch}.embedding_length")
+    return {
+        "num_heads": heads,
+        "head_dim": _quotient(header, "ssm.inner_size", "ssm.time_step_rank", heads),
+        "expand": _quotient(header, "ssm.inner_size", "embedding_length", hidden),
+        "n_groups": header.integer(f"{arch}.ssm.group_count"),
+        "state_size": header.integer(f"{arch}.ssm.state_size"),
+        "conv_kernel": header.integer(f"{arch}.ssm.conv_kernel"),
+        "layer_norm_epsilon": header.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "use_conv_bias": header.has_tensor("ssm_conv1d.bias"),
+        "use_bias": header.has_tensor("ssm_in.bias"),
     }
 
 

@@ -12,7 +12,7 @@ from nbengine.errors import ModelLoadError
 from nbengine.models.checkpoints.gguf import GGUFHeader, GGUFTensor
 from nbengine.models.configs.decoder_config import DecoderConfig
 
-_SIGMOID = 2
+SIGMOID = 2
 """The number that stands for the sigmoid as the score of experts."""
 _GROUPS = {160: (8, 3), 256: (8, 4)}
 """The groups of experts, and those that are chosen, of DeepSeek-V2 and -V3 by their numbers of experts: older files do
@@ -82,7 +82,7 @@ def latent_entries(header: GGUFHeader) -> dict[str, Any]:
 
     rope_dim = header.integer(f"{arch}.rope.dimension_count")
     num_experts = integer("expert_count", 0)
-    is_sigmoid = integer("expert_gating_func", 1) == _SIGMOID
+    is_sigmoid = integer("expert_gating_func", 1) == SIGMOID
     groups, chosen = _GROUPS.get(num_experts, (1, 1))
     groups = integer("expert_group_count", groups)
     chosen = integer("expert_group_used_count", chosen)

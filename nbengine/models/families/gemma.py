@@ -10,6 +10,7 @@ from nbengine.errors import ModelLoadError
 from nbengine.models.configs.decoder_config import DecoderConfig, LayerNorms
 from nbengine.models.configs.hf_config import number, positive, stated_rope
 from nbengine.models.configs.rope_config import Rope, rope_of
+from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_of, window_of
 
 _BOTH = LayerNorms(
@@ -70,7 +71,7 @@ class Gemma2(Gemma):
         }
 
 
-class Gemma3(Gemma):
+class Gemma3(TextPart, Gemma):
     """Gemma 3: five of six layers have a window and a rotary embedding of their own; the text of the models with
     images, too."""
 
@@ -84,12 +85,6 @@ class Gemma3(Gemma):
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
     }
-    unused = (
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    )
 
     def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """See `Family.config`; the rotary embeddings of full and window layers are stated apart."""
@@ -115,10 +110,6 @@ class Gemma3(Gemma):
             "other_ropes": (hf["nbengine_local_rope"],) if layers else (),
             "layers": layers,
         }
-
-    def our_name(self, name: str) -> str:
-        """Models with images have the text's tensors inside `language_model`, in two ways."""
-        return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
 
 
 def _scores(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,6 +112,8 @@ class Lfm2Moe(Lfm2):
 
     def our_name(self, name: str) -> str:
         """Files name the projections of experts like those of dense blocks."""
+        # GGUF has the correction as a bias.
+        name = name.replace(".e_score_correction.bias", ".e_score_correction_bias")
         before, _, inside = name.partition(".feed_forward.")
         if inside.startswith(("gate.", "experts.", "expert_bias")):
             for theirs, ours in _EXPERT_NAMES.items():

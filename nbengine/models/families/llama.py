@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_of, window_of
 
 
@@ -23,10 +24,10 @@ class Llama(DecoderFamily):
         }
 
 
-class Mistral(DecoderFamily):
-    """Mistral, whose first version sees the last 4,096 tokens."""
+class Mistral(TextPart):
+    """Mistral, whose first version sees the last 4,096 tokens; the text of the models with images, too."""
 
-    title = "Mistral, Ministral"
+    title = "Mistral, Ministral; Mistral Small 3 (text)"
     defaults: Mapping[str, Any] = {"num_key_value_heads": 8}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:

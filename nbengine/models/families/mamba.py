@@ -104,8 +104,8 @@ class Mamba2(Bamba):
         }
 
     def our_name(self, name: str) -> str:
-        """Files have other names for everything but the output projection."""
-        name = name.replace("backbone.", "model.", 1).replace(".mixer.", ".linear_attn.", 1)
+        """Files have other names for everything but the output projection; GGUF has those of `Bamba`."""
+        name = super().our_name(name).replace("backbone.", "model.", 1).replace(".mixer.", ".linear_attn.", 1)
         for theirs in ("model.embeddings.", "model.embedding."):
             name = name.replace(theirs, "model.embed_tokens.", 1)
         return name.replace("model.norm_f.", "model.norm.", 1)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from nbengine.errors import ModelLoadError, quoted
+from nbengine.models.checkpoints.tensor_names import TensorPart
+from nbengine.models.configs.decoder_config import DecoderConfig
 from nbengine.models.configs.hf_config import positive
 from nbengine.models.configs.moe_config import MoEConfig, num_experts_of
+from nbengine.models.families.text_part import TextPart
 from nbengine.models.family import DecoderFamily, layers_of, window_of
 
 
-class Qwen2(DecoderFamily):
-    """Qwen 1.5, 2 and 2.5."""
+class Qwen2(TextPart):
+    """Qwen 1.5, 2 and 2.5; the text of the models with images, too, whose three positions are one in a text."""
 
-    title = "Qwen 1.5, 2, 2.5"
+    title = "Qwen 1.5, 2, 2.5; Qwen2-VL, 2.5-VL (text)"
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,10 +26,10 @@ class Qwen2(DecoderFamily):
         return {"attention_bias": True, "layers": _layers(hf)}
 
 
-class Qwen3(DecoderFamily):
-    """Qwen 3, dense."""
+class Qwen3(TextPart):
+    """Qwen 3, dense; the text of the models with images, too."""
 
-    title = "Qwen 3"
+    title = "Qwen 3; Qwen3-VL (text)"
     defaults: Mapping[str, Any] = {"num_key_value_heads": 32, "head_dim": 128}
 
     def variant(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +78,33 @@ class Qwen3Moe(DecoderFamily):
             "moe": experts_of(hf, 128, 8, 768, 0),
             "layers": layers_of(hf, window),
         }
+
+
+class Qwen3VLMoe(TextPart, Qwen3Moe):
+    """The text of Qwen3-VL with experts, whose weights are always divided by their sum."""
+
+    title = "Qwen3-VL MoE (text)"
+
+    def config(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """See `Family.config`."""
+        return super().config({**hf, "norm_topk_prob": True})
+
+    def tensor_parts(
+        self, config: DecoderConfig, name: str, shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, TensorPart]]:
+        """See `Family.tensor_parts`; files that were released have the inputs' features of experts first."""
+        is_experts = config.moe is not None and len(shape) == 3 and ".mlp.experts." in name
+        if not is_experts or shape[2] == self._inputs(config, name):
+            yield from super().tensor_parts(config, name, shape)
+            return
+        turned = (shape[0], shape[2], shape[1])
+        for ours, part in super().tensor_parts(config, name, turned):
+            yield ours, replace(part, is_transposed=True)
+
+    @staticmethod
+    def _inputs(config: DecoderConfig, name: str) -> int:
+        assert config.moe is not None
+        return config.moe.intermediate_size if name.endswith("down_proj") else config.hidden_size
 
 
 def _layers(hf: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from nbengine.models.configs.decoder_config import DecoderConfig, DeltaRuleConfi
 from nbengine.models.configs.hf_config import positive
 from nbengine.models.configs.moe_config import MoEConfig
 from nbengine.models.families.qwen import experts_of
-from nbengine.models.family import DecoderFamily
+from nbengine.models.families.text_part import TextPart
 
 _RECURRENT, _FULL = "linear_attention", "full_attention"
 WHOLE_PROJECTIONS, TILED_VALUES = "nbengine_whole_projections", "nbengine_tiled_values"
@@ -19,7 +19,7 @@ WHOLE_PROJECTIONS, TILED_VALUES = "nbengine_whole_projections", "nbengine_tiled_
 all key heads in one, and that their output projection takes value heads in another order."""
 
 
-class Qwen35(DecoderFamily):
+class Qwen35(TextPart):
     """Qwen 3.5, dense; the text of the models with images, too."""
 
     title = "Qwen 3.5 (text)"
@@ -29,7 +29,7 @@ class Qwen35(DecoderFamily):
         "partial_rotary_factor": 0.25,
         "max_position_embeddings": 32768,
     }
-    unused = ("model.visual.", "visual.", "mtp.", "model.mtp.")
+    unused = (*TextPart.unused, "mtp.", "model.mtp.")
     by_head = False
     """True if the checkpoint has the projections of recurrent layers by key heads."""
 
@@ -54,10 +54,6 @@ class Qwen35(DecoderFamily):
             "layers": _layers(hf, rule),
             "delta_rule": rule,
         }
-
-    def our_name(self, name: str) -> str:
-        """Models with images have the text's tensors inside `language_model`."""
-        return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
 
     def tensor_parts(
         self, config: DecoderConfig, name: str, shape: tuple[int, ...]

@@ -25,6 +25,7 @@ from nbengine.models.checkpoints.gguf_tokenizer import write_prepared
 from nbengine.models.families.decoder import DecoderForCausalLM
 from nbengine.models.loading import load_model
 from tests.support.shared_kernels import kernels_are_compiled_once
+from tests.tools.compared_models import COLUMNS, PROPERTY
 
 __all__ = ["kernels_are_compiled_once"]
 
@@ -181,7 +182,22 @@ def tokenizers_converted_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_prepare, "_convert", _IN_A_PROCESS)
 
 
+@pytest.fixture
+def compared(record_property: Callable[[str, object], None]) -> Compared:
+    """Say that models have given what transformers gives, in circumstances that are keys of `COLUMNS`; `make models`
+    counts it for docs/models.md."""
+
+    def note(model: PreTrainedModel | str, *circumstances: str) -> None:
+        assert set(circumstances) <= set(COLUMNS)
+        name = model if isinstance(model, str) else type(model).__name__
+        for circumstance in circumstances:
+            record_property(PROPERTY, f"{name}/{circumstance}")
+
+    return note
+
+
 LoadModel = Callable[..., DecoderForCausalLM]
+Compared = Callable[..., None]
 
 
 SIZES: dict[str, Any] = {

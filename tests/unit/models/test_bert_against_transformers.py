@@ -85,7 +85,7 @@ def run(model: BertModel, prompts: list[Tensor], segments: list[Tensor]) -> list
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_gives_the_hidden_states_of_transformers(
-    variant: str, tmp_path: Path, random_encoder: MakeModel
+    variant: str, tmp_path: Path, random_encoder: MakeModel, compared: Any
 ) -> None:
     kind, settings = VARIANTS[variant]
     oracle = random_encoder(kind, **settings)
@@ -98,6 +98,7 @@ def test_every_variant_gives_the_hidden_states_of_transformers(
         with torch.inference_mode():
             expected = oracle(prompt[None], token_type_ids=segment[None]).last_hidden_state[0]
         torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+    compared(oracle, "cut")
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "XLMRoberta"])

@@ -58,7 +58,7 @@ def chunked(runner: Any, tokens: list[int], size: int, others: dict[str, list[in
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_gives_the_tokens_of_transformers_however_a_request_is_cut(
-    name: str, tied: bool, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
+    name: str, tied: bool, tmp_path: Path, load: Any, make_runner: Any, random_model: Any, compared: Any
 ) -> None:
     case = CASES[name]
     oracle = saved(case, tmp_path, random_model, tie_word_embeddings=tied)
@@ -72,12 +72,20 @@ def test_every_family_gives_the_tokens_of_transformers_however_a_request_is_cut(
         assert_same(logits, expected_of(oracle, others[found_name]))
     for size in (LENGTH, 64, 7, 1):
         assert_same(chunked(runner, tokens, size, {f"beside {size}": tokens_of(5, size)}), expected)
+    compared(oracle, "cut")
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_gives_them_on_two_ranks(
-    name: str, tp_size: int, pp_size: int, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
+    name: str,
+    tp_size: int,
+    pp_size: int,
+    tmp_path: Path,
+    load: Any,
+    make_runner: Any,
+    random_model: Any,
+    compared: Any,
 ) -> None:
     case = CASES[name]
     oracle = saved(case, tmp_path, random_model)
@@ -96,6 +104,7 @@ def test_every_family_gives_them_on_two_ranks(
 
     for logits in world.run(run)[world.states[-1].layout.pp_rank * tp_size :]:
         assert_same(logits, expected_of(oracle, tokens))
+    compared(oracle, "tensor" if tp_size > 1 else "pipeline")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "smollm3", "glm4"])

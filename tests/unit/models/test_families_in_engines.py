@@ -15,6 +15,7 @@ from random_models import assert_greedy, random_tokens, save_tokenizer
 from transformers_cases import CLASSES, HEADS
 
 from nbengine import LLM, SamplingParams
+from tests.tools.compared_models import THROUGH_TRANSFORMERS
 
 LONGEST, BLOCK_SIZE = 128, 8
 PROMPTS = [random_tokens(length) for length in (70, 34, 64, 90)]
@@ -90,7 +91,7 @@ def whole_blocks(prompt: list[int]) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_transformers_cold_warm_and_preempted(
-    name: str, tmp_path: Path, random_model: Any
+    name: str, tmp_path: Path, random_model: Any, compared: Any
 ) -> None:
     oracle, options = saved(name, tmp_path, random_model)
     settings = {"dtype": "float32", "max_model_len": LONGEST, "block_size": BLOCK_SIZE, "max_num_seqs": 8}
@@ -109,3 +110,4 @@ def test_tokens_are_those_of_transformers_cold_warm_and_preempted(
         (stats,) = llm.stats().engines
         # Without attention there are no blocks, and requests that run keep their slots.
         assert stats.num_preemptions > 0 or not stats.num_blocks
+    compared(THROUGH_TRANSFORMERS if name in CLASSES else oracle, "engine")

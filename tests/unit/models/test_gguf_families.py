@@ -78,12 +78,13 @@ def assert_same(found: Tensor, oracle: Any) -> None:
 @KINDS
 @pytest.mark.parametrize("name", CASES)
 def test_a_gguf_file_gives_the_logits_of_what_was_converted(
-    name: str, kind: Kind, tmp_path: Path, random_model: Any
+    name: str, kind: Kind, tmp_path: Path, random_model: Any, compared: Any
 ) -> None:
     oracle, path = made(name, kind, tmp_path, random_model)
     assert read_header(path).architecture == CASES[name].arch
     model = loaded(path, longest=CASES[name].max_model_len)
     assert_same(runner_of(name, model).step({"a": TOKENS})["a"], oracle)
+    compared(oracle, "gguf")
 
 
 @pytest.mark.parametrize("name", ["phi4-mini", "olmo3", "qwen3.5 moe", "granite 4", "lfm2"])
@@ -223,6 +224,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2 yarn", more(qwen2__rope__scaling__yarn_ext_factor=0.5), "yarn_ext_factor is 0.5"),
     ("lfm2", more(lfm2__attention__sliding_window=8), "lfm2.attention.sliding_window is not supported"),
     ("olmo", more(olmo__rope__dimension_count=8), "8 of 16 dimensions"),
+    ("lfm2 moe", more(lfm2moe__expert_gating_func=1), "lfm2moe.expert_gating_func 1 is not supported"),
+    ("mamba-2", more(mamba2__ssm__time_step_rank=7), r"ssm.inner_size \(128\) must be a multiple of"),
     ("qwen3.5", more(qwen35__expert_count=8), "mixture-of-experts models of kind 'qwen35'"),
 ]
 

@@ -71,6 +71,27 @@ FILES = {
         {**LATENT, "q_lora_rank": 32, "rope_parameters": {**MSCALE, "beta_fast": 4.0}},
         {"lengths": (72, 64), "splits_latents": True, "dense": "mlp.gate."},
     ),
+    # One group of experts, which the converter does not state, and nothing stretched.
+    "glm4 moe lite": Written(
+        "glm4 moe lite",
+        "deepseek2",
+        {
+            **{key: value for key, value in DEEPSEEK.items() if ".scaling." not in key},
+            "deepseek2.attention.q_lora_rank": 32,
+            "deepseek2.attention.key_length_mla": 40,
+            "deepseek2.attention.value_length_mla": 32,
+            "deepseek2.expert_weights_scale": 1.8,
+            "deepseek2.expert_weights_norm": True,
+            "deepseek2.expert_gating_func": 2,
+        },
+        {
+            **LATENT,
+            "q_lora_rank": 32,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "routed_scaling_factor": 1.8,
+        },
+        {"lengths": (72, 64), "splits_latents": True, "dense": "mlp.gate."},
+    ),
 }
 
 
@@ -84,6 +105,7 @@ def test_a_gguf_file_with_latents_gives_the_logits_of_what_was_converted(
     random_model: Any,
     write_gguf: Any,
     gguf_variant: Any,
+    compared: Any,
 ) -> None:
     written = FILES[name]
     case = CASES[written.case]
@@ -109,3 +131,4 @@ def test_a_gguf_file_with_latents_gives_the_logits_of_what_was_converted(
     else:
         # Eight bits a weight: far nearer than another tensor, or another order of its rows, would come.
         assert (logits - expected).norm() < 0.4 * expected.norm()
+    compared(oracle, "gguf")

@@ -60,6 +60,8 @@ def assert_same_logits(path: Path, oracle: Any, make_runner: Any) -> None:
             {"arch": "llama", "permute": True},
         ),
         ("Qwen2", {}, {"arch": "qwen2"}),
+        ("Qwen2", {}, {"arch": "qwen2vl"}),
+        ("Qwen3", {"head_dim": 16}, {"arch": "qwen3vl"}),
         ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}, {"arch": "qwen3"}),
     ],
 )
@@ -72,10 +74,12 @@ def test_each_architecture_gives_the_logits_of_transformers(
     write_gguf: Any,
     gguf_variant: Any,
     make_runner: Any,
+    compared: Any,
 ) -> None:
     oracle = random_model(kind, **settings)
     path = write_gguf(tmp_path / "model.gguf", oracle, gguf_variant(**variant))
     assert_same_logits(path, oracle, make_runner)
+    compared(oracle, "gguf")
 
 
 def expert_metadata(arch: str, num_experts: int, per_token: int, **sizes: int) -> dict[str, int]:
@@ -96,6 +100,12 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
         expert_metadata("qwen3moe", 6, 2, expert_feed_forward_length=32),
     ),
+    # The text of Qwen3-VL: its experts are those of Qwen 3.
+    "qwen3vlmoe": (
+        "Qwen3Moe",
+        {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+        expert_metadata("qwen3vlmoe", 6, 2, expert_feed_forward_length=32),
+    ),
 }
 
 
@@ -109,14 +119,17 @@ def test_mixtures_of_experts_give_the_logits_of_transformers(
     write_gguf: Any,
     gguf_variant: Any,
     make_runner: Any,
+    compared: Any,
 ) -> None:
     kind, settings, metadata = MIXTURES[arch]
     oracle = random_model(kind, **settings)
     variant = gguf_variant(arch, weight_type, permute=arch == "llama", metadata=metadata)
     path = write_gguf(tmp_path / "model.gguf", oracle, variant)
-    assert hf_config(read_header(path))["architectures"] == [type(oracle).__name__]
+    name = "Qwen3VLMoeForConditionalGeneration" if arch == "qwen3vlmoe" else type(oracle).__name__
+    assert hf_config(read_header(path))["architectures"] == [name]
     if weight_type is Kind.F32:
         assert_same_logits(path, oracle, make_runner)
+        compared(name, "gguf")
         return
     for weight in oracle.state_dict().values():
         if weight.dim() == 3:

@@ -154,7 +154,12 @@ def experts_of(model: DecoderForCausalLM) -> dict[str, WeightSlot]:
 
 @pytest.mark.parametrize("source", ["safetensors", "gguf"])
 def test_greedy_tokens_in_float32_are_those_of_transformers(
-    source: str, checkpoint: tuple[Path, Any], gguf_file: Path, load_as: Load, make_runner: Any
+    source: str,
+    checkpoint: tuple[Path, Any],
+    gguf_file: Path,
+    load_as: Load,
+    make_runner: Any,
+    compared: Any,
 ) -> None:
     directory, oracle = checkpoint
     model = load_as(gguf_file if source == "gguf" else directory, dtype="float32")
@@ -168,6 +173,8 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(
         expected = oracle(torch.tensor([[*TOKENS, *answer]])).logits[0]
     assert answer == expected[len(TOKENS) - 1 : -1].argmax(-1).tolist()
     torch.testing.assert_close(logits[-1], expected[-1], rtol=0, atol=2e-4)
+    if source == "gguf":
+        compared(oracle, "gguf")
 
 
 @pytest.mark.parametrize("source", ["safetensors", "gguf"])

@@ -131,7 +131,7 @@ def chunked(runner: Any, tokens: list[int], size: int, others: dict[str, list[in
     ("name", "tied", "kernels"), combinations(CASES, [False, True], [None, TorchRecurrent()])
 )
 def test_tokens_are_those_of_transformers_however_a_request_is_cut(
-    name: str, tied: bool, kernels: Any, tmp_path: Path, load: Any, random_model: Any
+    name: str, tied: bool, kernels: Any, tmp_path: Path, load: Any, random_model: Any, compared: Any
 ) -> None:
     oracle = saved(name, tmp_path, random_model, tie_word_embeddings=tied)
     runner = HybridRunner(load(tmp_path), kernels)
@@ -143,6 +143,7 @@ def test_tokens_are_those_of_transformers_however_a_request_is_cut(
     for size, length in ((LENGTH, LENGTH), (64, LENGTH), (7, SHORT), (1, SHORT)):
         found = chunked(runner, tokens[:length], size, {f"beside {size}": tokens_of(5, size)})
         assert_same(found, expected[:length])
+    compared(oracle, "cut")
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "granite 4 moe", "lfm2"])
@@ -167,16 +168,18 @@ def test_a_request_that_goes_on_from_a_checkpoint_gives_the_tokens_of_a_cold_one
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)], ids=["TP2", "PP2"])
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_transformers_on_two_ranks(
-    name: str, tp_size: int, pp_size: int, tmp_path: Path, load: Any, random_model: Any
+    name: str, tp_size: int, pp_size: int, tmp_path: Path, load: Any, random_model: Any, compared: Any
 ) -> None:
-    check_on_ranks(name, ThreadWorld(tp_size, pp_size), tmp_path, load, random_model)
+    oracle = check_on_ranks(name, ThreadWorld(tp_size, pp_size), tmp_path, load, random_model)
+    compared(oracle, "tensor" if tp_size > 1 else "pipeline")
 
 
 def test_four_ranks_share_two_groups(tmp_path: Path, load: Any, random_model: Any) -> None:
     check_on_ranks("granite 4 moe", ThreadWorld(4, 1), tmp_path, load, random_model)
 
 
-def check_on_ranks(name: str, world: Any, directory: Path, load: Any, random_model: Any) -> None:
+def check_on_ranks(name: str, world: Any, directory: Path, load: Any, random_model: Any) -> Any:
+    """Check the logits of all ranks; gives the model of transformers."""
     oracle = saved(name, directory, random_model)
     runners = [HybridRunner(load(directory, parallel=state), parallel=state) for state in world.states]
     tokens = tokens_of(LENGTH)
@@ -191,6 +194,7 @@ def check_on_ranks(name: str, world: Any, directory: Path, load: Any, random_mod
     layout = world.states[-1].layout
     for logits in world.run(run)[layout.pp_rank * layout.tp_size :]:
         assert_same(logits, expected_of(oracle, tokens))
+    return oracle
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "granite 4 moe", "granite 4 without attention", "lfm2"])

@@ -22,14 +22,14 @@ from nbengine.models.listing import markdown_table, runnable
 from nbengine.models.registry import DECODERS, decoder_config, load_family
 from tests.support.family_cases import CASES
 from tests.support.recurrent_cases import CASES as RECURRENT
+from tests.tools.compared_models import COLUMNS, ENCODERS_THROUGH_TRANSFORMERS, rows, table_on_page
+from tests.unit.models.test_text_parts import CASES as TEXT_PARTS
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 KINDS = {case.kind for case in CASES.values()} | {kind for kind, _ in RECURRENT.values()}
 COMPARED = {f"{kind}ForCausalLM" for kind in KINDS} | {
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM",
     "Gemma3ForConditionalGeneration",
+    *(f"{kind}ForConditionalGeneration" for kind in TEXT_PARTS),
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 }
@@ -75,6 +75,23 @@ def test_every_family_is_found_and_says_what_it_is() -> None:
 def test_the_page_lists_what_the_registry_has() -> None:
     _, _, rest = PAGE.read_text().partition("<!-- models: begin -->\n")
     assert rest.partition("\n<!-- models: end -->")[0] == markdown_table()
+
+
+def test_the_page_says_how_each_family_was_compared() -> None:
+    """`make models` counts the comparisons of a run, and writes them there."""
+    listed, found = {row.title: row for row in runnable({})}, table_on_page()
+    assert list(found) == list(rows())
+    for title, counts in found.items():
+        row = listed.get(title)
+        missing = {column for column, count in counts.items() if not count}
+        if title == ENCODERS_THROUGH_TRANSFORMERS or (row is not None and "encoders" in title):
+            assert missing == set(COLUMNS) - {"cut"}
+        elif row is not None:
+            # The engine computes the text of Qwen3-VL MoE as that of Qwen 3 MoE.
+            engine = {"engine"} if title == "Qwen3-VL MoE (text)" else set()
+            assert missing == (engine if row.gguf else {"gguf"} | engine), title
+        elif row is None:
+            assert missing == {"gguf"}, title
 
 
 def test_families_and_their_listing_import_no_torch() -> None:

@@ -22,6 +22,7 @@ from nbengine.models.families.transformers_backend import (
     TransformersForSequenceClassification,
 )
 from nbengine.models.loading import weights_bytes_of
+from tests.tools.compared_models import THROUGH_TRANSFORMERS
 
 PROMPTS = {"long": 60, "one": 1, "short": 9}
 NEW_TOKENS = 8
@@ -74,13 +75,18 @@ def model(saved: tuple[PreTrainedModel, Path], load: Any) -> TransformersForCaus
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_greedy_tokens_are_those_of_transformers_in_mixed_batches_and_in_chunks(
-    saved: tuple[PreTrainedModel, Path], model: TransformersForCausalLM, make_runner: Any, chunk: int
+    saved: tuple[PreTrainedModel, Path],
+    model: TransformersForCausalLM,
+    make_runner: Any,
+    chunk: int,
+    compared: Any,
 ) -> None:
     prompts = {name: tokens_of(length, length) for name, length in PROMPTS.items()}
     found = greedy(make_runner(model), prompts, chunk)
     for name, tokens in prompts.items():
         assert_greedy(saved[0], tokens, found[name])
     assert greedy(make_runner(model), {"alone": prompts["short"]}, chunk)["alone"] == found["short"]
+    compared(THROUGH_TRANSFORMERS, "cut")
 
 
 def test_logits_of_all_positions_are_those_of_transformers(
@@ -138,7 +144,14 @@ IN_WORLDS = [(name, *world) for name in DIVIDED for world in WORLDS]
     ("name", "tp_size", "pp_size"), [*IN_WORLDS, *((name, 2, 1) for name in DIVIDED_BY_TENSORS)]
 )
 def test_divided_models_give_the_tokens_of_transformers_on_all_ranks(
-    name: str, tp_size: int, pp_size: int, tmp_path: Path, load: Any, make_runner: Any, random_model: Any
+    name: str,
+    tp_size: int,
+    pp_size: int,
+    tmp_path: Path,
+    load: Any,
+    make_runner: Any,
+    random_model: Any,
+    compared: Any,
 ) -> None:
     kind, settings = {**DIVIDED, **DIVIDED_BY_TENSORS}[name]
     oracle = random_model(kind, **settings)
@@ -172,6 +185,7 @@ def test_divided_models_give_the_tokens_of_transformers_on_all_ranks(
     for model in models:
         # Nothing but the place of a rank is known when the bytes are counted.
         assert model.weights_bytes == weights_bytes_of(hf, torch.float32, model.layout) < 0.9 * whole
+    compared(THROUGH_TRANSFORMERS, *["tensor"] * (tp_size > 1), *["pipeline"] * (pp_size > 1))
 
 
 CLASSIFIERS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,7 @@ from nbengine.models.families.bert import BertModel
 from nbengine.models.families.transformers_encoder import TransformersEncoder
 from nbengine.models.layers.encoder_attention import group_prompts
 from nbengine.models.loading import load_encoder_model, weights_bytes_of
+from tests.tools.compared_models import ENCODERS_THROUGH_TRANSFORMERS
 
 WINDOWED = {
     "pad_token_id": 0,
@@ -88,7 +89,7 @@ def has_segments(oracle: PreTrainedModel) -> bool:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_states_of_all_tokens_are_those_of_transformers_whatever_the_batch(
-    name: str, tmp_path: Path, random_model: Any
+    name: str, tmp_path: Path, random_model: Any, compared: Any
 ) -> None:
     kind, settings = KINDS[name]
     oracle = written(random_model, kind, "Model", tmp_path, settings)
@@ -103,6 +104,7 @@ def test_states_of_all_tokens_are_those_of_transformers_whatever_the_batch(
             want = oracle(row[None], **named).last_hidden_state[0]
         torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
         torch.testing.assert_close(flat_states(model, [row], [own]), want, rtol=0, atol=1e-5)
+    compared(ENCODERS_THROUGH_TRANSFORMERS, "cut")
 
 
 @pytest.mark.parametrize("name", WITH_HEAD)
