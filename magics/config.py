@@ -46,7 +46,7 @@ class NBEngine(Configurable):
     format = Enum(FORMATS, "text", help="How answers are shown: text, markdown, json or code.").tag(
         config=True
     )
-    max_answers = Int(256, min=1, help="Most answers that one comparison may ask for.").tag(config=True)
+    max_answers = Int(10_000, min=1, help="Most answers that one comparison may ask for.").tag(config=True)
     dashboard = Enum(
         DASHBOARD_FORMS,
         "auto",

@@ -139,9 +139,9 @@ class ComparisonResult(ShownOnce):
         row: dict[str, Any] = {
             "text": completion.text,
             "finish_reason": completion.finish_reason,
-            "tokens": len(completion.token_ids),
-            "ttft": metrics.time_to_first_token,
-            "tokens_per_second": metrics.tokens_per_second,
+            "tokens": result.num_tokens_of(completion),
+            "ttft": result.kept_figures.get("ttft", metrics.time_to_first_token),
+            "tokens_per_second": result.kept_figures.get("tokens_per_second", metrics.tokens_per_second),
             "prompt_tokens": result.num_prompt_tokens,
             "cached_tokens": result.num_cached_tokens,
         }

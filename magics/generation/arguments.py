@@ -144,6 +144,18 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     parser.add_argument(
         "--diff", action="store_true", help="show what differs from this cell's previous answer"
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="of a comparison, ask only what no kept run has answered to its end; `%%runs` has those that have",
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        metavar="N",
+        default=None,
+        help="ask a request of a comparison again, up to N times, that an engine core has lost (default 2)",
+    )
     add_score_flags(parser)
     return parser
 

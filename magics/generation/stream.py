@@ -31,16 +31,18 @@ class Stream(ABC, Generic[R]):
     interval share the cost of an update, and the first token does not wait.
     """
 
-    def __init__(
-        self, result: R, requests: Sequence[Request], view: View[R], waited_for: Iterable[Watched]
-    ) -> None:
-        """Make the stream of requests that have been sent; `waited_for` are the clients to look at meanwhile."""
+    def __init__(self, result: R, view: View[R], waited_for: Iterable[Watched]) -> None:
+        """Make the stream of a result; `waited_for` are the clients to look at meanwhile."""
         self.result = result
-        self.requests = requests
         self.waits = WaitNotice(waited_for)
         self._view = view
         self._cancelled = threading.Event()
         self._interrupt_taken = False
+
+    @property
+    @abstractmethod
+    def requests(self) -> Sequence[Request]:
+        """Return the requests that have been sent, at least those that have not ended."""
 
     async def run(self) -> None:
         """Stream until the end, on the running event loop.
@@ -164,12 +166,18 @@ class Generation(Stream[GenerationResult]):
     def __init__(
         self, request: Request, view: View[GenerationResult], waited_for: Iterable[Watched] = ()
     ) -> None:
-        super().__init__(request.result, [request], view, waited_for)
+        super().__init__(request.result, view, waited_for)
+        self._request = request
         assert request.collector is not None, "the request has not been sent"
         self._collector = request.collector
         request.on_progress = self._show_progress
         self._drawn_at = -math.inf
         """The time at which progress was drawn last."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """Return the request."""
+        return [self._request]
 
     async def _step(self) -> bool:
         return self._take(await self._collector.get())
@@ -179,7 +187,7 @@ class Generation(Stream[GenerationResult]):
 
     def _show_progress(self) -> None:
         # The request runs, so that nothing else holds it up.
-        self.waits.note_output(self.requests[0].origin.client.name)
+        self.waits.note_output(self._request.origin.client.name)
         # Steps may be so short that nobody could read what each of them says.
         now = time.monotonic()
         if now - self._drawn_at >= self._view.interval:
@@ -187,7 +195,7 @@ class Generation(Stream[GenerationResult]):
             self._view.update(self.result)
 
     def _take(self, output: RequestOutput) -> bool:
-        self.waits.note_output(self.requests[0].origin.client.name)
+        self.waits.note_output(self._request.origin.client.name)
         self.result.absorb(output)
         self._view.update(self.result)
         return self.result.finished
