@@ -24,7 +24,7 @@ class ComparisonResult(ShownOnce):
     `settings[i]` has what distinguishes `results[i]`; `axes` has the values of each setting, of which the
     last one changes fastest. `errors` has the errors by position: the result of such a request is empty or
     cut off, and its `finish_reason` is "error". `scores` has what `--score`, `--expect` and `--judge` have
-    found.
+    found, `thumbs` what a person has said of results in the grid.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class ComparisonResult(ShownOnce):
         self.errors: dict[int, NBEngineError] = {}
         self.num_each = num_each
         self.scores = Scores(scores)
+        self.thumbs: dict[int, int] = {}
+        """What a person has said of results in the grid, by position: 1 is a thumb up, -1 one down."""
 
     @property
     def finished(self) -> bool:
@@ -152,6 +154,8 @@ class ComparisonResult(ShownOnce):
         if self.errors:
             error = self.errors.get(index)
             row["error"] = None if error is None else str(error)
+        if self.thumbs:
+            row["thumb"] = self.thumbs.get(index)
         given = {
             f"{name}_given" if name in row else name: value for name, value in self.settings[index].items()
         }

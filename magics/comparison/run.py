@@ -122,6 +122,49 @@ class Comparison:
         return Occasion("comparison", self.name, self.plan.combinations[position].settings)
 
 
+@dataclass(frozen=True)
+class ComparisonDeeds:
+    """What the cells of a comparison's grid can do."""
+
+    comparison: Comparison
+    submitter: Submitter
+    recorder: Recorder
+
+    def ask_again(self, position: int) -> Request:
+        """Send the request of a position once more.
+
+        Raises:
+            NBEngineError, UsageError: the engine cannot be reached, or refuses it.
+        """
+        request = self.prepare(position)
+        request.send(foreground=False)
+        return request
+
+    def prepare(self, position: int) -> Request:
+        """Make the request of a position."""
+        comparison = self.comparison
+        options = comparison.plan.combinations[position].options
+        return self.submitter.prepare(comparison.engines[position], options, comparison.occasion(position))
+
+    def mark(self, position: int, *, pinned: bool | None = None, thumb: int | None = None) -> None:
+        """Note in the kept runs of a position what a person thinks of it.
+
+        Raises:
+            NBEngineError: runs are not kept, or cannot be written.
+        """
+        if not self.recorder.is_on:
+            if pinned is not None:
+                raise NBEngineError("no runs are kept (`NBEngine.keep_runs` is off)")
+            return
+        comparison = self.comparison
+        self.recorder.close()
+        options = comparison.plan.combinations[position].options
+        question = self.submitter.question(
+            comparison.engines[position], options, comparison.occasion(position)
+        )
+        self.recorder.writer.store.mark(comparison.name, question, pinned=pinned, thumb=thumb)
+
+
 def begin_comparison(
     shell: InteractiveShell,
     comparison: Comparison,
@@ -153,14 +196,11 @@ def begin_comparison(
     if plan.resumes:
         _take_kept(comparison, result, submitter, recorder)
 
-    def prepare(position: int) -> Request:
-        options = combinations[position].options
-        return submitter.prepare(engines[position], options, comparison.occasion(position))
-
-    sender = Sender(result, engines, prepare, on_sent, foreground=foreground, retries=plan.retries)
+    deeds = ComparisonDeeds(comparison, submitter, recorder)
+    sender = Sender(result, engines, deeds.prepare, on_sent, foreground=foreground, retries=plan.retries)
     try:
         sender.fill()
-        view = grid_view(shell, plan, params, result, submitter.views)
+        view = grid_view(shell, plan, params, result, submitter.views, deeds)
     except BaseException:
         sender.abandon()
         raise
@@ -192,5 +232,7 @@ def _take_kept(
     kept = kept_by_position(questions, recorder.writer.store.answers_to(questions))
     for position, run in kept.items():
         result.results[position].restore(run)
+        if run["thumb"]:
+            result.thumbs[position] = run["thumb"]
         result.results[position].is_json = comparison.plan.combinations[position].options.parse_json
     print_quietly(f"{len(kept):,} of {count(len(result), 'answer')} have been kept; the others are asked")

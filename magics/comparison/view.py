@@ -13,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineEndError
 from nbengine.magics.answers.diff import diff_html, diff_text, word_diff
 from nbengine.magics.comparison.arguments import ComparisonPlan
+from nbengine.magics.comparison.cells import CellsView, Deeds
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.comparison.score_view import (
     ScoreView,
@@ -31,7 +32,7 @@ from nbengine.widgets.grid.grid import GridCell, GridLayout, layout_of
 from nbengine.widgets.grid.html import GridHtml
 from nbengine.widgets.grid.pace import AnswerCount, AnswerTotals, Pace
 from nbengine.widgets.grid.text import cell_text, final_text, live_text
-from nbengine.widgets.live import LiveDisplay, in_kernel
+from nbengine.widgets.live import LiveDisplay, MimeBundle, in_kernel
 from nbengine.widgets.open_views import ClosableView, OpenViews
 from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
@@ -182,6 +183,22 @@ class GridState:
             return ""
         return f"--logprobs: more than {MOST_SHADED:,} tokens are not shaded; each result's .tree has them"
 
+    def take_again(self, index: int) -> None:
+        """Take in a result that has come in the place of another one."""
+        self.cells[index] = self._live_cell(index)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the cells are text alone: neither Markdown, nor shaded, nor differences."""
+        options = self._options[0]
+        shaded = options.sampling.get("logprobs") is not None
+        return options.format != "markdown" and not shaded and not options.diff
+
+    @property
+    def is_code(self) -> bool:
+        """Return whether the answers are code or JSON."""
+        return self._options[0].format in ("json", "code")
+
     def final_cell(self, index: int) -> GridCell:
         """Make a cell's final form: formatted, shaded, or with its difference from the earlier answer."""
         result, options = self.result[index], self._options[index]
@@ -245,7 +262,13 @@ class GridCellView:
     """A view that shows the comparison as one output of the cell, which it replaces in place."""
 
     def __init__(
-        self, shell: InteractiveShell, state: GridState, views: OpenViews[ClosableView], *, stream: bool
+        self,
+        shell: InteractiveShell,
+        state: GridState,
+        views: OpenViews[ClosableView],
+        deeds: Deeds,
+        *,
+        stream: bool,
     ) -> None:
         self.interval = UPDATE_SECONDS
         self._state = state
@@ -254,6 +277,7 @@ class GridCellView:
             ScoreView(shell, state.result, state.layout, views) if state.result.scores.names else None
         )
         self._live = LiveDisplay(shell)
+        self._views, self._deeds = views, deeds
         self._html = GridHtml(state.layout, self._scores.grid if self._scores is not None else "")
         self._draw()
 
@@ -274,7 +298,20 @@ class GridCellView:
             bundle["text/html"] = self._html.final(state.foot, cells, notes)
         if self._scores is not None:
             self._scores.finish()
-        self._live.show(bundle)
+        if not (state.is_plain and self._stream and self._show_widget(bundle, notes)):
+            self._live.show(bundle)
+
+    def _show_widget(self, bundle: MimeBundle, notes: Sequence[str]) -> bool:
+        state = self._state
+        cells = CellsView(
+            state.result, state.layout, state.final_cell, state.take_again, self._deeds, is_code=state.is_code
+        )
+        grid = self._scores.grid if self._scores is not None else ""
+        if not cells.show(self._live, bundle, grid, [line for line in (state.foot, *notes) if line]):
+            return False
+        # It needs an engine only to ask again, so that it stays when engines are left.
+        self._views.open("", cells)
+        return True
 
     def _draw(self) -> None:
         started = time.thread_time()
@@ -332,14 +369,15 @@ def grid_view(
     params: Sequence[SamplingParams],
     result: ComparisonResult,
     views: OpenViews[ClosableView],
+    deeds: Deeds,
 ) -> View[ComparisonResult]:
-    """Make the view of the running cell; `views` are the notebook's open widgets.
+    """Make the view of the running cell; `views` are the notebook's open widgets, `deeds` what their cells can do.
 
     In a terminal a background grid would run into what the user types, so such a view is silent.
     """
     state = GridState(plan, params, result)
     if in_kernel(shell):
-        return GridCellView(shell, state, views, stream=plan.options.stream)
+        return GridCellView(shell, state, views, deeds, stream=plan.options.stream)
     return SilentView() if plan.options.background else GridTerminalView(state)
 
 

@@ -49,6 +49,7 @@ STEPS: Steps = (
     ),
     (
         "ALTER TABLE runs ADD COLUMN question TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE runs ADD COLUMN thumb INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX runs_by_question ON runs (question, run) WHERE question != ''",
     ),
 )

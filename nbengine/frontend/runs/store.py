@@ -154,6 +154,32 @@ class RunStore:
         if not self._do("changed", update):
             raise _missing(number)
 
+    def mark(
+        self, comparison: str, question: str, *, pinned: bool | None = None, thumb: int | None = None
+    ) -> int:
+        """Pin the runs of a question in a comparison or let them go, or note a thumb: 1 is up, -1 down, 0 none.
+
+        Returns:
+            The number of runs that were changed.
+
+        Raises:
+            NBEngineError: the file cannot be written.
+        """
+        changes = {
+            name: int(value) for name, value in (("pinned", pinned), ("thumb", thumb)) if value is not None
+        }
+        if not changes or not self.path.exists():
+            return 0
+
+        def update(connection: sqlite3.Connection) -> int:
+            names = ", ".join(f"{name} = ?" for name in changes)
+            return connection.execute(
+                f"UPDATE runs SET {names} WHERE question = ? AND question != '' AND comparison = ?",
+                (*changes.values(), question, comparison),
+            ).rowcount
+
+        return self._do("changed", update)
+
     def forget(self, before: float | None = None) -> int:
         """Remove the runs that are not pinned, those asked before a `time.time()` or all; return their number.
 
