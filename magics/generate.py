@@ -111,6 +111,8 @@ class GenerateMagics(Magics):
 
     def _run(self, turn: Turn, stream: Stream[Any], options: GenerateOptions) -> None:
         """Let the turn wait for the stream, or run it in the background."""
+        if options.timeout is not None:
+            stream.end_after(options.timeout)
         if not options.background:
             turn.generation = stream
             self._bind(options.out, stream.result)

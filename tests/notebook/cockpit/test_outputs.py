@@ -170,7 +170,6 @@ def test_the_keyboard_sorts_a_grid_by_its_scores_and_leaves_the_rows_that_differ
 
 def test_a_grid_of_many_rows_is_judged_compared_and_read_on(hostile: tuple[Cockpit, dict[str, int]]) -> None:
     cockpit, _ = hostile
-    page = cockpit.page
     cockpit.run("many = [f'number {row}' for row in range(300)]")
     line = "%%generate --raw --each many --temperature 0,1 --max-tokens 30 --set ignore_eos=true -o judged\n{many}"
     cell = cockpit.start(line)
