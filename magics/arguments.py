@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import keyword
+import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from nbengine.errors import (
     NotSupportedError,
     RequestError,
     did_you_mean,
+    quoted,
 )
 
 CALLER_ERRORS = (InvalidArgumentError, ModelNotFoundError, NotSupportedError, RequestError)
@@ -116,6 +118,17 @@ class _HelpAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         assert isinstance(parser, MagicParser)
         raise HelpRequested(parser)
+
+
+def positive_seconds(text: str) -> float:
+    """Read a number of seconds that is more than 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {quoted(text)}")
+    return found
 
 
 def split_words(line: str, prog: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from IPython.core.error import UsageError
-from traitlets import Bool, Enum, Float, Int, TraitError, Unicode, validate
+from traitlets import Bool, Enum, Float, Int, List, TraitError, Unicode, validate
 from traitlets.config import Configurable
 
 from nbengine.errors import InvalidArgumentError
@@ -46,12 +46,15 @@ class NBEngine(Configurable):
     format = Enum(FORMATS, "text", help="How answers are shown: text, markdown, json or code.").tag(
         config=True
     )
-    max_answers = Int(256, min=1, help="Most answers that one comparison may ask for.").tag(config=True)
+    max_answers = Int(10_000, min=1, help="Most answers that one comparison may ask for.").tag(config=True)
     dashboard = Enum(
         DASHBOARD_FORMS,
         "auto",
         help="What `%dashboard` shows: a widget with its own script, a plain one of core ipywidgets, or text. "
         "auto: the widget, and the plain one if its script cannot be loaded.",
+    ).tag(config=True)
+    model_dirs = List(
+        Unicode(), help="Directories in which `%engine models` looks for models, besides the caches."
     ).tag(config=True)
     spare_engine = Bool(
         True,

@@ -72,7 +72,7 @@ class EngineMagics(Magics):
             "load": self._launcher.load,
             "serve": ServeCommand(shell, session).serve,
             "fit": FitCommand(shell, config).fit,
-            "models": ModelsCommand(shell).models,
+            "models": ModelsCommand(shell, config).models,
             "config": ConfigCommand(shell, session).config,
             "reap": self._reap,
             **ParallelCommands(shell, session).commands,

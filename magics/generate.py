@@ -14,7 +14,7 @@ from nbengine.magics.answers.diff import Earlier
 from nbengine.magics.answers.rerun import EarlierAnswers
 from nbengine.magics.arguments import HelpRequested
 from nbengine.magics.comparison.arguments import ComparisonPlan, parse_request
-from nbengine.magics.comparison.run import compare
+from nbengine.magics.comparison.run import Comparison, begin_comparison
 from nbengine.magics.config import NBEngine
 from nbengine.magics.generation.arguments import GenerateOptions, generate_parser
 from nbengine.magics.generation.readiness import make_ready
@@ -41,6 +41,7 @@ class GenerateMagics(Magics):
         super().__init__(shell)
         self._session = session
         self._config = config
+        self._recorder = recorder
         self._submitter = Submitter(shell, config, session, recorder)
         self._earlier = EarlierAnswers(shell, recorder)
 
@@ -81,36 +82,37 @@ class GenerateMagics(Magics):
         engines = [self._session.get(combination.options.engine) for combination in plan.combinations]
         turn = Turn(shell, self._session, None if plan.axes else engines[0], is_cell=is_cell)
         options = plan.options
-        comparison = uuid4().hex if plan.axes else ""
-        kind = "comparison" if plan.axes else "generate"
         try:
-            requests = [
-                self._submitter.prepare(
-                    engine, combination.options, Occasion(kind, comparison, combination.settings)
-                )
-                for engine, combination in zip(engines, plan.combinations, strict=True)
-            ]
+            request = None if plan.axes else self._submitter.prepare(engines[0], options, Occasion())
             # What differs from an earlier answer is shown by the cell that has waited for the new one.
             can_wait = in_kernel(shell) and not options.diff
             if make_ready([engine.client for engine in engines], can_wait=can_wait):
                 options = replace(options, background=True)
-            send_all(requests, foreground=not options.background)
+            note = self._earlier.begin(against, looks_back=options.diff and against is None)
+            stream: Stream[Any]
+            if request is None:
+                stream = begin_comparison(
+                    shell,
+                    Comparison(plan, engines, uuid4().hex),
+                    self._submitter,
+                    self._recorder,
+                    lambda position, sent: note(plan.combinations[position].settings, sent),
+                    foreground=not options.background,
+                )
+            else:
+                send_all([request], foreground=not options.background)
+                note({}, request)
+                stream = self._submitter.stream(engines[0], request, options)
+                turn.diff = options.diff
         except NBEngineError as error:
             raise turn.explained(error) from error.__cause__
-        stream: Stream[Any]
-        if plan.axes:
-            stream = compare(shell, plan, requests, engines, self._submitter)
-        else:
-            stream = self._submitter.stream(engines[0], requests[0], options)
-            turn.diff = options.diff
-        settings = [combination.settings for combination in plan.combinations]
-        asked = list(zip(settings, requests, strict=True))
-        self._earlier.note(asked, against, looks_back=options.diff and against is None)
         self._run(turn, stream, options)
         return turn
 
     def _run(self, turn: Turn, stream: Stream[Any], options: GenerateOptions) -> None:
         """Let the turn wait for the stream, or run it in the background."""
+        if options.timeout is not None:
+            stream.end_after(options.timeout)
         if not options.background:
             turn.generation = stream
             self._bind(options.out, stream.result)

@@ -23,7 +23,8 @@ ENGINE_HELP = """\
   %engine restart [flags]         stop and start again, with the same arguments and those given here
   %engine load MODEL [flags]      another model in its place, under its name
   %engine fit MODEL [flags]       tell whether a model fits on this machine, before anything is loaded
-  %engine models                  which models run
+  %engine models                  the models that are here, what they need, and those worth fetching;
+                                  --classes: which models run
   %engine serve [NAME] [--port N] answer the clients of OpenAI's and Anthropic's APIs over HTTP; --stop
   %engine stop [NAME] [--drain]   end it and say how much memory came back
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,14 +67,11 @@ class EarlierAnswers:
         self._recorder = recorder
         self._runs: OrderedDict[str, _Run] = OrderedDict()
 
-    def note(
-        self,
-        asked: Sequence[tuple[Settings, Request]],
-        against: Earlier | None = None,
-        *,
-        looks_back: bool = False,
-    ) -> None:
-        """Note the requests that the running cell has sent, and tell each result its predecessor.
+    def begin(
+        self, against: Earlier | None = None, *, looks_back: bool = False
+    ) -> Callable[[Settings, Request], None]:
+        """Return what notes each request that the running cell's next magic sends, and tells its result its
+        predecessor.
 
         With `against` that is the predecessor of all. With `looks_back` the kept runs are read where this kernel
         knows nothing of the cell.
@@ -82,10 +79,15 @@ class EarlierAnswers:
         run = self._running(looks_back=looks_back)
         number = len(run.magics)
         earlier = run.before[number] if number < len(run.before) else {}
-        for settings, request in asked:
+        asked: dict[str, _Asked] = {}
+
+        def note(settings: Settings, request: Request) -> None:
             request.result.previous = against or earlier.get(_key(settings))
-        if number < MOST_MAGICS:
-            run.magics.append({_key(settings): _Asked(request) for settings, request in asked})
+            if not asked and number < MOST_MAGICS:
+                run.magics.append(asked)
+            asked[_key(settings)] = _Asked(request)
+
+        return note
 
     def _running(self, *, looks_back: bool) -> _Run:
         cell, execution = running_cell(self._shell)

@@ -37,6 +37,8 @@ from nbengine.sampling_params import SamplingParams
 
 VARIED_FLAGS = ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "thinking_budget", "seed")
 """Flags that take a list, outermost first; those of `--set` and the engines follow them."""
+RETRIES = 2
+"""How often a request is sent again that an engine core has lost."""
 _LIST_PARAMETERS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 """Parameters whose value is a list: only a list of lists gives them several values."""
 
@@ -61,6 +63,9 @@ class ComparisonPlan:
     """The number of axes that come from `--each`."""
     combinations: tuple[Combination, ...]
     scores: ScorePlan
+    resumes: bool = False
+    """Only what no kept run has answered is asked."""
+    retries: int = RETRIES
 
     @property
     def options(self) -> GenerateOptions:
@@ -108,10 +113,14 @@ def plan_of(
     combinations: list[Combination] = []
     rows: list[Row] = []
     used: set[str] = set()
+    parsed: argparse.Namespace | None = None
+    depends = any("{" in word for word in given.words)
     for row in itertools.product(*(axis.choices for axis in each)):
         bindings = expand.namespace = bindings_of(each, row, namespace)
         elements = {axis.name: choice.value for axis, choice in zip(each, row, strict=True)}
-        parsed = given.parser.parse_words(given.words)
+        # Reading the flags takes longer than all else, and a line without variables says the same each time.
+        if parsed is None or depends:
+            parsed = given.parser.parse_words(given.words)
         varied = _flag_axes(parsed, prog)
         if axes is None:
             axes = _checked([*each, *varied], parsed.n or 1, config.max_answers, prog)
@@ -123,9 +132,18 @@ def plan_of(
             combinations.append(Combination(_settings(axes, (*row, *choices)), options))
             rows.append(Row(combinations[-1].settings, elements))
         used |= bindings.used
+    assert parsed is not None, "an axis has at least one value"
     _check_use(each, used, prog)
     scores = score_plan(parsed, rows, axes or (), namespace, prog, config.max_answers)
-    return ComparisonPlan(tuple(axes or ()), len(each), tuple(combinations), scores)
+    if not axes and (parsed.resume or parsed.retries is not None):
+        flag = "--resume" if parsed.resume else "--retries"
+        raise UsageError(f"{prog}: {flag} is for comparisons: the line has neither --each nor a list")
+    retries = RETRIES if parsed.retries is None else parsed.retries
+    if retries < 0:
+        raise UsageError(f"{prog}: --retries must be at least 0, got {retries}")
+    return ComparisonPlan(
+        tuple(axes or ()), len(each), tuple(combinations), scores, resumes=parsed.resume, retries=retries
+    )
 
 
 def _flag_axes(parsed: argparse.Namespace, prog: str) -> list[Axis]:

@@ -24,7 +24,7 @@ class ComparisonResult(ShownOnce):
     `settings[i]` has what distinguishes `results[i]`; `axes` has the values of each setting, of which the
     last one changes fastest. `errors` has the errors by position: the result of such a request is empty or
     cut off, and its `finish_reason` is "error". `scores` has what `--score`, `--expect` and `--judge` have
-    found.
+    found, `thumbs` what a person has said of results in the grid.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class ComparisonResult(ShownOnce):
         self.errors: dict[int, NBEngineError] = {}
         self.num_each = num_each
         self.scores = Scores(scores)
+        self.thumbs: dict[int, int] = {}
+        """What a person has said of results in the grid, by position: 1 is a thumb up, -1 one down."""
 
     @property
     def finished(self) -> bool:
@@ -139,9 +141,9 @@ class ComparisonResult(ShownOnce):
         row: dict[str, Any] = {
             "text": completion.text,
             "finish_reason": completion.finish_reason,
-            "tokens": len(completion.token_ids),
-            "ttft": metrics.time_to_first_token,
-            "tokens_per_second": metrics.tokens_per_second,
+            "tokens": result.num_tokens_of(completion),
+            "ttft": result.kept_figures.get("ttft", metrics.time_to_first_token),
+            "tokens_per_second": result.kept_figures.get("tokens_per_second", metrics.tokens_per_second),
             "prompt_tokens": result.num_prompt_tokens,
             "cached_tokens": result.num_cached_tokens,
         }
@@ -152,6 +154,8 @@ class ComparisonResult(ShownOnce):
         if self.errors:
             error = self.errors.get(index)
             row["error"] = None if error is None else str(error)
+        if self.thumbs:
+            row["thumb"] = self.thumbs.get(index)
         given = {
             f"{name}_given" if name in row else name: value for name, value in self.settings[index].items()
         }

@@ -13,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.errors import EngineEndError
 from nbengine.magics.answers.diff import diff_html, diff_text, word_diff
 from nbengine.magics.comparison.arguments import ComparisonPlan
+from nbengine.magics.comparison.cells import CellsView, Deeds
 from nbengine.magics.comparison.result import ComparisonResult
 from nbengine.magics.comparison.score_view import (
     ScoreView,
@@ -29,12 +30,14 @@ from nbengine.magics.tokens.view import shaded
 from nbengine.sampling_params import SamplingParams
 from nbengine.widgets.grid.grid import GridCell, GridLayout, layout_of
 from nbengine.widgets.grid.html import GridHtml
-from nbengine.widgets.grid.pace import AnswerCount, Pace
+from nbengine.widgets.grid.pace import AnswerCount, AnswerTotals, Pace
 from nbengine.widgets.grid.text import cell_text, final_text, live_text
-from nbengine.widgets.live import LiveDisplay, in_kernel
+from nbengine.widgets.live import LiveDisplay, MimeBundle, in_kernel
 from nbengine.widgets.open_views import ClosableView, OpenViews
 from nbengine.widgets.words import count, harmless, joined, print_quietly, seconds
 
+_SECONDS_A_CELL = 5e-5
+"""The least seconds between two looks, for each cell: looking takes a hundredth of that."""
 MOST_SHADED = 5000
 """The most tokens that a saved grid shades one by one: they make about half a megabyte."""
 
@@ -54,37 +57,71 @@ class GridState:
         self._started = time.monotonic()
         self._pace = Pace()
         self._known: list[tuple[object, object, int]] = [(None, None, 0)] * len(result)
+        self._open = list(range(len(result)))
+        """The positions of results that may still change."""
+        self._settled = AnswerTotals()
+        """The sums over the answers of all others."""
+        self._num_settled = 0
+        self._num_kept = sum(_num_tokens(found) for found in result if found.kept_tokens is not None)
         self.take(result)
 
     def take(self, result: ComparisonResult) -> bool:
         """Take in the results that have changed, and return whether any has."""
         # Whatever a result takes in, its list of outputs is another one then.
-        changed = []
-        for index, found in enumerate(result):
+        changed = False
+        still_open = []
+        for index in self._open:
+            found = result.results[index]
             outputs, progress, num_scores = self._known[index]
             is_new = found.outputs is not outputs or found.metrics.prompt_progress is not progress
             if is_new or result.scores.num_found_of(index) != num_scores:
-                changed.append(index)
+                changed = True
                 self.cells[index] = self._live_cell(index)
                 self._known[index] = (
                     found.outputs,
                     found.metrics.prompt_progress,
                     result.scores.num_found_of(index),
                 )
-        self._pace.take(time.monotonic(), self.num_tokens)
-        return bool(changed)
+            if self._is_settled(index, found):
+                for counted in self._counts_of(index):
+                    self._settled.add(counted)
+                    self._num_settled += 1
+            else:
+                still_open.append(index)
+        self._open = still_open
+        # The answers of kept runs are no work of now.
+        self._pace.take(time.monotonic(), self.num_tokens - self._num_kept)
+        return changed
+
+    def _is_settled(self, index: int, found: GenerationResult) -> bool:
+        """Return whether a result has ended and has all its scores."""
+        scores = self.result.scores
+        if not found.finished:
+            return False
+        has_scores = scores.num_found_of(index) > 0 and not scores.is_open(index)
+        return not scores.names or index in self.result.errors or has_scores
 
     @property
     def num_tokens(self) -> int:
         """Count the tokens of all answers."""
-        return sum(_num_tokens(result) for result in self.result)
+        return self._settled.tokens + sum(_num_tokens(self.result.results[index]) for index in self._open)
+
+    @property
+    def num_characters(self) -> int:
+        """Count the characters of all answers."""
+        return sum(len(answer) for cell in self.cells for answer in cell.answers)
+
+    @property
+    def first_open(self) -> int:
+        """Return the position of the first result that may still change; the number of results if none does."""
+        return self._open[0] if self._open else len(self.cells)
 
     @property
     def num_ended(self) -> int:
         """Count the answers that have ended, in whatever way."""
-        return sum(counted.ended for counted in self._counts())
+        return self._num_settled + sum(counted.ended for counted in self._counts())
 
-    @property
+    @cached_property
     def num_answers(self) -> int:
         """Count the answers that are asked for."""
         return sum(params.n for params in self._params)
@@ -92,8 +129,8 @@ class GridState:
     @property
     def head(self) -> str:
         """Describe the progress of all answers, and the time that is left."""
-        rate, left = self._pace.rate, self._pace.seconds_left(self._counts())
-        running = sum(cell.state == "running" for cell in self.cells)
+        rate, left = self._pace.rate, self._pace.seconds_left(self._counts(), self._settled)
+        running = sum(self.cells[index].state == "running" for index in self._open)
         return joined(
             f"{self.num_ended} of {count(self.num_answers, 'answer')}",
             f"{running} running" if running else "",
@@ -107,7 +144,9 @@ class GridState:
     def foot(self) -> str:
         """Sum up all answers in one line."""
         elapsed = time.monotonic() - self._started
-        tokens, results = self.num_tokens, self.result.results
+        results = self.result.results
+        kept = sum(found.kept_tokens is not None for found in results)
+        tokens = self.num_tokens
         reasons = [completion.finish_reason for result in results for completion in result.outputs]
         reused = sum(result.num_cached_tokens for result in results)
         prompt_tokens = sum(result.num_prompt_tokens for result in results)
@@ -116,8 +155,11 @@ class GridState:
             count(self.num_answers, "answer"),
             *(f"{number} {what}" for number, what in ends if number),
             count(tokens, "token"),
-            f"{tokens / elapsed:,.1f} tok/s" if tokens and elapsed else "",
+            f"{(tokens - self._num_kept) / elapsed:,.1f} tok/s"
+            if tokens > self._num_kept and elapsed
+            else "",
             seconds(elapsed),
+            f"{kept:,} kept before" if kept else "",
             f"{reused:,} of {prompt_tokens:,} prompt tokens reused" if reused else "",
         )
 
@@ -140,6 +182,22 @@ class GridState:
         if options.format != "text" or options.sampling.get("logprobs") is None or self._shades:
             return ""
         return f"--logprobs: more than {MOST_SHADED:,} tokens are not shaded; each result's .tree has them"
+
+    def take_again(self, index: int) -> None:
+        """Take in a result that has come in the place of another one."""
+        self.cells[index] = self._live_cell(index)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the cells are text alone: neither Markdown, nor shaded, nor differences."""
+        options = self._options[0]
+        shaded = options.sampling.get("logprobs") is not None
+        return options.format != "markdown" and not shaded and not options.diff
+
+    @property
+    def is_code(self) -> bool:
+        """Return whether the answers are code or JSON."""
+        return self._options[0].format in ("json", "code")
 
     def final_cell(self, index: int) -> GridCell:
         """Make a cell's final form: formatted, shaded, or with its difference from the earlier answer."""
@@ -187,22 +245,30 @@ class GridState:
         return kept_alternatives(root for result in self.result.results for root in result.tree.roots)
 
     def _counts(self) -> list[AnswerCount]:
-        counts: list[AnswerCount] = []
-        for result, params in zip(self.result, self._params, strict=True):
-            limit = params.max_tokens
-            begun = [
-                AnswerCount(len(answer.token_ids), limit, answer.finished or result.finished)
-                for answer in result.outputs
-            ]
-            counts += begun + [AnswerCount(0, limit, result.finished)] * (params.n - len(begun))
-        return counts
+        """Count the tokens of the answers that may still change."""
+        return [counted for index in self._open for counted in self._counts_of(index)]
+
+    def _counts_of(self, index: int) -> list[AnswerCount]:
+        result, params = self.result.results[index], self._params[index]
+        limit = params.max_tokens
+        begun = [
+            AnswerCount(result.num_tokens_of(answer), limit, answer.finished or result.finished)
+            for answer in result.outputs
+        ]
+        return begun + [AnswerCount(0, limit, result.finished)] * (params.n - len(begun))
 
 
 class GridCellView:
     """A view that shows the comparison as one output of the cell, which it replaces in place."""
 
     def __init__(
-        self, shell: InteractiveShell, state: GridState, views: OpenViews[ClosableView], *, stream: bool
+        self,
+        shell: InteractiveShell,
+        state: GridState,
+        views: OpenViews[ClosableView],
+        deeds: Deeds,
+        *,
+        stream: bool,
     ) -> None:
         self.interval = UPDATE_SECONDS
         self._state = state
@@ -211,6 +277,7 @@ class GridCellView:
             ScoreView(shell, state.result, state.layout, views) if state.result.scores.names else None
         )
         self._live = LiveDisplay(shell)
+        self._views, self._deeds = views, deeds
         self._html = GridHtml(state.layout, self._scores.grid if self._scores is not None else "")
         self._draw()
 
@@ -222,7 +289,7 @@ class GridCellView:
     def finish(self, result: ComparisonResult, note: str = "") -> None:
         """Replace the grid by its final form."""
         state = self._state
-        cells = [state.final_cell(index) for index in range(len(result))]
+        cells = [state.final_cell(index) for index in range(min(len(result), self._html.num_drawn))]
         notes = [*state.notes, *filter(None, [state.shading_note, note])]
         bundle = {"text/plain": final_text(state.layout, cells, state.foot, notes)}
         if state.is_markdown:
@@ -231,17 +298,33 @@ class GridCellView:
             bundle["text/html"] = self._html.final(state.foot, cells, notes)
         if self._scores is not None:
             self._scores.finish()
-        self._live.show(bundle)
+        if not (state.is_plain and self._stream and self._show_widget(bundle, notes)):
+            self._live.show(bundle)
+
+    def _show_widget(self, bundle: MimeBundle, notes: Sequence[str]) -> bool:
+        state = self._state
+        cells = CellsView(
+            state.result, state.layout, state.final_cell, state.take_again, self._deeds, is_code=state.is_code
+        )
+        grid = self._scores.grid if self._scores is not None else ""
+        if not cells.show(self._live, bundle, grid, [line for line in (state.foot, *notes) if line]):
+            return False
+        # It needs an engine only to ask again, so that it stays when engines are left.
+        self._views.open("", cells)
+        return True
 
     def _draw(self) -> None:
         started = time.thread_time()
         state = self._state
         fraction = state.num_ended / state.num_answers
-        html = self._html.live(state.head, fraction, state.cells if self._stream else [])
-        size = self._live.show({"text/plain": live_text(state.head, state.cells), "text/html": html})
+        html = self._html.live(state.head, fraction, state.cells if self._stream else [], state.first_open)
+        plain = live_text(state.head, state.num_characters)
+        size = self._live.show({"text/plain": plain, "text/html": html})
         if self._scores is not None:
             size += self._scores.update()
-        self.interval = pause_after(size, time.thread_time() - started)
+        # Looking at thousands of results takes a while, too.
+        least = len(state.cells) * _SECONDS_A_CELL
+        self.interval = max(least, pause_after(size, time.thread_time() - started))
 
 
 class GridTerminalView:
@@ -286,19 +369,20 @@ def grid_view(
     params: Sequence[SamplingParams],
     result: ComparisonResult,
     views: OpenViews[ClosableView],
+    deeds: Deeds,
 ) -> View[ComparisonResult]:
-    """Make the view of the running cell; `views` are the notebook's open widgets.
+    """Make the view of the running cell; `views` are the notebook's open widgets, `deeds` what their cells can do.
 
     In a terminal a background grid would run into what the user types, so such a view is silent.
     """
     state = GridState(plan, params, result)
     if in_kernel(shell):
-        return GridCellView(shell, state, views, stream=plan.options.stream)
+        return GridCellView(shell, state, views, deeds, stream=plan.options.stream)
     return SilentView() if plan.options.background else GridTerminalView(state)
 
 
 def _num_tokens(result: GenerationResult) -> int:
-    return sum(len(answer.token_ids) for answer in result.outputs)
+    return sum(map(result.num_tokens_of, result.outputs))
 
 
 def _cause(error: Exception) -> str:

@@ -38,10 +38,18 @@ _DESCRIPTIONS = {
     "found first; if it does not start, the one before is started again.",
     "fit": "Work out whether a model fits on this machine, and how: nothing is loaded, and no weights are downloaded "
     "from the hub. The flags are those of a start.",
+    "chat": "Talk to a model in this terminal: to the only engine that runs, to that of --engine, or to an engine of "
+    "MODEL, which ends with the talk. Further flags are those of an engine.",
     "serve": "Start an engine and a server for it, which ends the engine with it. Further flags are those of an engine.",
 }
+_START_IN_SHELL = (
+    "Start an engine that stays when the command ends, until `nbengine stop`, or until nobody has been attached to it "
+    "for a day (--keep-alive)."
+)
 _NEW_NAME = "name of the engine (default: made from the model's)"
-_NAME_HELP = {"start": _NEW_NAME, "serve": _NEW_NAME}
+_NAME_HELP = {"start": _NEW_NAME, "serve": _NEW_NAME, "chat": _NEW_NAME}
+_IN_SHELL = ("nbengine start", "nbengine fit", "nbengine chat", "nbengine serve")
+"""The commands of the shell, where there are no variables to bind, and no engines to join instead."""
 START_EXAMPLES = """\
 examples:
   %engine start                                   the small default model, on what this machine has
@@ -73,24 +81,24 @@ _NO_EFFECT = "accepted, but without effect: " + ", ".join(map(flag_of, WITHOUT_E
 
 
 def start_parser(command: str = "start", prog: str = "") -> MagicParser:
-    """Make the parser of `%engine start`, `restart`, `load` and `fit`, and of `nbengine serve`, from the fields of
-    `EngineArgs`."""
+    """Make the parser of `%engine start`, `restart`, `load` and `fit`, and of `nbengine start`, `chat`, `serve`
+    and `fit`, from the fields of `EngineArgs`."""
     prog = prog or f"%engine {command}"
     parser = MagicParser(
         prog,
-        _DESCRIPTIONS[command],
-        _NO_EFFECT + ("\n\n" + START_EXAMPLES if command == "start" else ""),
+        _START_IN_SHELL if prog == "nbengine start" else _DESCRIPTIONS[command],
+        _NO_EFFECT + ("\n\n" + START_EXAMPLES if command == "start" and prog not in _IN_SHELL else ""),
         usage=f"{prog.replace('%', '%%')} [MODEL] [flags]",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=argument_of(fields(EngineArgs)[0]).help)
     if command != "fit":
         parser.add_argument("--name", help=_NAME_HELP.get(command, "engine (default: the last one)"))
-    if command == "start":
+    if command == "start" and prog not in _IN_SHELL:
         parser.add_argument(
             "--new", action="store_true", help="start another one, also where one with these arguments runs"
         )
     bound = "report" if command == "fit" else "engine's AsyncLLM"
-    if command != "serve":
+    if prog not in _IN_SHELL:
         parser.add_argument(
             "-o", "--out", metavar="NAME", type=variable_name, help=f"bind the {bound} to a variable"
         )

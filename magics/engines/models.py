@@ -1,4 +1,4 @@
-"""`%engine models` lists the models that run."""
+"""`%engine models` lists the models that are here, with what they need, and those worth fetching."""
 
 from __future__ import annotations
 
@@ -6,24 +6,34 @@ from collections.abc import Sequence
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.config.registered_models import registered_models
 from nbengine.magics.arguments import MagicParser
+from nbengine.magics.config import NBEngine
 from nbengine.widgets.live import publish
-from nbengine.widgets.words import table
 
 
 class ModelsCommand:
     """The command `models` of `%engine`."""
 
-    def __init__(self, shell: InteractiveShell) -> None:
+    def __init__(self, shell: InteractiveShell, config: NBEngine) -> None:
         self._shell = shell
+        self._config = config
 
     def models(self, words: Sequence[str]) -> None:
-        """Show which classes run, from which GGUF files, and what computes them."""
-        from nbengine.models.listing import HEADER, THROUGH_TRANSFORMERS, runnable
+        """Show the models of the caches and of the configured directories, or the classes that run."""
+        from nbengine.frontend.catalogue import classes_table, models_report, named_directories
 
-        description = "List the models that run: their classes in config.json, and what computes them."
-        MagicParser("%engine models", description).parse_words(words)
-        rows = [*runnable(registered_models()), THROUGH_TRANSFORMERS]
-        lines = [line for row in rows for line in row.lines]
-        publish(self._shell, *table(lines, [name.upper() for name in HEADER]))
+        parser = MagicParser(
+            "%engine models",
+            "List the models in the caches and in the directories of `NBEngine.model_dirs`, with what each needs and "
+            "whether it fits, and small ones that are worth fetching.",
+        )
+        parser.add_argument(
+            "--classes",
+            action="store_true",
+            help="list what runs instead: classes in config.json, GGUF files, and what computes them",
+        )
+        if parser.parse_words(words).classes:
+            publish(self._shell, *classes_table())
+            return
+        directories = [*self._config.model_dirs, *named_directories()]
+        publish(self._shell, *models_report(directories).tables())

@@ -13,6 +13,7 @@ from nbengine.errors import InvalidArgumentError, did_you_mean
 from nbengine.magics.arguments import (
     MagicParser,
     key_value,
+    positive_seconds,
     split_body,
     unescaped,
     variable_name,
@@ -101,6 +102,8 @@ class GenerateOptions:
     template: TemplateOptions = field(default_factory=TemplateOptions)
     diff: bool = False
     """The cell shows how the answer differs from its previous one."""
+    timeout: float | None = None
+    """The seconds after which the answer is ended."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The messages of a conversation, the prompt as the last one of the user; none where the prompt is all."""
     tools: Mapping[str, Any] = field(default_factory=dict)
@@ -143,6 +146,24 @@ def generate_parser(expand: Expand = str, prog: str = "%%generate") -> MagicPars
     parser.add_argument("--no-stream", action="store_true", help="show the answer when it is complete")
     parser.add_argument(
         "--diff", action="store_true", help="show what differs from this cell's previous answer"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive_seconds,
+        metavar="S",
+        help="end what has not ended after S seconds; what has been written is kept",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="of a comparison, ask only what no kept run has answered to its end; `%%runs` has those that have",
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        metavar="N",
+        default=None,
+        help="ask a request of a comparison again, up to N times, that an engine core has lost (default 2)",
     )
     add_score_flags(parser)
     return parser
@@ -284,7 +305,7 @@ def options_of(
     if parsed.diff and parsed.noblock:
         raise UsageError(f"{prog}: --diff needs the answer, so it cannot go with -a; .diff() shows it later")
     options = common_options(parsed, prompt, config, namespace, prog, chat=parsed.chat)
-    return replace(options, background=parsed.noblock, diff=parsed.diff)
+    return replace(options, background=parsed.noblock, diff=parsed.diff, timeout=parsed.timeout)
 
 
 def common_options(

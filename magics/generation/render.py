@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from html import escape
@@ -23,6 +24,8 @@ _HEADINGS = {
     "text/html": f'<div style="{MUTED}">{{}}.</div>',
     "text/markdown": "**{}.**\n\n",
 }
+CARET = '<span aria-hidden="true" style="opacity:0.6">▍</span>'
+"""The sign behind a text that is being written."""
 _CODE = f"{PROSE};margin:0;font-family:var(--jp-code-font-family,monospace)"
 
 
@@ -43,7 +46,8 @@ def answer_bundle(
         footer = joined(footer, note)
         rich = {"text/html": f'<pre {PLAIN} style="{_CODE}">{escape(text)}</pre>{muted(footer)}'}
     else:
-        rich = {"text/html": f'<div {PLAIN} style="{PROSE}">{escape(text)}</div>{muted(footer)}'}
+        caret = "" if complete else CARET
+        rich = {"text/html": f'<div {PLAIN} style="{PROSE}">{escape(text)}{caret}</div>{muted(footer)}'}
     plain = f"{text}\n\n[{footer}]" if footer else text
     return {"text/plain": plain, **rich}
 
@@ -129,6 +133,8 @@ def footer_of(result: GenerationResult) -> str:
     parts = [early, count(num_tokens, "token")]
     if metrics.tokens_per_second:
         parts.append(f"{metrics.tokens_per_second:,.1f} tok/s")
+    if (surprise := perplexity(result)) is not None:
+        parts.append(f"perplexity {surprise:.3g}")
     if metrics.time_to_first_token is not None:
         parts.append(f"first token after {seconds(metrics.time_to_first_token)}")
     if result.num_cached_tokens:
@@ -140,6 +146,28 @@ def footer_of(result: GenerationResult) -> str:
         ranks = sorted(metrics.data_parallel_ranks)
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
     return joined(*parts)
+
+
+def perplexity(result: GenerationResult) -> float | None:
+    """Return how many equally likely tokens the model has chosen from on average; None for several answers, and
+    where log probabilities were not asked for."""
+    if len(result.outputs) != 1:
+        return None
+    (answer,) = result.outputs
+    known = answer.cumulative_logprob is not None and math.isfinite(answer.cumulative_logprob)
+    if not known or not answer.token_ids or answer.cumulative_logprob is None:
+        return None
+    # Beyond this the number says nothing, and has no digits to show.
+    return math.exp(min(700.0, -answer.cumulative_logprob / len(answer.token_ids)))
+
+
+def stream_line(result: GenerationResult) -> str:
+    """Make the quiet line under an answer that is being written: its tokens and its speed so far."""
+    num_tokens = sum(len(completion.token_ids) for completion in result.outputs)
+    if not num_tokens:
+        return ""
+    rate = result.metrics.tokens_per_second
+    return joined(count(num_tokens, "token"), f"{rate:,.1f} tok/s" if rate else "")
 
 
 def branch_footer(own: GenerationResult, error: str = "") -> str:

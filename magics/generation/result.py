@@ -7,7 +7,7 @@ import concurrent.futures
 import json
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -95,6 +95,10 @@ class GenerationResult(ShownOnce):
         """The most tokens that were asked for; None: as many as there is room for."""
         self.names_ranks = False
         """There are several engine cores, so the footer says which one has answered."""
+        self.kept_tokens: list[int] | None = None
+        """The number of tokens of each completion that a kept run had; None for an answer of an engine."""
+        self.kept_figures: Mapping[str, Any] = {}
+        """The figures of that run."""
         self.previous: Earlier | None = None
         """The prompt and answer that the same cell had before."""
         self._whole: RequestOutput | None = None
@@ -111,6 +115,18 @@ class GenerationResult(ShownOnce):
         if whole.prompt_token_ids is not None:
             self.prompt_token_ids = whole.prompt_token_ids
             self.num_prompt_tokens = len(whole.prompt_token_ids)
+
+    def restore(self, run: Mapping[str, Any]) -> None:
+        """Take the answer of a run that was kept; its tokens are known by their number alone."""
+        several = run["outputs"] or [{key: run[key] for key in ("text", "finish_reason", "tokens")}]
+        self.outputs = [
+            CompletionOutput(index, each["text"], [], finish_reason=each["finish_reason"])
+            for index, each in enumerate(several)
+        ]
+        self.kept_tokens = [each["tokens"] for each in several]
+        self.num_prompt_tokens, self.num_cached_tokens = run["prompt_tokens"], run["cached_tokens"]
+        self.kept_figures = run["metrics"]
+        self.finished = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy or an unpickled result is data: of an answer under way it has what was written then.
@@ -165,6 +181,10 @@ class GenerationResult(ShownOnce):
         except UNREADABLE_JSON as error:
             # The error is shown in one line: the place where the parser met the end does not explain the end.
             raise without_traceback(IncompleteOutputError(_why_no_value(self, error))) from None
+
+    def num_tokens_of(self, completion: CompletionOutput) -> int:
+        """Count the tokens of a completion."""
+        return len(completion.token_ids) if self.kept_tokens is None else self.kept_tokens[completion.index]
 
     def without_reasoning(self, completion: CompletionOutput) -> CompletionOutput:
         """Return a completion with the text behind its reasoning, or as it is while that goes on."""

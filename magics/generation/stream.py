@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from nbengine.errors import NBEngineError
@@ -19,9 +20,11 @@ from nbengine.magics.generation.view import View
 from nbengine.magics.generation.waits import LOOK_SECONDS, WaitNotice, Watched
 from nbengine.magics.interrupts import Interrupted, ticking
 from nbengine.outputs import RequestOutput
+from nbengine.widgets.words import seconds
 
 R = TypeVar("R")
 _CANCEL_POLL_SECONDS = 0.1
+_CLOCK_SECONDS = 0.01
 
 
 class Stream(ABC, Generic[R]):
@@ -31,16 +34,46 @@ class Stream(ABC, Generic[R]):
     interval share the cost of an update, and the first token does not wait.
     """
 
-    def __init__(
-        self, result: R, requests: Sequence[Request], view: View[R], waited_for: Iterable[Watched]
-    ) -> None:
-        """Make the stream of requests that have been sent; `waited_for` are the clients to look at meanwhile."""
+    def __init__(self, result: R, view: View[R], waited_for: Iterable[Watched]) -> None:
+        """Make the stream of a result; `waited_for` are the clients to look at meanwhile."""
         self.result = result
-        self.requests = requests
         self.waits = WaitNotice(waited_for)
         self._view = view
+        self._deadline = math.inf
+        self._timeout = math.inf
+        self._note = ""
         self._cancelled = threading.Event()
         self._interrupt_taken = False
+
+    @property
+    @abstractmethod
+    def requests(self) -> Sequence[Request]:
+        """Return the requests that have been sent, at least those that have not ended."""
+
+    def end_after(self, timeout: float) -> None:
+        """End what has not ended when `timeout` seconds have passed; what has been written by then is kept."""
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            self._deadline = math.inf
+            self._note = f"--timeout: ended after {seconds(self._timeout)}"
+            self._abort_all()
+
+    @asynccontextmanager
+    async def _timed(self) -> AsyncIterator[None]:
+        """Look at the time when the deadline has come, while the block runs."""
+        if self._deadline == math.inf:
+            yield
+            return
+        left = max(0.0, self._deadline - time.monotonic())
+        # The loop's clock may be a little behind.
+        timer = asyncio.get_running_loop().call_later(left + _CLOCK_SECONDS, self._check_time)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def run(self) -> None:
         """Stream until the end, on the running event loop.
@@ -50,7 +83,7 @@ class Stream(ABC, Generic[R]):
             NBEngineError: the request or its engine failed; the partial result is shown and kept.
         """
         try:
-            async with ticking(), self.waits.looking():
+            async with ticking(), self.waits.looking(), self._timed():
                 while not await self._step():
                     await asyncio.sleep(self._view.interval)
         except asyncio.CancelledError:
@@ -92,6 +125,7 @@ class Stream(ABC, Generic[R]):
         try:
             while not self._cancelled.is_set():
                 self.waits.look()
+                self._check_time()
                 try:
                     if self._step_blocking(_CANCEL_POLL_SECONDS):
                         break
@@ -117,8 +151,9 @@ class Stream(ABC, Generic[R]):
     def _step_and_look(self) -> bool:
         while True:
             self.waits.look()
+            self._check_time()
             try:
-                return self._step_blocking(LOOK_SECONDS)
+                return self._step_blocking(max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic())))
             except TimeoutError:
                 continue
 
@@ -151,7 +186,7 @@ class Stream(ABC, Generic[R]):
         is_wanted = self._interrupt_taken or self._cancelled.is_set()
         is_shown = False
         try:
-            self._view.finish(self.result, note)
+            self._view.finish(self.result, note or self._note)
             is_shown = True
         finally:
             for request, is_complete in ended:
@@ -164,12 +199,18 @@ class Generation(Stream[GenerationResult]):
     def __init__(
         self, request: Request, view: View[GenerationResult], waited_for: Iterable[Watched] = ()
     ) -> None:
-        super().__init__(request.result, [request], view, waited_for)
+        super().__init__(request.result, view, waited_for)
+        self._request = request
         assert request.collector is not None, "the request has not been sent"
         self._collector = request.collector
         request.on_progress = self._show_progress
         self._drawn_at = -math.inf
         """The time at which progress was drawn last."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """Return the request."""
+        return [self._request]
 
     async def _step(self) -> bool:
         return self._take(await self._collector.get())
@@ -179,7 +220,7 @@ class Generation(Stream[GenerationResult]):
 
     def _show_progress(self) -> None:
         # The request runs, so that nothing else holds it up.
-        self.waits.note_output(self.requests[0].origin.client.name)
+        self.waits.note_output(self._request.origin.client.name)
         # Steps may be so short that nobody could read what each of them says.
         now = time.monotonic()
         if now - self._drawn_at >= self._view.interval:
@@ -187,7 +228,7 @@ class Generation(Stream[GenerationResult]):
             self._view.update(self.result)
 
     def _take(self, output: RequestOutput) -> bool:
-        self.waits.note_output(self.requests[0].origin.client.name)
+        self.waits.note_output(self._request.origin.client.name)
         self.result.absorb(output)
         self._view.update(self.result)
         return self.result.finished

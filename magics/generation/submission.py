@@ -21,6 +21,8 @@ from nbengine.magics.generation.view import Appearance, View, view_for
 from nbengine.magics.kept_runs.recording import Occasion, Recorder
 from nbengine.magics.session import AttachedEngine, NotebookSession
 from nbengine.magics.tokens.branching import BranchTree
+from nbengine.sampling_params import SamplingParams
+from nbengine.widgets.open_views import ClosableView, OpenViews
 
 
 class Submitter:
@@ -48,7 +50,7 @@ class Submitter:
         """
         self._check_rank(engine, options)
         client = engine.client
-        params = sampling_params(options, client.default_sampling_params(), self._config)
+        params = self.params(engine, options)
         messages = self._messages(engine, options)
         if prompt is None:
             prompt = options.prompt
@@ -72,6 +74,30 @@ class Submitter:
         if occasion is not None:
             self._recorder.follow(request, engine, options, messages, occasion)
         return request
+
+    @property
+    def views(self) -> OpenViews[ClosableView]:
+        """Return the notebook's open widgets."""
+        return self._session.ongoing.views
+
+    def params(self, engine: AttachedEngine, options: GenerateOptions) -> SamplingParams:
+        """Return the sampling parameters of a request.
+
+        Raises:
+            UsageError: one of them is not allowed.
+        """
+        return sampling_params(options, engine.client.default_sampling_params(), self._config)
+
+    def question(self, engine: AttachedEngine, options: GenerateOptions, occasion: Occasion) -> str:
+        """Return what runs share that have asked the same as this request would.
+
+        Raises:
+            UsageError: the engine cannot do what a flag asks for.
+        """
+        messages = self._messages(engine, options)
+        return self._recorder.describe(
+            self.params(engine, options), engine, options, messages, occasion
+        ).question
 
     def stream(
         self,

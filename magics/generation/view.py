@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbengine.magics.generation.render import answers_bundle, footer_of, prompt_line
+from nbengine.magics.generation.render import answers_bundle, footer_of, prompt_line, stream_line
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.widgets.live import LiveDisplay, in_kernel
 from nbengine.widgets.open_views import ClosableView
@@ -83,11 +83,13 @@ class CellView:
 
     def update(self, result: GenerationResult) -> None:
         """Replace the answer, or what is said of a long prompt, and set the pace by what that cost."""
-        reading = prompt_line(result)
-        if result.finished or not (self._appearance.stream or reading):
+        line = prompt_line(result)
+        if result.finished or not (self._appearance.stream or line):
             return
+        if not line and self._appearance.footer:
+            line = stream_line(result)
         started = time.thread_time()
-        size = self._live.show(self._bundle(result, reading, complete=False))
+        size = self._live.show(self._bundle(result, line, complete=False))
         cost = time.thread_time() - started
         self._streaming.add(self)
         self.interval = pause_after(size, cost, len(self._streaming))

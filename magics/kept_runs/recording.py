@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbengine.config import ModelConfig
 from nbengine.errors import NBEngineError
 from nbengine.frontend.runs.place import store_path
-from nbengine.frontend.runs.run import Limits, Run, RunFilter
+from nbengine.frontend.runs.run import Limits, Run, RunFilter, question_of
 from nbengine.frontend.runs.store import RunStore
 from nbengine.frontend.runs.writer import RunWriter
 from nbengine.magics.config import SAMPLING_DEFAULTS, NBEngine
@@ -59,6 +59,11 @@ class Recorder:
         """Held while the writer is made: the first answers may end on several threads."""
 
     @property
+    def is_on(self) -> bool:
+        """Return whether runs are kept."""
+        return bool(self._config.keep_runs)
+
+    @property
     def writer(self) -> RunWriter:
         """Return the writer of the notebook's store, which exists from the first call on."""
         with self._lock:
@@ -81,6 +86,18 @@ class Recorder:
         if not self._config.keep_runs:
             return
         self.tell_trouble()
+        begun = self.describe(request.origin.params, engine, options, messages, occasion)
+        request.on_end.append(partial(self._keep, begun, request.result))
+
+    def describe(
+        self,
+        params: SamplingParams,
+        engine: AttachedEngine,
+        options: GenerateOptions,
+        messages: Messages | None,
+        occasion: Occasion,
+    ) -> Run:
+        """Describe a run as far as that is possible before it has an answer."""
         cell, execution = running_cell(self._shell)
         begun = Run(
             time=time.time(),
@@ -92,7 +109,7 @@ class Recorder:
             prompt=options.prompt,
             text="",
             finish_reason=None,
-            settings=settings_of(request.origin.params, options, messages),
+            settings=settings_of(params, options, messages),
             varied=occasion.varied,
             messages=list(messages or ()),
             comparison=occasion.comparison,
@@ -100,7 +117,7 @@ class Recorder:
             cell=cell,
             execution=execution,
         )
-        request.on_end.append(partial(self._keep, begun, request.result))
+        return replace(begun, question=question_of(begun)) if occasion.comparison else begun
 
     def tell_trouble(self) -> None:
         """Say once what keeps runs from being written."""

@@ -43,6 +43,13 @@ class Scores:
         else:
             self.values[name][place] = outcome
 
+    def forget(self, position: int) -> None:
+        """Remove the scores of one result, whose answers are others now."""
+        for known in (*self.values.values(), *self.errors.values()):
+            for place in [place for place in known if place[0] == position]:
+                del known[place]
+        del self._found[position]
+
     def give_up(self) -> None:
         """Expect no further score."""
         self._open.clear()

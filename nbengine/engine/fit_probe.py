@@ -1,15 +1,17 @@
 """The child process of `nbengine.frontend.fit`, which computes whether engines of given sizes fit on this
 machine.
 
-It runs as `python -m nbengine.engine.fit_probe`, reads a `FitQuestion` in JSON from its input and writes a
-`FitAnswer`. It is a separate process so that the one that asks stays free of torch. It computes the same
+It runs as `python -m nbengine.engine.fit_probe`, reads `FitQuestions` in JSON from its input and writes
+`FitAnswers`. It is a separate process so that the one that asks stays free of torch. It computes the same
 numbers as a start, with the same functions, but loads nothing of the model. On a GPU it measures the
 activations on one layer without weights.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +21,12 @@ import msgspec
 import psutil
 import torch
 
-from nbengine.config import EngineConfig, ParallelConfig
+from nbengine.config import EngineConfig, ModelConfig, ParallelConfig
 from nbengine.distributed.communicator import SINGLE
 from nbengine.distributed.layout import RankLayout, layouts
 from nbengine.engine.core.kv_cache_start import choose_max_model_len
 from nbengine.errors import EngineStartError, NBEngineError
-from nbengine.ipc.fit import FitAnswer, FitQuestion, MemoryPlace, SizePlan
+from nbengine.ipc.fit import FitAnswer, FitAnswers, FitQuestion, FitQuestions, MemoryPlace, SizePlan
 from nbengine.kv_cache.sizing import cache_size
 from nbengine.models.checkpoints.loader import check_checkpoint
 from nbengine.models.configs.encoder_config import is_encoder
@@ -45,6 +47,10 @@ from nbengine.worker.memory.budget import (
 from nbengine.worker.memory.footprint import Footprint, num_cores_here
 from nbengine.worker.memory.limits import check_kv_cache_fits, check_weights_fit, gpu_kv_budget
 from nbengine.worker.model_runner import ModelRunner
+
+_READ_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+_READS = 8
+"""The number of times that memory is read; the first time also makes it ready."""
 
 
 class Prober:
@@ -78,14 +84,7 @@ class Prober:
 
     def places(self) -> list[MemoryPlace]:
         """List the memory of the machine, or of each GPU."""
-        if self.device.type == "cpu":
-            return [MemoryPlace("CPU memory", psutil.virtual_memory().total, free_memory(self.device))]
-        found = []
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
-            found.append(MemoryPlace(name, total, free))
-        return found
+        return places_of(self.device)
 
     def plan(self, config: EngineConfig) -> SizePlan:
         """Plan an engine with this configuration: its memory and limits, or the problem that prevents it."""
@@ -212,6 +211,30 @@ class Prober:
         }
 
 
+def places_of(device: torch.device) -> list[MemoryPlace]:
+    """List the memory of the machine, or of each GPU."""
+    if device.type == "cpu":
+        return [MemoryPlace("CPU memory", psutil.virtual_memory().total, free_memory(device))]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+        found.append(MemoryPlace(name, total, free))
+    return found
+
+
+def read_speed(device: torch.device) -> float:
+    """Measure how many bytes of its memory a device reads in a second: a sum over more than caches hold."""
+    num_bytes = min(_READ_BYTES[device.type], max(1 << 20, free_memory(device) // 8))
+    numbers = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    best = math.inf
+    for _ in range(_READS):
+        began = time.perf_counter()
+        numbers.sum().item()  # The number is there when the device has ended.
+        best = min(best, time.perf_counter() - began)
+    return numbers.nbytes / best
+
+
 def answer(question: FitQuestion) -> FitAnswer:
     """Answer a question: plan an engine for each of its configurations, which are of one model."""
     first, *_ = question.configs
@@ -226,10 +249,20 @@ def answer(question: FitQuestion) -> FitAnswer:
     return found
 
 
+def answers(asked: FitQuestions) -> FitAnswers:
+    """Answer several questions, one after the other, so that what is free is free for each."""
+    device = resolve_device(ModelConfig())
+    found = FitAnswers([], device.type, places_of(device))
+    if asked.measures:
+        found.bytes_per_second = read_speed(device)
+    found.answers = [answer(question) for question in asked.questions]
+    return found
+
+
 def main() -> None:
-    """Answer the question on standard input."""
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=FitQuestion)
-    sys.stdout.buffer.write(msgspec.json.encode(answer(question)))
+    """Answer the questions on standard input."""
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=FitQuestions)
+    sys.stdout.buffer.write(msgspec.json.encode(answers(asked)))
 
 
 if __name__ == "__main__":

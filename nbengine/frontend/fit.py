@@ -13,7 +13,7 @@ import msgspec
 from nbengine.config import EngineArgs, EngineConfig
 from nbengine.errors import ModelLoadError, NBEngineError
 from nbengine.frontend.options import EngineOptions, PathName, with_engine_options
-from nbengine.ipc.fit import FitAnswer, FitQuestion, SizePlan
+from nbengine.ipc.fit import FitAnswer, FitAnswers, FitQuestion, FitQuestions, SizePlan
 from nbengine.kv_cache.sizing import spare_slots
 from nbengine.kv_cache.specs import ONE_GROUP, CacheGroups, LayerRule, RuleKind, make_groups
 from nbengine.models.checkpoints.files import resolve_configuration
@@ -57,7 +57,26 @@ def fit(
         return FitReport(config.model.model, problem=str(error))
     config = replace(config, model=found)
     alternatives = [config, *_with_sizes(config), *_with_less(config)]
-    return _report(config, file_bytes, alternatives, _ask(alternatives))
+    (answer,) = _ask([FitQuestion(alternatives)]).answers
+    return _report(config, file_bytes, alternatives, answer)
+
+
+def fit_each(configs: Sequence[tuple[EngineConfig, int]]) -> tuple[list[FitReport], FitAnswers]:
+    """Work out how engines of several models, each for itself, would come out, and how fast memory is read.
+
+    Args:
+        configs: Configurations whose models are resolved, with the bytes of their weights on disk.
+
+    Returns:
+        A report for each, and the machine as it was found.
+    """
+    alternatives = [[config, *_with_less(config)] for config, _ in configs]
+    found = _ask([FitQuestion(each) for each in alternatives], measures=True)
+    reports = [
+        _report(config, file_bytes, tried, answer)
+        for (config, file_bytes), tried, answer in zip(configs, alternatives, found.answers, strict=True)
+    ]
+    return reports, found
 
 
 def _with_sizes(config: EngineConfig) -> list[EngineConfig]:
@@ -86,16 +105,22 @@ def _with_less(config: EngineConfig) -> list[EngineConfig]:
     return less
 
 
-def _ask(configs: Sequence[EngineConfig]) -> FitAnswer:
+def _ask(questions: Sequence[FitQuestion], *, measures: bool = False) -> FitAnswers:
+    """Have a process that imports torch answer questions.
+
+    Raises:
+        NBEngineError: the process has failed.
+    """
     command = [sys.executable, "-m", "nbengine.engine.fit_probe"]
-    question = msgspec.json.encode(FitQuestion(list(configs)))
-    done = subprocess.run(command, input=question, env=child_environment(), capture_output=True, check=False)
+    asked = msgspec.json.encode(FitQuestions(list(questions), measures))
+    done = subprocess.run(command, input=asked, env=child_environment(), capture_output=True, check=False)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [
             f"exit status {done.returncode}"
         ]
-        raise NBEngineError(f"cannot work out whether {configs[0].model.model!r} fits: {lines[-1]}")
-    return msgspec.json.decode(done.stdout, type=FitAnswer)
+        names = ", ".join(repr(question.configs[0].model.model) for question in questions)
+        raise NBEngineError(f"cannot work out whether {names or 'models'} fits: {lines[-1]}")
+    return msgspec.json.decode(done.stdout, type=FitAnswers)
 
 
 def _report(

@@ -52,3 +52,20 @@ class FitAnswer(msgspec.Struct):
     """The most tokens that the model was made for."""
     plans: list[SizePlan] = []
     problem: str = ""
+
+
+class FitQuestions(msgspec.Struct):
+    """Questions about several models; with `measures` it is also asked how fast the memory is read."""
+
+    questions: list[FitQuestion]
+    measures: bool = False
+
+
+class FitAnswers(msgspec.Struct):
+    """An answer to each of the questions, and what the machine is like."""
+
+    answers: list[FitAnswer]
+    device: str = ""
+    places: list[MemoryPlace] = []
+    bytes_per_second: float = 0.0
+    """The bytes that the device reads of its memory in a second; 0 if that was not measured."""

@@ -76,7 +76,7 @@ TIME_OF_DAY = {
         "words",
     ),
     "nbengine": (
-        "cli",
+        "cli/command",
         "client/calls",
         "client/engines/launch",
         "engine/core/core",

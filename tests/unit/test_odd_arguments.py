@@ -363,6 +363,11 @@ LINES = [
     ["ps", "a\nb"],
     ["fit", HUGE],
     ["fit", "random-tiny", "--seed", "nan"],
+    ["start", HUGE],
+    ["start", "random-tiny", "--seed", "nan"],
+    ["chat", "random-tiny", "--engine", HUGE],
+    ["attach", "--interval", "nan"],
+    ["models", HUGE],
     ["fit", "random-tiny", "--max-model-len", "9" * 400],
 ]
 

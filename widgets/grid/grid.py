@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MOST_DRAWN = 400
+"""The most cells that an output of a notebook holds: more of them make a page slow."""
 MOST_COLUMNS = 4
 """The most columns: more of them are too narrow to read in a notebook."""
 
@@ -75,3 +77,9 @@ def layout_of(axes: Sequence[tuple[str, Sequence[Any]]], num_rows_first: int) ->
 
 def _labels(axes: Sequence[tuple[str, Sequence[Any]]]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(map(str, values)) for values in itertools.product(*(values for _, values in axes)))
+
+
+def left_out(layout: GridLayout, num_drawn: int) -> str:
+    """Say how many answers are not drawn; empty if all are."""
+    rest = len(layout.rows) * len(layout.columns) - num_drawn
+    return f"{rest:,} more answers are not drawn; .rows() of the result has all" if rest > 0 else ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from html import escape
 
-from nbengine.widgets.grid.grid import GridCell, GridLayout, ScoreMark
+from nbengine.widgets.grid.grid import MOST_DRAWN, GridCell, GridLayout, ScoreMark, left_out
 from nbengine.widgets.words import PLAIN, PROSE
 
 _MUTED = "color:var(--jp-ui-font-color2,#767676);font-size:85%"
@@ -17,7 +17,11 @@ _BOX = (
 # The table's rows wrap: in a narrow window cells stand below each other, with their labels. Where styles are
 # stripped it is a plain table.
 _TABLE = "display:block;border:none;margin:0 0 0.3em;padding:0 1px 1px 0;font-size:inherit"
-_ROW = "display:flex;flex-wrap:wrap;background:none;padding:0"
+# A browser draws what is in sight; the rest has the height that it had.
+_ROW = (
+    "display:flex;flex-wrap:wrap;background:none;padding:0;content-visibility:auto;"
+    "contain-intrinsic-size:auto 6em"
+)
 _ROW_HEAD = f"{_BOX};font-weight:normal;background:rgba(128,128,128,0.12)"
 _ABOVE, _BESIDE = "flex:1 1 100%", "flex:1 1 11em"
 _CELL = f"{_BOX};flex:4 1 13em;min-width:0"
@@ -27,6 +31,8 @@ _LIVE_CHARACTERS = 16_000
 _FINAL_CHARACTERS = 400_000
 """The most characters of all answers in the end: such a message passes, and a notebook can keep it."""
 _LEAST_CHARACTERS = 100
+_ROWS_BEFORE = 3
+"""Rows that are drawn before the first one that is not complete."""
 _PLACE = re.compile(r"<answer (\d+) (\d+)>")
 """The place of an answer in Markdown, by cell and number. No text can forge it, because texts are escaped."""
 _RENDERED = 'class="mathjax_process tex2jax_process" style="overflow-wrap:anywhere"'
@@ -43,21 +49,30 @@ class GridHtml:
         """Make the HTML; a script finds the table by the id `key`, and each row by its number, if there is a key."""
         self._layout = layout
         self._key = key
-        num_cells = len(layout.rows) * len(layout.columns)
+        width, num_rows = len(layout.columns), len(layout.rows)
+        self._num_rows = min(num_rows, max(1, MOST_DRAWN // width))
+        self.num_drawn = num_cells = self._num_rows * width
+        """The number of cells that are drawn at once."""
         self._live_limit = max(_LEAST_CHARACTERS, _LIVE_CHARACTERS // num_cells)
         self._final_limit = max(_LEAST_CHARACTERS, _FINAL_CHARACTERS // num_cells)
-        self._drawn: list[tuple[GridCell, str] | None] = [None] * num_cells
-        self._row_heads = [self._row_head(labels) for labels in layout.rows]
+        self._drawn: dict[int, tuple[GridCell, str]] = {}
         self._column_heads = [_labels(layout.column_names, labels) for labels in layout.columns]
 
-    def live(self, head: str, fraction: float, cells: Sequence[GridCell]) -> str:
-        """Render the grid while it grows, below a line with a bar that is filled up to `fraction`."""
+    def live(self, head: str, fraction: float, cells: Sequence[GridCell], first: int = 0) -> str:
+        """Render the grid while it grows, below a line with a bar that is filled up to `fraction`.
+
+        Of many cells those around the cell `first` are drawn, where the answers are being written.
+        """
         bar = (
             '<div style="height:3px;background:rgba(128,128,128,0.25);margin:0.2em 0 0.4em">'
             f'<div style="height:3px;width:{100 * fraction:.1f}%;background:#2684ff"></div></div>'
         )
-        drawn = [self._live_cell(index, cell) for index, cell in enumerate(cells)]
-        return f'<div {PLAIN} style="{_MUTED}">{escape(head)}</div>{bar}{self._table(drawn)}'
+        width = len(self._column_heads)
+        top = min(max(0, first // width - _ROWS_BEFORE), len(self._layout.rows) - self._num_rows)
+        window = range(top * width, min((top + self._num_rows) * width, len(cells)))
+        self._drawn = {index: known for index, known in self._drawn.items() if index in window}
+        drawn = [self._live_cell(index, cells[index]) for index in window]
+        return f'<div {PLAIN} style="{_MUTED}">{escape(head)}</div>{bar}{self._table(drawn, top)}'
 
     def final(self, foot: str, cells: Sequence[GridCell], notes: Sequence[str] = ()) -> str:
         """Render the grid as it stays, above a line with the sums and one for each note."""
@@ -83,13 +98,12 @@ class GridHtml:
         return _PLACE.sub(answer, html)
 
     def _final(self, drawn: Sequence[str], foot: str, notes: Sequence[str]) -> str:
-        lines = "".join(
-            f'<div {PLAIN} style="{_MUTED}">{escape(line)}</div>' for line in (foot, *notes) if line
-        )
+        said = (left_out(self._layout, len(drawn)), foot, *notes)
+        lines = "".join(f'<div {PLAIN} style="{_MUTED}">{escape(line)}</div>' for line in said if line)
         return self._table(drawn) + lines
 
     def _live_cell(self, index: int, cell: GridCell) -> str:
-        known = self._drawn[index]
+        known = self._drawn.get(index)
         if known is not None and known[0] == cell:
             return known[1]
         drawn = self._cell(index, cell, self._live_limit, from_end=True)
@@ -123,14 +137,14 @@ class GridHtml:
             f'<td style="{_CELL}">{self._column_heads[index % len(self._column_heads)]}{"".join(parts)}</td>'
         )
 
-    def _table(self, drawn: Sequence[str]) -> str:
+    def _table(self, drawn: Sequence[str], top: int = 0) -> str:
         if not drawn:
             return ""
         width = len(self._column_heads)
         rows = [
-            f'<tr{self._attribute("data-row", row)} style="{_ROW}">'
-            f"{head}{''.join(drawn[width * row : width * (row + 1)])}</tr>"
-            for row, head in enumerate(self._row_heads)
+            f'<tr{self._attribute("data-row", top + row)} style="{_ROW}">'
+            f"{self._row_head(self._layout.rows[top + row])}{''.join(drawn[width * row : width * (row + 1)])}</tr>"
+            for row in range(len(drawn) // width)
         ]
         return (
             f'<table{self._attribute("id", self._key)} {PLAIN} style="{_TABLE}">'

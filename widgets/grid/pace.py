@@ -18,6 +18,19 @@ class AnswerCount:
     ended: bool
 
 
+@dataclass
+class AnswerTotals:
+    """The sums over answers that have ended: their tokens, and how many ended before their limit."""
+
+    tokens: int = 0
+    num_short: int = 0
+
+    def add(self, answer: AnswerCount) -> None:
+        """Add an answer that has ended."""
+        self.tokens += answer.tokens
+        self.num_short += answer.tokens != answer.limit
+
+
 class Pace:
     """The tokens per second of the last seconds, and from it an estimate of the time left."""
 
@@ -38,18 +51,22 @@ class Pace:
         (start, before), (end, after) = self._points[0], self._points[-1]
         return (after - before) / (end - start) if after > before and end > start else None
 
-    def seconds_left(self, answers: Iterable[AnswerCount]) -> tuple[float, bool] | None:
+    def seconds_left(
+        self, answers: Iterable[AnswerCount], ended_before: AnswerTotals | None = None
+    ) -> tuple[float, bool] | None:
         """Estimate the seconds left at this pace; True if it is a guess from the answers that have ended.
 
-        Otherwise it is an upper bound: every answer might go up to its limit.
+        Otherwise it is an upper bound: every answer might go up to its limit. `ended_before` sums up answers that
+        have ended and are not among `answers`.
         """
         rate, counts = self.rate, list(answers)
+        before = ended_before or AnswerTotals()
         if rate is None:
             return None
         # The chance that the next token is an answer's last one comes from all tokens so far: short answers
         # end first, so the mean length of the ended ones would be too small.
-        ended = sum(answer.ended and answer.tokens != answer.limit for answer in counts)
-        expected = sum(answer.tokens for answer in counts) / ended if ended else None
+        ended = before.num_short + sum(answer.ended and answer.tokens != answer.limit for answer in counts)
+        expected = (before.tokens + sum(answer.tokens for answer in counts)) / ended if ended else None
         remaining = 0.0
         for answer in counts:
             if answer.ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbengine.widgets.grid.grid import GridCell, GridLayout
+from nbengine.widgets.grid.grid import GridCell, GridLayout, left_out
 from nbengine.widgets.words import joined
 
 _LABEL_CHARACTERS = 120
@@ -12,17 +12,16 @@ _FINAL_CHARACTERS = 400_000
 _LEAST_CHARACTERS = 100
 
 
-def live_text(head: str, cells: Sequence[GridCell]) -> str:
+def live_text(head: str, num_characters: int) -> str:
     """Render one line, since a frontend that shows plain text cannot show how a grid grows."""
-    written = sum(len(answer) for cell in cells for answer in cell.answers)
-    return f"[{head} · {written:,} characters]"
+    return f"[{head} · {num_characters:,} characters]"
 
 
 def final_text(layout: GridLayout, cells: Sequence[GridCell], foot: str, notes: Sequence[str] = ()) -> str:
-    """Render all answers, and the sums."""
+    """Render the answers of `cells`, which are the first ones, and the sums."""
     limit = max(_LEAST_CHARACTERS, _FINAL_CHARACTERS // len(cells))
     blocks = [cell_text(layout.label(index), cell, limit) for index, cell in enumerate(cells)]
-    lines = [f"[{line}]" for line in (foot, *notes) if line]
+    lines = [f"[{line}]" for line in (left_out(layout, len(cells)), foot, *notes) if line]
     return "\n\n".join([*blocks, "\n".join(lines)] if lines else blocks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -55,6 +56,8 @@ class Run:
     cell: str = ""
     execution: str = ""
     """The id of the cell's execution."""
+    question: str = ""
+    """A digest of all that its answer depends on, where a comparison may be resumed; see `question_of`."""
 
     def values(self) -> dict[str, Any]:
         """Return what is stored in each column, and under `size` the number of characters of all texts."""
@@ -101,6 +104,13 @@ class RunFilter:
     def __post_init__(self) -> None:
         last = self.last
         require("last", last, last is None or 1 <= last < 2**63, "a whole number, at least 1, or None")
+
+
+def question_of(run: Run) -> str:
+    """Return a digest of the model, the prompt, the settings and the place in a comparison: runs that share it have
+    asked the same."""
+    parts = (run.model, run.model_version, run.prompt, run.settings, run.varied, run.messages)
+    return hashlib.sha256(storable(json_text(parts)).encode()).hexdigest()
 
 
 def json_text(value: object) -> str:

@@ -47,6 +47,11 @@ STEPS: Steps = (
         "CREATE INDEX runs_by_time ON runs (time)",
         "CREATE INDEX runs_by_cell ON runs (cell, run)",
     ),
+    (
+        "ALTER TABLE runs ADD COLUMN question TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE runs ADD COLUMN thumb INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX runs_by_question ON runs (question, run) WHERE question != ''",
+    ),
 )
 """The statements of each step."""
 

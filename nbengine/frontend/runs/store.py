@@ -27,6 +27,8 @@ Done = TypeVar("Done")
 BUSY_SECONDS = 30.0
 """Seconds to wait for other processes that are writing."""
 _RETRY_SECONDS = 0.02
+_AT_ONCE = 500
+"""The most values of one statement: some builds of SQLite take no more than 999."""
 _MEGABYTE = 10**6
 _DAY = 86400.0
 _LEFT = 0.95
@@ -37,6 +39,8 @@ DELETE FROM runs WHERE run IN (
     WHERE before < ?
 )"""
 """The oldest runs go whose texts together have a number of bytes, and at least one."""
+_HIDDEN = ("size", "question")
+"""Columns that no row shows."""
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _READ_ONLY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
@@ -91,6 +95,33 @@ class RunStore:
 
         return self._do("read", read, only_reads=True)
 
+    def answers_to(self, questions: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """Return the runs that have answered these questions to the end, by question, the latest first.
+
+        Raises:
+            NBEngineError: the file cannot be read; the message says why.
+        """
+        found: dict[str, list[dict[str, Any]]] = {}
+        if not self.path.exists():
+            return found
+        asked = list(dict.fromkeys(questions))
+
+        def read(connection: sqlite3.Connection) -> None:
+            found.clear()
+            connection.row_factory = sqlite3.Row
+            for start in range(0, len(asked), _AT_ONCE):
+                some = asked[start : start + _AT_ONCE]
+                rows = connection.execute(
+                    f"SELECT * FROM runs WHERE question IN ({', '.join('?' * len(some))}) AND question != '' "
+                    "AND error = '' AND finish_reason IN ('stop', 'length') ORDER BY run DESC",
+                    some,
+                )
+                for row in rows:
+                    found.setdefault(row["question"], []).append(_row(row))
+
+        self._do("read", read, only_reads=True)
+        return found
+
     def get(self, number: int) -> dict[str, Any]:
         """Return the run of a number.
 
@@ -122,6 +153,32 @@ class RunStore:
 
         if not self._do("changed", update):
             raise _missing(number)
+
+    def mark(
+        self, comparison: str, question: str, *, pinned: bool | None = None, thumb: int | None = None
+    ) -> int:
+        """Pin the runs of a question in a comparison or let them go, or note a thumb: 1 is up, -1 down, 0 none.
+
+        Returns:
+            The number of runs that were changed.
+
+        Raises:
+            NBEngineError: the file cannot be written.
+        """
+        changes = {
+            name: int(value) for name, value in (("pinned", pinned), ("thumb", thumb)) if value is not None
+        }
+        if not changes or not self.path.exists():
+            return 0
+
+        def update(connection: sqlite3.Connection) -> int:
+            names = ", ".join(f"{name} = ?" for name in changes)
+            return connection.execute(
+                f"UPDATE runs SET {names} WHERE question = ? AND question != '' AND comparison = ?",
+                (*changes.values(), question, comparison),
+            ).rowcount
+
+        return self._do("changed", update)
 
     def forget(self, before: float | None = None) -> int:
         """Remove the runs that are not pinned, those asked before a `time.time()` or all; return their number.
@@ -265,7 +322,7 @@ def _answers_contain(part: str, outputs: str) -> bool:
 
 
 def _row(stored: sqlite3.Row) -> dict[str, Any]:
-    row = {name: stored[name] for name in stored.keys() if name != "size"}  # noqa: SIM118 (a row iterates over values)
+    row = {name: stored[name] for name in stored.keys() if name not in _HIDDEN}  # noqa: SIM118 (a row iterates over values)
     row |= {name: json.loads(row[name]) for name in JSON_COLUMNS}
     row["pinned"] = bool(row["pinned"])
     return {**row, **{name: value for name, value in row["settings"].items() if name not in row}}

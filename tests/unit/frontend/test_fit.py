@@ -18,7 +18,7 @@ from nbengine.config import EngineArgs
 from nbengine.engine import fit_probe
 from nbengine.engine.fit_probe import answer
 from nbengine.errors import InvalidArgumentError, ModelNotFoundError, NBEngineError
-from nbengine.ipc.fit import FitAnswer, FitQuestion
+from nbengine.ipc.fit import FitAnswers, FitQuestion
 from nbengine.kv_cache.specs import FULL, LayerRule, make_groups
 from nbengine.models.checkpoints import hub
 from nbengine.models.checkpoints.files import resolve_configuration, resolve_model
@@ -225,10 +225,10 @@ def test_a_repository_without_a_configuration_says_what_to_do(
 
 
 def test_advice_is_what_was_tried_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(configs: Any) -> FitAnswer:
-        extras = decoder_extras(configs[0].scheduler, 256, 64, 64)
+    def ask(questions: list[FitQuestion]) -> FitAnswers:
+        extras = decoder_extras(questions[0].configs[0].scheduler, 256, 64, 64)
         monkeypatch.setattr(fit_probe, "free_memory", lambda device: 450_000 + extras)
-        return answer(FitQuestion(list(configs)))
+        return FitAnswers(list(map(answer, questions)))
 
     monkeypatch.setattr("nbengine.frontend.fit._ask", ask)
     report = nbengine.fit("random-tiny", num_gpu_blocks_override=4, max_model_len=64)

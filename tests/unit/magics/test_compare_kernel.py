@@ -28,7 +28,7 @@ async def test_the_cell_ends_with_one_table_in_html_and_plain_text(
     kernel_shell.user_ns["qs"] = {"first": "Q1", "second": "Q2"}
     (await run(kernel_shell, "%%generate --each qs --temperature 0,1 -o grid\n{qs}\n")).raise_error()
     (output,) = publisher(kernel_shell).outputs()
-    assert set(output) == {"text/plain", "text/html"}
+    assert set(output) == {"text/plain", "text/html", "application/vnd.jupyter.widget-view+json"}
     assert output["text/html"].count("<tr ") == 2
     assert output["text/html"].count("<td ") == output["text/html"].count("Hello world") == 4
     assert "── qs second · temperature 1 ──\nHello world\n[3 tokens" in output["text/plain"]

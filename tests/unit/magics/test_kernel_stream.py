@@ -15,6 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError
 from nbengine.magics.extension import Extension
+from nbengine.magics.generation.render import CARET
 from nbengine.magics.generation.result import GenerationResult
 from nbengine.magics.generation.view import DUTY, UPDATE_SECONDS, Appearance, CellView
 from nbengine.magics.interrupts import Interrupted, ticking
@@ -47,12 +48,14 @@ async def test_text_appears_while_it_is_written_and_html_in_it_is_dead(
     await until(lambda: bool(publisher(kernel_shell).messages))
     update, data, _ = publisher(kernel_shell).messages[0]
     assert not update
-    assert data["text/plain"] == "<script>"
+    assert data["text/plain"].startswith("<script>\n\n[1 token")
+    assert "&lt;script&gt;" + CARET in data["text/html"]
     assert "&lt;script&gt;" in data["text/html"]
     assert "<script>" not in data["text/html"]
     engine.emit("!", "stop")
     (await cell).raise_error()
     assert all(update for update, _, _ in publisher(kernel_shell).messages[1:])
+    assert CARET not in publisher(kernel_shell).messages[-1][1]["text/html"]
 
 
 async def test_several_answers_grow_together_under_their_numbers_and_all_stay(
@@ -64,7 +67,7 @@ async def test_several_answers_grow_together_under_their_numbers_and_all_stay(
     engine.emit("one", completion=0)
     engine.emit("two", completion=1)
     await until(lambda: bool(publisher(kernel_shell).messages))
-    assert publisher(kernel_shell).messages[-1][1]["text/plain"] == "1.\none\n\n2.\ntwo"
+    assert publisher(kernel_shell).messages[-1][1]["text/plain"].startswith("1.\none\n\n2.\ntwo\n\n[2 tokens")
     engine.emit("!", "stop", completion=0)
     engine.emit("?", "length", completion=1)
     (await cell).raise_error()

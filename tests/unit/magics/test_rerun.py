@@ -60,7 +60,7 @@ def test_of_what_a_cell_had_before_only_the_first_texts_are_kept(
         asked = [Asked(f"{execution}: {number}") for number in range(6)]
         results = [weakref.ref(request.result) for request in asked]
         for request in asked:
-            earlier.note([({}, request)])
+            earlier.begin()({}, request)
             request.answer("x")
         before = [request.result.previous for request in asked]
         del request, asked
@@ -94,7 +94,7 @@ def test_a_request_that_was_refused_had_no_answer(kernel_shell: InteractiveShell
         in_cell(kernel_shell, "one", execution)
         refused = Asked("hi")
         refused.result.abort("error")
-        earlier.note([({"seed": 1}, refused)])
+        earlier.begin()({"seed": 1}, refused)
         assert refused.on_end == []
     assert refused.result.previous == Earlier("hi", "")
 

@@ -135,8 +135,8 @@ def test_an_element_itself_and_without_each_a_variable_may_be_expected() -> None
         ("--pairwise", "--pairwise says how --judge judges, and there is no --judge"),
         ("--judge rule --pairwise", "--pairwise compares settings: it needs several values of a flag"),
         (
-            "--seed 1,2,3,4,5,6 -n 5 --judge rule --pairwise",
-            "--pairwise asks 300 questions, more than 256 (`%config NBEngine.max_answers` allows more)",
+            "--seed 1,2,3,4,5,6 -n 200 --judge rule --pairwise",
+            "--pairwise asks 12000 questions, more than 10000 (`%config NBEngine.max_answers` allows more)",
         ),
     ],
 )

@@ -135,7 +135,7 @@ async def test_without_anywidget_there_is_the_table(
     original = builtins.__import__
 
     def refuse(name: str, *args: Any, **more: Any) -> Any:
-        if name == "nbengine.widgets.grid.widget":
+        if name in ("nbengine.widgets.grid.widget", "nbengine.widgets.grid.cells_widget"):
             raise ImportError("no anywidget here")
         return original(name, *args, **more)
 

@@ -83,9 +83,23 @@ class View {
 
   // A page may show the same output twice.
   apply() {
+    const number = this.model.get("differing").length;
+    const order = this.rowsInOrder([...Array(number).keys()]);
+    for (const table of document.querySelectorAll(`#${CSS.escape(this.model.get("grid"))}`)) {
+      if (!table.nbArrange) continue;
+      // The grid is a widget, which draws the rows that it is told of.
+      table.nbArrange(order);
+      this.status.textContent = this.words({ shown: order.length, all: number });
+      return;
+    }
     const bodies = [...document.querySelectorAll(`#${CSS.escape(this.model.get("grid"))} > tbody`)];
     const counts = bodies.map((body) => this.arrange(body));
     this.status.textContent = counts.length ? this.words(counts[0]) : GONE;
+  }
+
+  rowsInOrder(numbers) {
+    const differing = this.model.get("differing");
+    return numbers.filter((row) => !this.only.checked || differing[row]).sort((a, b) => this.compare(a, b));
   }
 
   arrange(body) {

@@ -1,5 +1,6 @@
 // The widget that shows the tokens of answers; widgets/tokens/widget.py describes the messages.
 import { element, inNextLine, keepKeys } from "./dom.js";
+import { makeLegend, nextUncertain } from "./legend.js";
 import { Popover } from "./popover.js";
 import { Tree } from "./tree.js";
 
@@ -47,7 +48,7 @@ class View {
     this.stop.textContent = "■ Stop";
     this.notice = element("div", "nbt-notice", { role: "alert" });
     this.foot.append(this.footer, this.stop);
-    this.panel.append(this.text, this.foot, this.notice);
+    this.panel.append(this.text, this.foot, makeLegend(() => this.toNextUncertain()), this.notice);
     this.body.append(this.tabs, this.panel);
     this.root.append(this.fold, this.body);
     el.append(this.root);
@@ -244,6 +245,7 @@ class View {
       hadFocus = this.text.querySelector(":focus-visible") !== null;
       this.text.replaceChildren();
       this.say("");
+      this.goneTo = -1;
       if (this.drawn.id !== node.id || this.focused >= tokens.length) this.focused = node.position;
       this.drawn = { id: node.id, count: 0 };
     }
@@ -340,6 +342,15 @@ class View {
     this.focused = index;
     spans[index].tabIndex = 0;
     spans[index].focus();
+  }
+
+  toNextUncertain() {
+    const index = nextUncertain(this.tree.whole(this.active), this.goneTo ?? -1);
+    this.say(index < 0 ? "No token here had a probability of 50 % or less." : "");
+    if (index < 0) return;
+    this.goneTo = index;
+    this.focusToken(index);
+    this.open(this.text.children[index], true);
   }
 
   onTextKey(event) {

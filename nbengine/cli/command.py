@@ -7,8 +7,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nbengine.errors import EngineDeadError, InvalidArgumentError, NBEngineError, quoted
 from nbengine.units import size
@@ -17,6 +17,7 @@ from nbengine.version import __version__
 if TYPE_CHECKING:
     from nbengine.server.settings import ServerSettings
 
+T = TypeVar("T")
 _LONGEST_COMPLAINT = 500
 
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupt."""
     parser = _parser()
     options, further = parser.parse_known_args(arguments)
-    if options.run in (_fit, _serve):
+    if options.run in (_fit, _serve, _start, _chat):
         options.arguments = further
     elif further:
         parser.error(f"unrecognized arguments: {' '.join(further)}")
@@ -74,8 +75,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     fetch.add_argument("--revision", help="branch, tag or commit on the hub")
     fetch.set_defaults(run=_fetch)
+    models = commands.add_parser("models", help="list the models that are here, and those worth fetching")
+    models.add_argument(
+        "--dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="also look for models in a directory; repeatable",
+    )
+    models.add_argument("--classes", action="store_true", help="list the classes that run instead")
+    models.set_defaults(run=_models)
     fit = commands.add_parser("fit", help="tell whether a model fits on this machine", add_help=False)
     fit.set_defaults(run=_fit)
+    start = commands.add_parser("start", help="start an engine that stays", add_help=False)
+    start.set_defaults(run=_start)
+    chat = commands.add_parser("chat", help="talk to a model in this terminal", add_help=False)
+    chat.set_defaults(run=_chat)
+    attach = commands.add_parser("attach", help="show what an engine does, and keep it alive meanwhile")
+    attach.add_argument("name", nargs="?", help="engine, or its connection file (default: the only one)")
+    attach.add_argument("--chat", action="store_true", help="talk to it instead")
+    attach.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default 1)"
+    )
+    attach.set_defaults(run=_attach)
     serve = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API", add_help=False)
     serve.set_defaults(run=_serve)
     ps = commands.add_parser("ps", help="list the engines")
@@ -139,22 +161,80 @@ def _fetch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fit(options: argparse.Namespace) -> int:
-    from IPython.core.error import UsageError
+def _models(options: argparse.Namespace) -> int:
+    from nbengine.frontend.catalogue import classes_table, models_report, named_directories
 
-    from nbengine.config import EngineArgs
-    from nbengine.frontend.fit import fit
-    from nbengine.magics.arguments import HelpRequested
+    if options.classes:
+        print(classes_table()[0])
+        return 0
+    print(models_report([*named_directories(), *options.dir]))
+    return 0
+
+
+def _start(options: argparse.Namespace) -> int:
+    from nbengine.cli.staying import start
     from nbengine.magics.engines.arguments import parse_start
 
+    asked = _read(lambda: parse_start(options.arguments, "start", prog="nbengine start"))
+    return asked if isinstance(asked, int) else start(asked)
+
+
+def _attach(options: argparse.Namespace) -> int:
+    from nbengine.cli.staying import attach, join
+
+    if not options.chat:
+        return attach(options.name, options.interval)
+    from nbengine.cli.chatting import talk
+
+    llm = join(options.name)
     try:
-        asked = parse_start(options.arguments, "fit", prog="nbengine fit")
+        return talk(llm, None)
+    finally:
+        llm.detach()
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from nbengine.cli.chatting import talk
+    from nbengine.cli.staying import chat_engine
+    from nbengine.magics.engines.arguments import start_options, start_parser
+
+    parser = start_parser("chat", "nbengine chat")
+    parser.add_argument("--engine", metavar="NAME", help="talk to this engine, which goes on afterwards")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parsed = _read(lambda: vars(parser.parse_words(options.arguments)))
+    if isinstance(parsed, int):
+        return parsed
+    asked = _read(lambda: start_options(parsed, "nbengine chat"))
+    if isinstance(asked, int):
+        return asked
+    with chat_engine(parsed["engine"], asked) as llm:
+        return talk(llm, parsed["system"])
+
+
+def _read(parse: Callable[[], T]) -> T | int:
+    """Return what `parse` gives, or the exit status after help was shown or a mistake was told."""
+    from IPython.core.error import UsageError
+
+    from nbengine.magics.arguments import HelpRequested
+
+    try:
+        return parse()
     except HelpRequested as request:
         print(request)
         return 0
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from nbengine.config import EngineArgs
+    from nbengine.frontend.fit import fit
+    from nbengine.magics.engines.arguments import parse_start
+
+    asked = _read(lambda: parse_start(options.arguments, "fit", prog="nbengine fit"))
+    if isinstance(asked, int):
+        return asked
     report = fit(**{"model": EngineArgs.model, **asked.arguments})
     print(report)
     return 0 if report.fits else 1
@@ -165,24 +245,18 @@ def _serve(options: argparse.Namespace) -> int:
     from setproctitle import setproctitle
 
     setproctitle("nbengine: serve")
-    from IPython.core.error import UsageError
-
-    from nbengine.magics.arguments import HelpRequested
     from nbengine.magics.engines.arguments import start_options, start_parser
     from nbengine.server.arguments import KEY_VARIABLE, add_server_arguments, settings_of
     from nbengine.server.launch import check_installed
 
     parser = start_parser("serve", "nbengine serve")
     add_server_arguments(parser)
-    try:
-        parsed = vars(parser.parse_words(options.arguments))
-        asked = start_options(parsed, "nbengine serve")
-    except HelpRequested as request:
-        print(request)
-        return 0
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
+    parsed = _read(lambda: vars(parser.parse_words(options.arguments)))
+    if isinstance(parsed, int):
+        return parsed
+    asked = _read(lambda: start_options(parsed, "nbengine serve"))
+    if isinstance(asked, int):
+        return asked
     check_installed()
     settings = settings_of(parsed)
     # The engine's processes need not know the key.

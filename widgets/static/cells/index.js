@@ -1,0 +1,228 @@
+// The grid of a comparison: rows are asked for as they come into sight, and drawn while they are in sight.
+// widgets/grid/cells_widget.py describes the messages. Texts go into text nodes and attributes only.
+import { control, element } from "./dom.js";
+
+const ROWS_AT_ONCE = 40;
+const NO_KERNEL = "No kernel answers: run the cell again.";
+const THUMBS = [
+  [1, "👍", "good"],
+  [-1, "👎", "bad"],
+];
+
+class Grid {
+  constructor(model, el) {
+    this.model = model;
+    this.order = [...Array(model.get("num_rows")).keys()];
+    this.rows = new Map(model.get("first_rows").map((row) => [row.row, row]));
+    this.cells = new Map();
+    this.asked = new Set();
+    this.drawn = 0;
+    this.chosen = null;
+    this.root = element("div", "nbc mathjax_ignore tex2jax_ignore");
+    this.table = element("table", "nbc-table", { id: model.get("grid") });
+    this.table.nbArrange = (order) => this.arrange(order);
+    this.head();
+    this.body = this.table.createTBody();
+    this.end = element("div", "nbc-note");
+    this.status = element("div", "nbc-note", { role: "status" });
+    this.diff = element("div", "nbc-diff", { hidden: "" });
+    this.root.append(this.table, this.end, this.diff, this.status);
+    for (const line of model.get("foot")) this.root.append(element("div", "nbc-note", {}, line));
+    el.append(this.root);
+    this.observer = new IntersectionObserver((seen) => seen.some((each) => each.isIntersecting) && this.more(), {
+      rootMargin: "600px",
+    });
+    this.observer.observe(this.end);
+    this.onMessage = (message) => this.receive(message);
+    model.on("msg:custom", this.onMessage);
+    this.more();
+  }
+
+  close() {
+    this.observer.disconnect();
+    this.model.off("msg:custom", this.onMessage);
+    this.root.remove();
+  }
+
+  head() {
+    const columns = this.model.get("columns");
+    if (columns.length < 2) return;
+    const row = element("tr");
+    row.append(element("th", "nbc-corner", { scope: "col" }));
+    for (const labels of columns) row.append(this.labels("th", labels, { scope: "col" }));
+    this.table.createTHead().append(row);
+  }
+
+  labels(tag, labels, attributes = {}) {
+    const made = element(tag, "nbc-labels", attributes);
+    for (const [name, value] of labels) {
+      const line = element("div");
+      line.append(element("span", "nbc-note", {}, `${name} `), element("b", "", {}, value));
+      made.append(line);
+    }
+    return made;
+  }
+
+  // Show other rows, or the same in another order: the table of scores sorts and filters.
+  arrange(order) {
+    this.order = order;
+    this.drawn = 0;
+    this.cells.clear();
+    this.body.replaceChildren();
+    this.more();
+  }
+
+  // Draw the next rows, and ask for those that are not known.
+  more() {
+    const wanted = this.order.slice(this.drawn, this.drawn + ROWS_AT_ONCE);
+    const missing = wanted.filter((number) => !this.rows.has(number) && !this.asked.has(number));
+    if (missing.length) {
+      for (const number of missing) this.asked.add(number);
+      this.model.send({ kind: "rows", rows: missing });
+    }
+    let number = wanted.shift();
+    while (number !== undefined && this.rows.has(number)) {
+      this.draw(this.rows.get(number));
+      this.drawn += 1;
+      number = wanted.shift();
+    }
+    const left = this.order.length - this.drawn;
+    this.end.textContent = left ? `${left.toLocaleString("en")} more rows` : "";
+    // What is still in sight has room for more: the observer tells it once only.
+    this.observer.unobserve(this.end);
+    if (left) this.observer.observe(this.end);
+  }
+
+  draw(row) {
+    const line = element("tr", "", { "data-row": row.row });
+    line.append(this.labels("th", row.labels, { scope: "row" }));
+    row.cells.forEach((cell, column) => {
+      const place = element("td");
+      const position = row.row * row.cells.length + column;
+      this.cells.set(position, place);
+      this.fill(place, position, cell);
+      line.append(place);
+    });
+    this.body.append(line);
+  }
+
+  fill(place, position, cell) {
+    place.replaceChildren();
+    const text = element("div", "nbc-text nbc-clamped");
+    cell.answers.forEach((answer, number) => {
+      if (cell.answers.length > 1) text.append(element("div", "nbc-note", {}, `${number + 1}.`));
+      text.append(element(cell.code ? "pre" : "div", "nbc-answer", {}, answer));
+    });
+    if (cell.error) text.append(element("div", "nbc-error", {}, cell.error));
+    const marks = element("div");
+    for (const [words, state] of cell.scores) marks.append(element("span", `nbc-mark nbc-${state || "number"}`, {}, words));
+    place.append(text, marks, this.bar(place, position, cell, text), element("div", "nbc-note", {}, cell.foot));
+  }
+
+  bar(place, position, cell, text) {
+    const bar = element("div", "nbc-bar", { role: "toolbar", "aria-label": "this answer" });
+    const add = (words, title, act, pressed) => {
+      const attributes = { type: "button", title, "aria-label": title };
+      if (pressed !== undefined) attributes["aria-pressed"] = String(pressed);
+      const button = control("button", "nbc-button", attributes, words);
+      button.addEventListener("click", () => act(button));
+      bar.append(button);
+      return button;
+    };
+    for (const [value, sign, title] of THUMBS) {
+      const isSet = cell.thumb === value;
+      add(sign, title, () => this.send({ kind: "thumb", position, thumb: isSet ? 0 : value }), isSet);
+    }
+    add("copy", "copy this answer", () => this.copy(cell));
+    add("again", "ask this again", () => this.send({ kind: "again", position }));
+    add("pin", "keep this run for ever", () => this.send({ kind: "pin", position, pinned: !cell.pinned }), cell.pinned);
+    add("diff", "compare with another answer", (button) => this.choose(position, button), this.chosen === position);
+    const open = add("open", "show the whole answer", (button) => {
+      const isOpen = !text.classList.toggle("nbc-clamped");
+      button.textContent = isOpen ? "close" : "open";
+      button.setAttribute("aria-expanded", String(isOpen));
+    });
+    open.setAttribute("aria-expanded", "false");
+    requestAnimationFrame(() => {
+      open.hidden = text.scrollHeight <= text.clientHeight + 1;
+    });
+    return bar;
+  }
+
+  // The first answer of a pair is held until the second one is chosen.
+  choose(position, button) {
+    if (this.chosen === null) {
+      this.chosen = position;
+      this.chosenButton = button;
+      button.setAttribute("aria-pressed", "true");
+      this.say("Choose “diff” at the answer to compare with.");
+      return;
+    }
+    const first = this.chosen;
+    this.chosen = null;
+    this.chosenButton.setAttribute("aria-pressed", "false");
+    this.say("");
+    if (first !== position) this.send({ kind: "diff", first, second: position });
+    else this.diff.hidden = true;
+  }
+
+  async copy(cell) {
+    try {
+      await navigator.clipboard.writeText(cell.answers.join("\n\n"));
+      this.say("copied");
+    } catch {
+      this.say("The browser does not let this page write to the clipboard.");
+    }
+  }
+
+  send(message) {
+    this.say(this.model.comm_live === false ? NO_KERNEL : "");
+    this.model.send(message);
+  }
+
+  say(text) {
+    this.status.textContent = text;
+  }
+
+  receive(message) {
+    if (message.kind === "rows") {
+      for (const row of message.rows) {
+        this.rows.set(row.row, row);
+        this.asked.delete(row.row);
+      }
+      this.more();
+    } else if (message.kind === "cell") {
+      this.change(message);
+    } else if (message.kind === "diff") {
+      this.showDiff(message.parts);
+    } else if (message.kind === "notice") {
+      this.say(message.text);
+    }
+  }
+
+  change({ position, cell }) {
+    for (const row of this.rows.values()) {
+      const column = position - row.row * row.cells.length;
+      if (column >= 0 && column < row.cells.length) row.cells[column] = cell;
+    }
+    const place = this.cells.get(position);
+    if (place === undefined) return;
+    const focused = [...place.querySelectorAll("button")].indexOf(document.activeElement);
+    this.fill(place, position, cell);
+    if (focused >= 0) place.querySelectorAll("button")[focused]?.focus();
+  }
+
+  showDiff(parts) {
+    const tags = { same: "span", inserted: "ins", deleted: "del" };
+    this.diff.replaceChildren(...parts.map(([kind, text]) => element(tags[kind], "", {}, text)));
+    this.diff.hidden = false;
+    this.diff.scrollIntoView({ block: "nearest" });
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const grid = new Grid(model, el);
+    return () => grid.close();
+  },
+};
